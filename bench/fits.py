@@ -20,11 +20,11 @@ DEVICE, HOST = 24e9, 256e9
 PLAIN = 16
 """Bytes a parameter without offload: bf16 weights and gradients, fp32 master weights, two fp32 moments."""
 STEPS = 12
-"""Of the search, each of which halves the interval."""
+"""The steps of the search; each halves the interval."""
 
 
 def fits(numel: float, **fields: Any) -> tuple[bool, int]:
-    """Whether a GPT of about so many parameters fits, and their exact number."""
+    """Return True if a GPT of about ``numel`` parameters fits, and its exact number of parameters."""
     gpt = gpt_of(round(numel))
     config = OffloadConfig(param_dtype="bfloat16", **fields)
     terms = BucketTerms(config, planned_device(1, addressable=False))
@@ -43,7 +43,7 @@ def largest(**fields: Any) -> int:
 
 
 def sizes() -> dict[str, float]:
-    """Parameters by what is done."""
+    """Return the parameters of the largest GPT, by the way to train it."""
     return {
         "all on the GPU (AdamW, bf16)": DEVICE / PLAIN,
         "offload-core": largest(),

@@ -64,7 +64,7 @@ class Trained:
     """A run of ``bench.train``: its losses, in nats a byte."""
 
     training: list[float]
-    """Of each step."""
+    """The loss of each step."""
     held_out: float
 
 
@@ -83,7 +83,7 @@ def train(name: str, seed: int, arguments: Sequence[str]) -> Trained:
 
 
 def train_all(formats: Iterable[str], seeds: int, arguments: Sequence[str]) -> dict[str, list[Trained]]:
-    """By format a run for each seed. Those of one seed are made after each other."""
+    """Return, by format, a run for each seed. The runs of one seed follow each other."""
     runs: dict[str, list[Trained]] = {name: [] for name in formats}
     for seed in range(seeds):
         for name, found in runs.items():

@@ -1,7 +1,7 @@
-"""What the headers of exchanges cost: training steps on two gloo ranks with and without them, in turn, in one run.
+"""The cost of the headers of exchanges: training steps on two gloo ranks with and without them, in turn, in one run.
 
 ``python -m bench.headers`` prints, for models and bucket sizes, the median step and the quartiles of the ratio of
-neighbouring steps. Without headers is no way to train: ranks that differ abort inside gloo.
+neighbouring steps. Training needs the headers: without them, ranks that differ abort inside gloo.
 """
 
 import os
@@ -18,7 +18,7 @@ from frontends.torch import wrap
 from frontends.torch.ranks.own_group import OwnGroup
 
 CASES = ((2, 16, 768, 1_000_000), (3, 16, 768, 1_000_000), (2, 8, 2048, 16_000_000), (3, 8, 2048, 16_000_000))
-"""Stage, layers, width, ``reduce_bucket_size``."""
+"""Stage, layers, width and ``reduce_bucket_size`` of each case."""
 WARM_UP, STEPS = 4, 60
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def number(value: Any) -> str:
-    """Three digits, or all of a whole number."""
+    """Return a number as text: three digits, or all digits of an integer."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if math.isfinite(value) and (value == int(value) or abs(value) >= 1000):

@@ -18,7 +18,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 
 
 EXTENSIONS = Path(sys.prefix, "torch_extensions")
-"""Of this environment alone: what another one compiled fits other headers."""
+"""The folder for compiled extensions, for this environment alone: another one compiles against other headers."""
 
 
 def find_compilers() -> None:
@@ -64,11 +64,11 @@ PEERS: dict[str, Callable[[], None]] = {
     "optax": optax,
     "matplotlib": matplotlib,
 }
-"""Each does what shows that it works here."""
+"""A check for each peer that it works here."""
 
 
 def install() -> int:
-    """The exit status of pip: that of the last peer that failed, or 0."""
+    """Install the peers, and return pip's exit status for the last one that failed, or 0."""
     extras = tomllib.loads((_ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     environment = {**os.environ, "DS_BUILD_OPS": "0"}
     status = 0

@@ -13,7 +13,7 @@ _MOST_BARS = 40
 
 
 def pyplot() -> Any:
-    """matplotlib's, drawing to files, the same bytes for the same figures."""
+    """Return matplotlib's ``pyplot``, set to draw to files, the same bytes for the same figures."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -55,7 +55,7 @@ def draw(records: dict[str, Record], folder: Path) -> list[Path]:
 
 
 def whiskers(rows: list[Row]) -> list[list[float]]:
-    """From the median to the percentiles, down and up."""
+    """Return the distances from the median to the percentiles, down and up."""
     return [[max(sign * (row[end] - row["p50"]), 0.0) for row in rows] for end, sign in (("p20", -1), ("p80", 1))]
 
 
@@ -158,4 +158,4 @@ PICTURES: dict[str, tuple[tuple[str, Callable[[Any, Record], Any]], ...]] = {
     "peers": (),
     "cpu_adam": (("size", by_size), ("roofline", roofline)),
 }
-"""Of a part; of others, bars and curves."""
+"""The pictures of a part; other parts have bars and curves."""

@@ -39,7 +39,7 @@ def machine() -> str:
 
 
 def hardware() -> str:
-    """The same for a file's name: ``xeon-2core``, without the maker and the frequency."""
+    """Return the machine as a part of a file's name: ``xeon-2core``, without the maker and the frequency."""
     known = re.sub(r"\((r|tm)\)|@.*|\b(\d+-core|intel|amd|processor|cpu)\b", " ", processor().lower())
     return f"{'-'.join(re.findall(r'[a-z0-9]+', known))}-{available_cpus()}core"
 
@@ -62,7 +62,7 @@ def commit() -> str:
 
 
 def versions(*packages: str) -> dict[str, str]:
-    """Of Python and of those packages that are installed."""
+    """Return the versions of Python and of the installed ones of these packages."""
     known = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -117,7 +117,7 @@ def ratio(
 
 
 def missed_by(ratio: Mapping[str, Any]) -> float:
-    """How far the median is from the target, as a part of it; 0 where it is met or there is none."""
+    """Return the distance of the median from the target, divided by the target; 0 if it is met or there is none."""
     if ratio["target"] is None:
         return 0.0
     beyond = ratio["p50"] / ratio["target"] - 1
@@ -136,12 +136,12 @@ def missing(name: str, error: BaseException | str) -> dict[str, str]:
 
 
 def module_of(part: str) -> str:
-    """Where a part is: it runs as ``python -m`` of this."""
+    """Return the module of a part, which runs by ``python -m``."""
     return {"peers": "bench.peers"}.get(part, "bench.gpu" if part.startswith("gpu_") else f"bench.parts.{part}")
 
 
 def parser(part: str, description: str) -> argparse.ArgumentParser:
-    """With what every part takes: ``--quick`` and ``--json``."""
+    """Return a parser with the options of every part: ``--quick`` and ``--json``."""
     known = argparse.ArgumentParser(prog=f"python -m {module_of(part)}", description=description)
     known.add_argument("--quick", action="store_true", help="small sizes and two rounds, to see that it runs")
     known.add_argument("--json", type=Path, metavar="FILE", help="append the record to this file, one JSON line a run")
@@ -161,7 +161,7 @@ def lines_of(path: Path) -> bytes:
 
 
 def rewrite(path: Path, before: bytes, record: dict[str, Any]) -> None:
-    """Have the file hold these lines and this record, as it does whenever this is ended."""
+    """Replace the file's content by these lines and this record, in one step that nothing can cut in two."""
     where = {"machine": machine(), "memory": memory(), "commit": commit()}
     record = {"date": datetime.now(UTC).isoformat(timespec="seconds"), **where, **record}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """The report of a run of ``make bench``: Markdown and pictures, the README's figures, two runs compared.
 
-Nothing in it is typed: words are here, figures are the results'.
+The words are in this module, and all figures come from the results.
 """
 
 import argparse
@@ -27,7 +27,7 @@ END = "<!-- here it ends -->\n"
 
 Record = dict[str, Any]
 Records = dict[str, Record]
-"""The last of each part, in the order they ran."""
+"""The last record of each part, in the order in which they ran."""
 
 
 class ReportError(Exception):
@@ -48,7 +48,7 @@ SAID = r"if our part of the step took no time beyond the streaming limit, it wou
 
 
 def renamed(value: Any) -> Any:
-    """With today's words for those in :data:`RENAMED`, keys and values."""
+    """Return a value with today's words for those in :data:`RENAMED`, in keys and values."""
     if isinstance(value, dict):
         return {RENAMED.get(key, key): renamed(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -163,7 +163,7 @@ KEPT = (
 
 
 def how(records: Records) -> list[str]:
-    """How all figures were measured."""
+    """Return paragraphs on the way in which all figures were measured."""
     default = ' What users see by default is under "default allocator".' if "default_allocator" in records else ""
     kept = any(record["config"].get("malloc") for part, record in records.items() if part != "memory")
     return [HOW, "", KEPT + default] if kept else [HOW]
@@ -175,9 +175,9 @@ class Figure:
 
     part: str
     ratio: str
-    """Its name in the results."""
+    """The ratio's name in the results."""
     words: str
-    """What is measured, beside what."""
+    """The measured thing, and the thing that it is compared with."""
     as_factor: bool = False
     """True to print "2.05 times as fast", of a ratio of their time to ours; False for "0.84 of its time"."""
     of: str = "time"
@@ -272,7 +272,7 @@ ABOUT = {
     ),
     "peers": "The libraries that are measured beside ours, and how long each takes to be ready.",
 }
-"""What each part of the page measures, in the order of the page."""
+"""A sentence on the measurement of each part of the page, in the order of the page."""
 
 
 @dataclass(frozen=True)
@@ -282,7 +282,7 @@ class Meaning:
     part: str
     ratio: str
     sentence: str
-    """Its ``{}`` is the ratio's median."""
+    """The sentence; ``{}`` stands for the ratio's median."""
 
 
 MEANINGS = (
@@ -320,7 +320,7 @@ def found(records: Records, part: str, name: str) -> Record | None:
 
 
 def meanings(records: Records) -> list[str]:
-    """The sentences of :data:`MEANINGS`, and what was not measured."""
+    """Return the sentences of :data:`MEANINGS`, and one on the parts that were not measured."""
     known = [(each, found(records, each.part, each.ratio)) for each in MEANINGS]
     said = [f"- {each.sentence.format(number(ratio['p50']))}" for each, ratio in known if ratio]
     return [
@@ -379,7 +379,8 @@ def document(
     beside_it: str = "",
     gpu: Sequence[str] = (),
 ) -> str:
-    """All of it, with the links to each part's pictures; or without rows and settings, which are at ``rest``."""
+    """Return the complete report, with links to each part's pictures; or without the rows and settings, which are at
+    ``rest``."""
     parts = [*(part for part in ABOUT if part in records), *(part for part in records if part not in ABOUT)]
     lines = [
         "# Performance",
@@ -411,13 +412,14 @@ def document(
 
 
 def pictures_of(path: Path, records: Records, prefix: str) -> dict[str, list[str]]:
-    """Links to what has been drawn of a results file."""
+    """Return links to the pictures of a results file."""
     drawn = sorted(path.with_suffix("").glob("*.svg"))
     return {part: [f"{prefix}{path.stem}/{p.name}" for p in drawn if p.stem.startswith(f"{part}-")] for part in records}
 
 
 def performance(path: Path, before: Path | None, gpu: Path | None = None) -> str:
-    """``docs/performance.md``: this run, how far the run ``before`` it agrees, and what ran on an accelerator."""
+    """Return ``docs/performance.md``: this run, a comparison with the run ``before`` it, and the results on an
+    accelerator."""
     records = read(path)
     source = f"<!-- written by: python -m bench.report --write; from bench/results/{path.name} -->\n"
     pictures = pictures_of(path, records, "../bench/results/")
@@ -432,7 +434,8 @@ NOT_ON_GPU = "On a GPU nothing has been measured yet: `bench/on_gpu.sh` does it 
 
 
 def on_gpu(path: Path | None, rest: str = "") -> list[str]:
-    """Lines of what has been measured on an accelerator, without a ``rest`` the shortest; or that nothing has."""
+    """Return lines on the results on an accelerator, or one that says that there are none. Without a ``rest`` they are
+    the shortest."""
     if path is None:
         return [NOT_ON_GPU]
     return [*figures.figures(read(path), in_short=not rest), *([rest] if rest else [])]
@@ -462,7 +465,7 @@ def measured(readme: str, path: Path, gpu: Path | None = None) -> str:
 
 
 def compare(one: Records, other: Records) -> list[tuple[str, Record, Record | None, str]]:
-    """Of each :func:`printed` ratio of either run its :func:`agreement`."""
+    """Return the :func:`agreement` of each :func:`printed` ratio of either run."""
 
     def named(record: Record, ratios: list[Record]) -> dict[str, Record]:
         return {f"{record['title']}: {ratio['name']}": ratio for ratio in ratios}
@@ -486,7 +489,7 @@ CLOSE, OVERLAP, DIFFER = "close", "overlap", "DIFFER"
 
 
 def agreement(a: Record, b: Record) -> str:
-    """``CLOSE`` where each median lies within the other's 20th to 80th percentile, or they differ by no more than
+    """``CLOSE`` if each median lies within the other's 20th to 80th percentile, or they differ by at most
     :data:`RESOLUTION`; ``OVERLAP`` where these intervals do."""
     within = a["p20"] <= b["p50"] <= a["p80"] and b["p20"] <= a["p50"] <= b["p80"]
     if within or abs(a["p50"] / b["p50"] - 1) <= RESOLUTION:
@@ -495,7 +498,7 @@ def agreement(a: Record, b: Record) -> str:
 
 
 def agreements(lines: list[tuple[str, Record, Record | None, str]]) -> str:
-    """How many of them agree."""
+    """Return a sentence on the number of ratios that agree."""
     close, overlap = (sum(agree in known for *_, agree in lines) for known in ((CLOSE,), (CLOSE, OVERLAP)))
     return (
         f"{overlap} agree: their 20th to 80th percentiles overlap, or their medians differ by at most "
@@ -505,7 +508,7 @@ def agreements(lines: list[tuple[str, Record, Record | None, str]]) -> str:
 
 
 def beside(before: Path, path: Path) -> str:
-    """Which of a run's printed ratios the run before does not confirm closely."""
+    """Return the section on a run's printed ratios that the run before does not confirm closely."""
     records = read(path)
     names = {f"{record['title']}: {ratio['name']}" for record in records.values() for ratio in printed(record)}
     lines = [line for line in compare(read(before), records) if line[0] in names and line[2] is not None]
@@ -546,7 +549,7 @@ def compared(one: Path, other: Path) -> int:
 
 
 def gpu_document(records: Records) -> str:
-    """All that was measured on an accelerator."""
+    """Return the document of all measurements on an accelerator."""
     lines = ["# On an accelerator", "", *figures.figures(records), "", *where(records)]
     for record in records.values():
         lines += part_lines(record["bench"], record, (), whole=True)

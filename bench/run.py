@@ -1,4 +1,4 @@
-"""``make bench``: every part in a process of its own, their records in one file, then the report.
+"""``make bench``: every part in a separate process, their records in one file, then the report.
 
 A part that fails or outlives its time is reported, and the rest go on.
 """
@@ -24,7 +24,7 @@ _LAST_LINES = 20
 
 
 def free_path(folder: Path, parts: Sequence[str], quick: bool) -> Path:
-    """A new file, named after the parts (none: all), the hardware, the date and the commit."""
+    """Return the path of a new file, named after the parts (none: all), the hardware, the date and the commit."""
     stem = f"{'+'.join(parts) or 'all'}-{hardware()}-{datetime.now(UTC):%Y-%m-%d}-{commit()[:7]}"
     stem += "-quick" if quick else ""
     later = (folder / f"{stem}{'' if i == 1 else f'-{i}'}.jsonl" for i in range(1, 1000))
@@ -32,17 +32,17 @@ def free_path(folder: Path, parts: Sequence[str], quick: bool) -> Path:
 
 
 def size(path: Path) -> int:
-    """Bytes of a file, none if it does not exist."""
+    """Return the bytes of a file; 0 if it does not exist."""
     return path.stat().st_size if path.exists() else 0
 
 
 def run(part: str, path: Path, quick: bool, seconds: float) -> str:
-    """Why the part failed, in its own last words, or nothing."""
+    """Run a part, and return the reason why it failed, in its own last words; empty: it did not fail."""
     module = module_of(part)
     if find_spec(module) is None:
         return f"there is no {module}"
     command = [sys.executable, "-m", module, "--json", str(path), *(["--quick"] if quick else [])]
-    # Of its own session: what it started ends with it. Contenders have sessions of their own, and end when nobody asks.
+    # In a new session, so that its children end with it. Contenders have their own sessions, and end when nobody asks.
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         _, errors = process.communicate(timeout=seconds)
@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         if why:
             failed.append(part)
             print(f"{part}: FAILED: {why}", flush=True)
-        if why and size(path) == before:  # else it has said itself what could not run
+        if why and size(path) == before:  # else it has printed itself what could not run
             record = {"bench": part, "title": part, "config": {}, "versions": {}, "rows": [], "ratios": []}
             append(path, {**record, "missing": [missing(part, why)], "notes": []})
         print(f"== {part}: {time.monotonic() - start:.0f} s", flush=True)

@@ -21,7 +21,7 @@ SHARED_MACHINE = {"OMP_WAIT_POLICY": "passive"}
 
 
 def run(*arguments: str, ranks: int = 1) -> None:
-    """``python -m bench.train``, on its own or under torchrun."""
+    """Run ``python -m bench.train``, on its own or under torchrun."""
     launcher = ["torch.distributed.run", "--nproc-per-node", str(ranks), "-m"] if ranks > 1 else []
     command = [sys.executable, "-m", *launcher, "bench.train", *arguments]
     subprocess.run(command, check=True, env=os.environ | SHARED_MACHINE)

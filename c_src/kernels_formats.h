@@ -120,7 +120,7 @@ static void fill_random(uint32_t *random, uint64_t key, uint32_t number, int64_t
         v_bits_store(random + i, next_random(&s));
 }
 
-/* What part of an element's random bits is a moment's, by its number, or the master's. */
+/* The part of an element's random bits for a moment, by its number, or for the master. */
 enum { FOR_FIRST, FOR_SECOND, FOR_MASTER };
 
 INLINE vbits random_16(const uint32_t *random, int whose) {
@@ -132,7 +132,7 @@ INLINE vbits random_16(const uint32_t *random, int whose) {
     }
 }
 
-/* What `round_to_bf16` takes for a NaN, in place of each. */
+/* Replace each NaN by the one that `round_to_bf16` expects. */
 static void quiet_nans(float *values, int64_t n) {
     for (int64_t i = 0; i < n; i += LANES) {
         v32 x = v_load(values + i);
@@ -206,14 +206,14 @@ INLINE void store_params(void *param, int dtype, int64_t i, v32 x, v32 y, int st
 
 /* --- a block --------------------------------------------------------------------------------------------- */
 
-/* What a function is made for: its own constants, or what `kind` says. */
+/* The formats and types that a function is made for: its own constants, or those of `kind`. */
 typedef struct {
     int rule, grad_dtype, first_format, second_format, master_format, param_dtype;
 } block_types;
 
 INLINE int moment_format(block_types types, int moment) { return moment ? types.second_format : types.first_format; }
 
-/* What the loop over a block works with. */
+/* The arguments of the loop over a block. */
 typedef struct {
     oc_segment a;
     block_results to;
@@ -221,7 +221,7 @@ typedef struct {
     block_types types;
     float8_block first_codes, second_codes;
     int stream, splits, has_param;
-    uint32_t *random; /* where the loop leaves random bits, if it makes them */
+    uint32_t *random; /* the loop writes random bits here, if it makes them */
 } block_loop;
 
 /* Elements whose moments are new, and whose masters are not. */
@@ -229,8 +229,8 @@ typedef struct {
     v32 moments[OC_MOMENTS], carry;
 } begun;
 
-/* What goes from vector to vector. The largest absolute bits of new moments say a block's scale, or that one is a NaN.
- */
+/* The values that go from vector to vector. The largest absolute bits of new moments give a block's scale, or show that
+ * one is a NaN. */
 typedef struct {
     vbits largest[OC_MOMENTS];
     random_vectors random;
@@ -251,7 +251,7 @@ INLINE void store_kept(const block_loop *b, int64_t i, v32 x, carried *next, int
         next->largest[moment] = v_max32(next->largest[moment], v_bits_and(v_bits_of(x), v_bits_set(0x7fffffff)));
 }
 
-/* Of what follows there is one statement for each moment, and no loop: the compiler unrolls none so long. */
+/* From here on there is one statement for each moment, because the compiler unrolls no loop of this length. */
 _Static_assert(OC_MOMENTS == 2, "a block has statements for two moments");
 
 INLINE begun begin_vector(const block_loop *b, int64_t i, carried *next) {
@@ -477,7 +477,7 @@ static void update_padded(const oc_segment *a, int64_t count, const rule_constan
             memcpy(a->moments[k], pad.moments[k], moments[k]);
     }
     if (!kind->keep_states && split) {
-        if (bits) { /* of the last byte, those past the end stay as they are */
+        if (bits) { /* the bits of the last byte that lie past the end do not change */
             uint8_t ours = (uint8_t)((1 << bits) - 1), *last = pad.ties + tie_bytes - 1;
             *last = (uint8_t)((*last & ours) | (a->ties[tie_bytes - 1] & ~ours));
         }

@@ -89,8 +89,8 @@ static int least_scaled(int scale) { return scale < OC_LEAST_SCALE ? OC_LEAST_SC
 
 static float power(int biased_exponent) { return bits_float((uint32_t)biased_exponent << 23); }
 
-/* What is rounded at random may double, and gets room for it. What is rounded to nearest needs none: with the smallest
- * scale that holds the largest value, those that were decoded come back as they were. */
+/* Rounding at random may double a value, and the scale leaves room for it. Rounding to nearest needs no room: with the
+ * smallest scale that holds the largest value, decoded values come back unchanged. */
 static uint8_t scale_of(const float *values, int64_t n, int at_random) {
     uint32_t largest = 0;
     for (int64_t i = 0; i < n; i++) {

@@ -10,7 +10,7 @@
  *   w_bits_add(vint, v64)   integer sum with the bits of a double
  *   w_int_zero, w_int_sum(vint) -> uint64_t
  *   v_fence                 after streaming stores
- *   what kernels_formats.h names
+ *   the names in kernels_formats.h
  *
  * A tail shorter than a vector, or in the norm than a block, is copied to a padded one and takes the same path, so an
  * element's bits do not depend on its position.
@@ -63,7 +63,7 @@ INLINE void from_lanes(const lanes *padded, void *array, int dtype, int64_t i, i
 
 /* --- update -------------------------------------------------------------------------------------- */
 
-/* What a rule's functions work with. */
+/* The arguments of a rule's functions. */
 typedef struct {
     v32 grad_scale, values[OC_SCALARS]; /* the rounded scalars, which the rule may replace */
     int n_moments, scaled, reads_master;

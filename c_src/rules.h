@@ -1,7 +1,7 @@
 /* The update rules: their scalars and their moments. docs/numerics.md defines their arithmetic.
  *
- * A rule has a function in kernels_scalar.c (the oracle), a header for the vectors (rule_adam.h says what it holds),
- * the order of its scalars here, and a line in the list.
+ * A rule has a function in kernels_scalar.c (the oracle), a header for the vectors (rule_adam.h describes one), the
+ * order of its scalars here, and a line in the list.
  */
 #ifndef OC_RULES_H
 #define OC_RULES_H
@@ -34,7 +34,7 @@ enum {
     SGD_FIRST,               /* torch: 1 in the parameter's first update, else 0 */
 };
 
-/* Of each rule: the name of its functions, its number of moments, the scalar that is 0 if it has none of them (or
+/* For each rule: the name of its functions, its number of moments, the scalar that is 0 if it has none of them (or
  * OC_ALWAYS), and a bit for each moment that has a sign, the lowest for the first. */
 #define OC_EACH_RULE(DO)                                                                                               \
     DO(OC_ADAM_TORCH, adam, 2, OC_ALWAYS, 1)                                                                           \

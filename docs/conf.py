@@ -1,4 +1,4 @@
-"""How ``make docs`` builds docs/ into pages."""
+"""The settings by which ``make docs`` builds docs/ into pages."""
 
 from importlib import metadata
 from typing import Any
@@ -23,7 +23,7 @@ napoleon_use_rtype = False
 
 
 def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
-    """Docstrings name our classes and functions as code does, without their module."""
+    """Resolve a reference to one of our classes or functions, which docstrings name without their module."""
     if node.get("refdomain") != "py":
         return None
     python = env.get_domain("py")

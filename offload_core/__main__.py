@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         )
     args = parser.parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a path or a text in a file may hold what no encoding can write
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a path, or a file, may hold unwritable characters
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         status = COMMANDS[args.command].run(args)

@@ -23,7 +23,7 @@ FLOAT32 = ElementType("float32", 4, np.dtype(np.float32), 0)
 BFLOAT16 = ElementType("bfloat16", 2, np.dtype(ml_dtypes.bfloat16), 1)
 FLOAT16 = ElementType("float16", 2, np.dtype(np.float16), 2)
 BYTE = ElementType("uint8", 1, np.dtype(np.uint8), -1)
-"""Of frozen parameters that are moved as they are; no kernel computes with it."""
+"""The type of frozen parameters that are moved unchanged; no kernel computes with it."""
 
 BY_NAME = {t.name: t for t in (FLOAT32, BFLOAT16, FLOAT16)}
 BY_NUMPY = {t.numpy: t for t in BY_NAME.values()}

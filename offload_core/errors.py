@@ -15,7 +15,7 @@ class ConfigWarning(UserWarning):
 
 
 class ParameterError(OffloadError, ValueError):
-    """A parameter cannot be offloaded, or is no longer what it was when it was wrapped."""
+    """A parameter cannot be offloaded, or its size, type, device or memory order has changed since it was wrapped."""
 
 
 class GradientError(OffloadError, ValueError):
@@ -57,7 +57,7 @@ class CollectiveError(OffloadError, RuntimeError):
 
 
 class CheckpointError(OffloadError, RuntimeError):
-    """A checkpoint cannot be written, or is not whole, or does not fit what is to be restored."""
+    """A checkpoint cannot be written, is incomplete, or does not fit the model that loads it."""
 
 
 class NewerCheckpointError(CheckpointError):

@@ -64,12 +64,17 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of every random draw in the tests; default: 0")
+    parser.addoption("--store", choices=["memory", "late"], default="memory", help="that keeps the states")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the seed to Hypothesis, whose own option wins, and to the order of sets in all processes that start now."""
     seed = config.getoption("seed")
+    if config.getoption("store") == "late":
+        from tests.support import late_stores
+
+        late_stores.take_the_place_of_memory()
     if config.getoption("hypothesis_seed", 0) is None:  # a pair of processes has no plugins
         config.option.hypothesis_seed = seed
     os.environ.setdefault("PYTHONHASHSEED", str(seed % 2**32))
@@ -101,6 +106,8 @@ _file: Path | None = None
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test, and what its fixtures make, draws the same whether it runs alone or after others."""
     global _file
+    if item.config.getoption("store") == "late" and any(item.iter_markers("states_in_memory")):
+        pytest.skip("of states in memory")
     if item.path != _file:
         _file = item.path
         collect_garbage_of_others()
@@ -125,6 +132,18 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps wait for the rest of a process once compiled code was given a parameter in mid-update."""
     if (pending := sys.modules.get("frontends.torch.pending")) is not None:
         monkeypatch.setattr(pending, "compiled_code_reads", False)
+
+
+@pytest.fixture(autouse=True)
+def store(request: pytest.FixtureRequest) -> Iterator[None]:
+    """As a parameter "late", it keeps the states of this test's pipelines in a late store."""
+    if getattr(request, "param", None) != "late":
+        yield
+        return
+    from tests.support import late_stores
+
+    with late_stores.late():
+        yield
 
 
 def needs_accelerator(item: pytest.Item) -> bool:

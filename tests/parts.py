@@ -23,16 +23,46 @@ FOLDERS = {
     "bench": ["bench"],
 }
 """The tests marked slow, by part. ``test_parts.py`` checks that none is in no part."""
+LATE = [
+    "core/test_pipeline.py",
+    "core/test_ranks.py",
+    "core/test_interrupts.py",
+    "core/test_state_formats.py",
+    "core/test_gradient_memory.py",
+    "core/test_settled_gradients.py",
+    "core/test_live_params.py",
+    "core/test_trace.py",
+    "checkpoint",
+    "torch_frontend/test_torch_optimizer.py",
+    "torch_frontend/test_optimizer_behaviours.py",
+    "torch_frontend/test_state_formats.py",
+    "torch_frontend/test_sgd.py",
+    "torch_frontend/test_torch_checkpoint.py",
+    "torch_frontend/test_torch_overlap.py",
+    "torch_frontend/test_torch_interrupts.py",
+    "torch_frontend/test_partitioned.py",
+    "torch_frontend/test_data_writes.py",
+    "torch_frontend/test_put_back.py",
+    "jax_frontend/test_jax.py",
+    "jax_frontend/test_jax_sgd.py",
+    "jax_frontend/test_jax_checkpoint.py",
+    "jax_frontend/test_jax_interrupts.py",
+    "jax_frontend/mesh/test_bits.py",
+    "jax_frontend/mesh/test_formats.py",
+    "jax_frontend/mesh/test_states.py",
+]
+"""The laws that part ``store`` checks again, with states in a late store."""
 PYTHONS = {f"python-{version}": f"other-{version}" for version in ("3.12", "3.13", "3.14")}
 """The core, the kernels and JAX's laws on another Python: a part, and the target of make that runs it."""
-PARTS = [*FOLDERS, *PYTHONS]
+PARTS = [*FOLDERS, "store", *PYTHONS]
 
 
 def command_of(part: str, arguments: list[str]) -> list[str]:
     if part in PYTHONS:
         return ["make", "--no-print-directory", PYTHONS[part]]
-    paths = [f"tests/{path}" for path in FOLDERS[part]]
-    return [sys.executable, "-m", "pytest", "-q", "-m", "slow", *paths, *arguments]
+    chosen = ["--store", "late", "-m", "not slow and not soak"] if part == "store" else ["-m", "slow"]
+    paths = [f"tests/{path}" for path in (LATE if part == "store" else FOLDERS[part])]
+    return [sys.executable, "-m", "pytest", "-q", *chosen, *paths, *arguments]
 
 
 def share() -> str:

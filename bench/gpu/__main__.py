@@ -20,7 +20,7 @@ MOST_SECONDS = 540
 
 
 def accelerator(folder: Path) -> dict[str, Any]:
-    """The one that torch sees, in words; it is asked once, in a process of its own."""
+    """Return the accelerator that torch sees, in words. Torch is asked once, in a separate process."""
     path = folder / "accelerator.json"
     if not path.exists():
         asked = subprocess.run([sys.executable, "-m", "bench.gpu.accelerator"], capture_output=True, text=True)
@@ -68,5 +68,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what is running ends, too
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the running process ends, too
     sys.exit(main())

@@ -16,7 +16,7 @@ ROUNDS = 6
 
 
 def rates(device: torch.device, n_bytes: int) -> dict[str, list[float]]:
-    """Of each round but the first, each memory and each way."""
+    """Return the rates of each round but the first, by memory and direction."""
     memory = HostMemory(4, pinning_for(device))
     ours = torch.from_numpy(memory.allocate("probe", n_bytes, np.dtype(np.uint8), pinned=True))
     hosts = {"offload-core's memory": ours, "torch's pinned": torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)}

@@ -16,7 +16,8 @@ IN_SHORT = (FUSED, OURS, LATE, ON_HOST, DS_2, FSDP2, TORCHAO)
 
 
 def figures(records: Mapping[str, Record], in_short: bool = False) -> list[str]:
-    """Lines: steps beside others, the largest models, JAX; of each that which was measured, without JAX in short."""
+    """Return lines on steps beside others, the largest models and JAX, as far as they were measured. ``in_short``
+    leaves JAX out."""
     made = {part: make for part, make in _TABLES.items() if part in records and not (in_short and part == "gpu_jax")}
     parts = [make(records[part], IN_SHORT if in_short else ()) for part, make in made.items()]
     lines = [line for each in parts if each for line in ["", *each]]
@@ -29,7 +30,7 @@ def accelerator(record: Record) -> str:
 
 
 def _median(rows: Rows, metric: str, **extra: Any) -> float | None:
-    """Of the rounds' medians."""
+    """Return the median of the rounds' medians."""
     of = [row["p50"] for row in rows if row["metric"] == metric and all(row.get(k) == v for k, v in extra.items())]
     return statistics.median(of) if of else None
 
@@ -39,7 +40,8 @@ def _cell(value: float | None, unit: str) -> str:
 
 
 def _memory(rows: Rows, **extra: Any) -> list[str]:
-    """On the device; on the host the larger count: pinned memory may be in none of the process's own."""
+    """Return cells for device and host memory. The host's is the larger of two counts, because a process's own count
+    may lack pinned memory."""
     of_host = [_median(rows, metric, **extra) for metric in ("peak memory", "memory taken of the host")]
     host = max((each for each in of_host if each is not None), default=None)
     return [_cell(_median(rows, "peak device memory", **extra), "GB"), _cell(host, "GB")]
@@ -64,7 +66,7 @@ def _steps(record: Record, only: Sequence[str]) -> list[str]:
 
 
 def _absent(record: Record) -> list[str]:
-    """A line each of those that never ran."""
+    """Return a line for each contender that never ran."""
     ran = {row["name"] for row in record["rows"]}
     why = {each["name"]: each["why"] for each in record["missing"] if each["name"] not in ran}
     words = [
@@ -75,7 +77,7 @@ def _absent(record: Record) -> list[str]:
 
 
 def _largest(record: Record, only: Sequence[str]) -> list[str]:
-    """Of each contender the largest model that trained, and the next one's bound."""
+    """Return, for each contender, the largest model that trained, and the memory that the next one did not fit."""
     lines = []
     for name in dict.fromkeys(trial["name"] for trial in record["trials"]):
         tried = [trial for trial in record["trials"] if trial["name"] == name]

@@ -21,13 +21,13 @@ PATIENCE = 2.0
 
 
 def room() -> int:
-    """Bytes that may still be taken; a part stays free."""
+    """Return the bytes that may still be taken; a part stays free."""
     memory = psutil.virtual_memory()
     return memory.available - max(memory.total // 20, 1 << 29)
 
 
 def touch(left: Callable[[], int] = room, chunk: int = CHUNK, patience: float = PATIENCE) -> int:
-    """Bytes that were written to, until there was no room for more."""
+    """Write to memory until there is no room for more, and return the bytes written."""
     taken: list[mmap.mmap] = []
     threads = available_cpus()
 

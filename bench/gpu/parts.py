@@ -1,4 +1,4 @@
-"""What each part measures, the most important first."""
+"""The measurements of each part, the most important first."""
 
 import json
 import os
@@ -47,7 +47,7 @@ _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b"
 def tests(session: Session) -> None:
     session.command("machine", ["offload_core", "info"], 30, partial(_words, "machine"))
     for name, arguments in session.sizes.tests.items():
-        # A library of this machine that warns is not what is tested here.
+        # A warning of this machine's libraries is no failure of these tests.
         options = ["-v", "--color=no", "-p", "no:cacheprovider", "-W", "default", "-o", "timeout=100"]
         session.command(name, ["pytest", *options, *arguments], 200, partial(outcomes_of, name))
     device = session.accelerator["type"]
@@ -60,7 +60,7 @@ def tests(session: Session) -> None:
 
 
 def outcomes_of(name: str, words: str, why: str, seconds: float) -> Read:
-    """Of pytest, however far it came."""
+    """Return the outcomes of pytest, also of a run that was cut off."""
     found = dict(_OUTCOME.findall(words))
     of = {kind: [test for test, outcome in found.items() if outcome in kind] for kind in ("PASSED", "FAILED ERROR")}
     skipped = len(found) - sum(map(len, of.values()))
@@ -82,7 +82,7 @@ def _words(name: str, words: str, why: str, seconds: float) -> Read:
 
 
 def beside(session: Session) -> None:
-    """Round after round, every other one backwards: one process at a time, as two may not fit the host."""
+    """Measure round after round, every other one backwards, one process at a time: two may not fit the host."""
     sizes, counts = session.sizes, (session.sizes.warm_up, session.sizes.steps)
     _all_host_memory(session)
     session.command("copies", ["bench.gpu.copies", str(sizes.copied_bytes)], 60, partial(_samples, "bandwidth", "GB/s"))
@@ -98,7 +98,7 @@ def beside(session: Session) -> None:
 
 
 def _all_host_memory(session: Session) -> None:
-    """Once after each start of the machine."""
+    """Write to all of the host's memory, once after each start of the machine."""
     if not session.rehearsal:
         start = Path("/proc/sys/kernel/random/boot_id").read_text()[:8]
         read = partial(_samples, "host memory", "GB")
@@ -106,7 +106,7 @@ def _all_host_memory(session: Session) -> None:
 
 
 def _samples(metric: str, unit: str, words: str, why: str, seconds: float) -> Read:
-    """Of a module that prints a number, or several of them, for each name."""
+    """Return rows from the output of a module that prints one or several numbers for each name."""
     if why:
         return _words(metric, words, why, seconds)
     known = json.loads(words.strip().splitlines()[-1])
@@ -138,7 +138,7 @@ def _torch(name: str, settings: Mapping[str, Any]) -> Callable[[], ProcessGroup]
 
 
 def largest(session: Session) -> None:
-    """The largest of the ladder that trains under the cap."""
+    """Find the largest model of the ladder that trains under the cap."""
     _all_host_memory(session)
     names = list(session.sizes.ladder)
     for name in LARGEST:
@@ -165,7 +165,7 @@ def _trains(session: Session, name: str, size: str) -> bool:
 
 
 def does_not_fit(measurement: str, why: str) -> dict[str, Any] | None:
-    """The result that an error's words are; None: they are a failure."""
+    """Return the result if the error says that the model does not fit; None: it is a failure."""
     of = next((outcome for outcome, words in _FULL.items() if re.search(words, why)), None)
     return of and {"outcome": of, "notes": [f"{measurement}: does not fit the {of}: {why}"]}
 
@@ -209,7 +209,7 @@ def in_jax(session: Session) -> None:
 
 
 def _recorded(name: str, path: Path, words: str, why: str, seconds: float) -> Read:
-    """Of a part of ``bench.parts``, its ratios as rows."""
+    """Return the record of a part of ``bench.parts``, with its ratios as rows."""
     if not path.exists():
         return _words(name, words, why or "it wrote no record", seconds)
     known = json.loads(path.read_text().splitlines()[-1])

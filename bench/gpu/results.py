@@ -1,4 +1,4 @@
-"""The results file: a line for each measurement; of those of one name the last counts."""
+"""The results file: a line for each measurement. If several have one name, the last counts."""
 
 import json
 from collections.abc import Iterable
@@ -9,12 +9,12 @@ from bench import record
 
 Record = dict[str, Any]
 TRAINED, ON_DEVICE, ON_HOST, FAILED = "trained", "device memory", "host memory", "failed"
-"""What came of a model: it trained, or which memory it did not fit."""
+"""The outcome for a model: it trained, did not fit one of the memories, or failed."""
 DOES_NOT_FIT = (ON_DEVICE, ON_HOST)
 
 
 def lines(path: Path) -> list[Record]:
-    """Of a file, without those that were cut off with the process that wrote them."""
+    """Return the records of a file, without lines that were cut off with the process that wrote them."""
     known = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -25,7 +25,7 @@ def lines(path: Path) -> list[Record]:
 
 
 def joined(records: Iterable[Record]) -> dict[str, Record]:
-    """The measurements of each part as one record; of those of one name the last."""
+    """Return the measurements of each part as one record. If several have one name, the last counts."""
     last = {(each["bench"], each["measurement"]): each for each in records}
     parts: dict[str, Record] = {}
     for (part, _), each in last.items():
@@ -48,12 +48,12 @@ class Results:
         self._known = {(each["bench"], each["measurement"]): each for each in lines(path)}
 
     def done(self, part: str, measurement: str) -> Record | None:
-        """It, unless it failed; a library that is not installed is no failure."""
+        """Return the measurement, unless it failed. A library that is not installed is no failure."""
         known = self._known.get((part, measurement))
         return None if known is None or failed(known) else known
 
     def add(self, part: str, measurement: str, **fields: Any) -> Record:
-        """Write it to the disk."""
+        """Write a measurement to the disk, and return its record."""
         known = {"bench": part, "measurement": measurement, "config": {}, "versions": {}, "rows": [], "ratios": []}
         known |= {"missing": [], "notes": [], **fields}
         record.append(self.path, known)
@@ -66,5 +66,5 @@ def failed(known: Record) -> bool:
 
 
 def is_absent(why: str) -> bool:
-    """Whether these are the words of a library that is not installed."""
+    """True if these are the words of an error for a library that is not installed."""
     return why.startswith(("ModuleNotFoundError: ", "ImportError: "))

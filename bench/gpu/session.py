@@ -1,4 +1,4 @@
-"""One call of one part: what it may still take, and how a process of it is run, bounded and recorded."""
+"""One call of one part: its remaining time, and its processes, which are bounded and recorded."""
 
 import os
 import signal
@@ -22,7 +22,7 @@ from bench.harness.processes import ContenderError, ProcessGroup
 
 LOG = "log.txt"
 _LEAST = 5.0
-"""Seconds that are left when no measurement is begun any more."""
+"""A measurement begins only if more seconds than these are left."""
 _LAST_LINES = 15
 Rows = list[dict[str, Any]]
 Read = tuple[Rows, list[dict[str, str]], list[str]]
@@ -30,7 +30,7 @@ Read = tuple[Rows, list[dict[str, str]], list[str]]
 
 
 class TimeIsUpError(Exception):
-    """The part's time is over; what was running is not recorded."""
+    """The part's time is over. The running measurement is not recorded."""
 
 
 @dataclass
@@ -45,14 +45,14 @@ class Session:
     deadline: float
     again: bool = False
     only: str = ""
-    """Nothing is measured whose name does not have these words."""
+    """Only measurements with these words in their name are made."""
     began: float = field(default_factory=time.monotonic)
     wrong: list[str] = field(default_factory=list)
-    """What failed in this call."""
+    """The measurements that failed in this call."""
     _measured: set[str] = field(default_factory=set)
 
     def done(self, measurement: str) -> bool:
-        """Whether there is no need to measure it in this call."""
+        """True if this call need not make the measurement."""
         if self.only not in measurement:
             return True
         if self.again and measurement not in self._measured:
@@ -60,7 +60,7 @@ class Session:
         return self.results.done(self.part, measurement) is not None
 
     def seconds(self, limit: float) -> float:
-        """How long the next process may take."""
+        """Return the seconds that the next process may take, ``limit`` at most."""
         left = self.deadline - time.monotonic()
         if left < _LEAST:
             raise TimeIsUpError
@@ -174,7 +174,7 @@ def _taken() -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With all that it started."""
+    """End a process and all that it started."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

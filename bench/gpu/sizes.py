@@ -1,4 +1,4 @@
-"""How large the models are, and how many steps they take: on an accelerator, and in the rehearsal without one."""
+"""The sizes of the models and the numbers of their steps: on an accelerator, and in the rehearsal without one."""
 
 from dataclasses import dataclass
 
@@ -16,18 +16,18 @@ def _tiny(layers: int, width: int) -> GPTConfig:
 @dataclass(frozen=True)
 class Sizes:
     tests: dict[str, list[str]]
-    """Arguments of pytest; each runs in a process of its own."""
+    """Arguments of pytest; each entry runs in a separate process."""
     train: list[str]
     """Arguments of ``bench.train``."""
     gpt: GPTConfig
-    """Of the steps beside others."""
+    """The model of the steps beside others."""
     jax_gpts: dict[str, GPTConfig]
     windows: tuple[int, ...]
-    """Of a step; each is a workload."""
+    """The windows of a step; each number is a workload."""
     context: int
     rounds: int
     steps: int
-    """Counted of each contender, workload and round, after one that is not."""
+    """The counted steps of each contender, workload and round. They follow one that is not counted."""
     warm_up: int
     copied_bytes: int
     device_bytes: int
@@ -35,7 +35,7 @@ class Sizes:
     ladder: dict[str, GPTConfig]
     """The models that are tried, the smallest first."""
     first: str
-    """Of the ladder; then its halves are halved."""
+    """The first model of the ladder to be tried; then the search halves the ladder."""
 
 
 FULL = Sizes(

@@ -1,1 +1,1 @@
-"""How contenders are started, measured in turn and recorded."""
+"""Starts contenders, measures them in turn and records the results."""

@@ -1,4 +1,4 @@
-"""Contenders, each with processes of its own, measured in turn, and the results of each.
+"""Contenders in separate processes, measured in turn, and the results of each.
 
 One contender runs a few steps while the others wait in a read. "Others CPU" tells how quiet the machine was.
 """
@@ -26,21 +26,21 @@ class Measurement:
     """One contender in one round under one workload: so many steps, one after another."""
 
     steps: list[dict[str, float]]
-    """Of each but the first, the mean over the ranks: ms by phase, loss, norm."""
+    """For each step but the first, the mean over the ranks: ms by phase, loss, norm."""
     losses: list[float]
-    """Of all of them."""
+    """The losses of all steps."""
     sent: float
     """Bytes a step that this machine sent to itself."""
     others: float
-    """Processors that whatever else runs here took meanwhile."""
+    """Processors that other programs took meanwhile."""
     idle: float
     """Share of a processor that one of the ranks took while others were measured."""
     faults: float
     """Page faults a step of all ranks."""
     peak: int
-    """Bytes; of the largest rank."""
+    """The peak of the largest rank, in bytes."""
     device_peak: int | None = None
-    """The same on a device, where it is known."""
+    """The peak on a device, in bytes; None: unknown."""
 
 
 class Contender:
@@ -51,10 +51,10 @@ class Contender:
         self.failure: ContenderError | None = None
         self.versions: dict[str, str] = {}
         self.losses: list[float] = []
-        """Of the warm-up."""
+        """The losses of the warm-up."""
         self.setup_peak = 0
         self.measurements: list[list[Measurement]] = []
-        """Of each round, of each workload."""
+        """A list for each round, with a measurement for each workload."""
 
     def imported(self) -> None:
         self.versions = self._guarded(self.group.answers)[0].get("versions", {})
@@ -62,7 +62,7 @@ class Contender:
     def build(self, warm_up: int) -> None:
         self.losses = _mean_losses(self._guarded(partial(self.group.ask, steps=warm_up)))
         self.setup_peak = self.group.peak()
-        self.group.forget_peak()  # of what is kept, that of building stays
+        self.group.forget_peak()  # the peak of building is kept
 
     def measure(self, steps: int, workloads: Sequence[Mapping[str, Any]]) -> list[Measurement] | None:
         if self.failure:
@@ -108,7 +108,7 @@ class Result:
     def __init__(self, measurements: list[Measurement], setup_peak: int, losses: list[float]) -> None:
         self.measurements = measurements
         self.setup_peak = setup_peak
-        """Bytes; of the largest rank, while it was built and warmed up."""
+        """The peak of the largest rank while it was built and warmed up, in bytes."""
         self.losses = losses
 
     @classmethod
@@ -118,11 +118,11 @@ class Result:
         return cls(measurements, contender.setup_peak, contender.losses + losses)
 
     def __add__(self, later: "Result") -> "Result":
-        """With the measurements of another repetition; losses are of the first."""
+        """Return the result with the measurements of another repetition; the losses are the first one's."""
         return Result(self.measurements + later.measurements, max(self.setup_peak, later.setup_peak), self.losses)
 
     def samples(self, *phases: str) -> list[float]:
-        """ms of the phases together, of each step."""
+        """Return the ms of the phases together, for each step."""
         return [sum(step[phase] for phase in phases) for each in self.measurements for step in each.steps]
 
     @property
@@ -130,7 +130,7 @@ class Result:
         return [key for key in self.measurements[0].steps[0] if key not in ("loss", "grad_norm")]
 
     def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
-        """Of the record. The loss's has the curve of all steps."""
+        """Return the rows of the record. The loss's row has the curve of all steps."""
         rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
         if self.losses:
             rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
@@ -164,7 +164,8 @@ def measure_all(
     repetitions: int = 1,
     each_round: Callable[[Results], None] = lambda results: None,
 ) -> tuple[Results, dict[str, ContenderError], dict[str, str]]:
-    """Start all and measure them in turn: a result for each workload, why the others could not run, and versions.
+    """Start all contenders and measure them in turn. Return a result for each workload, the errors of those that could
+    not run, and versions.
 
     After each round ``each_round`` is given the results so far.
 
@@ -202,7 +203,7 @@ def _measure_once(
     seed: int,
     each_round: Callable[[Results], None],
 ) -> tuple[Results, dict[str, ContenderError], dict[str, str]]:
-    """All import at once, and as many as there are processors for are built at a time.
+    """Start all contenders. All import at once, and as many are built at a time as there are processors.
 
     Each keeps the memory of its peak, unless its allocator is told otherwise: together they must fit.
     """
@@ -242,7 +243,7 @@ def _measure_once(
 
 
 def _results(contenders: Mapping[str, Contender], workloads: int) -> Results:
-    """Of those that have run in every round."""
+    """Return the results of the contenders that have run in every round."""
     return {
         name: [Result.of(contender, i) for i in range(workloads)]
         for name, contender in contenders.items()
@@ -251,7 +252,7 @@ def _results(contenders: Mapping[str, Contender], workloads: int) -> Results:
 
 
 def medians(results: Mapping[str, Result]) -> str:
-    """ms of each phase of each contender."""
+    """Return the ms of each phase of each contender, as text."""
     known = {
         name: ", ".join(f"{phase} {quantiles(result.samples(phase))[1]:.1f}" for phase in result.phases)
         for name, result in results.items()

@@ -1,4 +1,4 @@
-"""Contenders that run in processes of their own: they are started, asked over pipes, and ended."""
+"""Contenders in separate processes: they are started, asked over pipes, and ended."""
 
 import atexit
 import json
@@ -21,20 +21,20 @@ from typing import IO, Any
 from bench.harness.worker import MOST_FDS
 
 KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
-"""Has glibc keep what a process frees. By default large blocks go back to the kernel, which gives cleared ones again, a
-page fault for each page; on a virtual machine that hands free memory to its host a fault takes several times as long in
-one hour as in another, and what is compared would be how much the contenders free. One arena: a thread's own is mapped
-and unmapped whatever the rest says (XLA's threads had 70,000 faults a step)."""
+"""Has glibc keep the memory that a process frees. By default large blocks go back to the kernel, and each page of a new
+block costs a page fault. On a virtual machine that hands free memory to its host, a fault takes several times as long
+in one hour as in another, so that times would depend on the memory that contenders free. One arena, because the arena
+of a thread is mapped and unmapped whatever the other settings say (XLA's threads had 70,000 faults a step)."""
 MOST_RANKS = MOST_FDS // 2 - 1
 _LOG_LINES = 40
 _PATIENCE = 400.0
-"""Seconds: DeepSpeed compiles meanwhile."""
+"""Seconds to wait for an answer: DeepSpeed may compile."""
 _PATIENCE_TO_END = 10.0
 _ERROR = re.compile(r"[\w.]*(Error|Exception|Exit|Interrupt)\b(: .*)?$")
 
 
 class ContenderError(Exception):
-    """A contender cannot run here; its message is the end of what it printed."""
+    """A contender cannot run here; the message is the end of its output."""
 
     @property
     def why(self) -> str:
@@ -59,12 +59,12 @@ class _Importer:
         return self._process.poll() is None
 
     def fork(self, fds: Sequence[int], **request: Any) -> None:
-        """Have it fork ranks, as soon as it has imported; where it cannot, the other ends of the pipes are told."""
+        """Have it fork ranks as soon as it has imported. If it cannot, the other ends of the pipes are told."""
         with suppress(BrokenPipeError, ConnectionResetError):
             socket.send_fds(self._channel, [json.dumps(request).encode()], fds)
 
     def last_words(self) -> list[str]:
-        """Lines; none while it lives."""
+        """Return the last lines of its output; none while it lives."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
             return _lines(self._log)
@@ -81,7 +81,7 @@ class _Importer:
 
 
 _importers: dict[tuple[Any, ...], _Importer] = {}
-"""By command and environment, which all that they fork have; they end with this process."""
+"""Importers by the command and environment that their forks share; they end with this process."""
 
 
 def _importer(command: Sequence[str], environment: Mapping[str, str]) -> _Importer:
@@ -147,13 +147,13 @@ class ProcessGroup:
         self._questions = [os.fdopen(questions[1], "w") for questions in asked]
         self._answers = [os.fdopen(answers[0]) for answers in answered]
         self.pids: list[int] = []
-        """Of the ranks, once they have answered."""
+        """The process numbers of the ranks, once they have answered."""
         self._running: dict[int, int] = {}
         """File descriptors that become readable when a rank has ended."""
         self._ending = threading.RLock()
 
     def answers(self) -> list[dict[str, Any]]:
-        """One from each rank."""
+        """Return an answer from each rank."""
         answers: dict[Any, dict[str, Any]] = {}
         while len(answers) < len(self._answers):
             ready = select.select([a for a in self._answers if a not in answers], [], [], _PATIENCE)[0]
@@ -171,7 +171,7 @@ class ProcessGroup:
         return [answers[output] for output in self._answers]
 
     def _know_ranks(self, patience: float = _PATIENCE) -> None:
-        """Their pids, once the importer has told them."""
+        """Wait until the importer has told the process numbers of the ranks."""
         with self._ending:
             if self._started.closed or not select.select([self._started], [], [], patience)[0]:
                 return
@@ -188,11 +188,11 @@ class ProcessGroup:
         return self.answers()
 
     def resident(self) -> int:
-        """Bytes: the most that one of them has resident of its own, without pages of files."""
+        """The resident bytes of the largest process, without pages of files."""
         return max(own for own, _ in map(_memory, self.pids))
 
     def peak(self) -> int:
-        """Bytes: the most that one of them has had resident of its own since :meth:`forget_peak`."""
+        """The most bytes that a process has had resident since :meth:`forget_peak`, without pages of files."""
         return max(peak for _, peak in map(_memory, self.pids))
 
     def forget_peak(self) -> None:
@@ -201,7 +201,7 @@ class ProcessGroup:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")
 
     def dismiss(self) -> None:
-        """Tell the processes that no more is asked."""
+        """Tell the processes that no question follows."""
         for questions in self._questions:
             with suppress(BrokenPipeError):
                 questions.close()
@@ -215,11 +215,11 @@ class ProcessGroup:
         self._log.close()
 
     def kill(self) -> None:
-        """End them now; whoever waits for an answer gets none."""
+        """End the processes now; a caller that waits for an answer gets none."""
         self._end(0.0)
 
     def _end(self, patience: float) -> None:
-        """If the importer is importing still, they end when it has: as soon as they find that nobody asks."""
+        """End the processes. Forks of an importer that is still importing end when they find that nobody asks."""
         self.dismiss()
         deadline = time.monotonic() + patience
         with self._ending:  # others may find out that it ends while this ends it
@@ -239,9 +239,9 @@ def _lines(log: IO[str]) -> list[str]:
 
 
 def _memory(pid: int) -> tuple[int, int]:
-    """Bytes of its own that are resident, and the most that were; none where it has ended.
+    """Return a process's own resident bytes, now and at their peak; 0 and 0 if it has ended.
 
-    Pages of files are left out: libraries' code, of which a fork has none until it runs it.
+    Pages of files are left out: they are libraries' code, which a fork lacks until it runs it.
     """
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -255,7 +255,7 @@ def _memory(pid: int) -> tuple[int, int]:
 def in_parallel(
     groups: Iterable[ProcessGroup], act: Callable[[str], None], names: Iterable[str], at_a_time: int
 ) -> None:
-    """Act on each name, so many at a time. An error or interrupt ends all groups, so that nobody waits for them."""
+    """Act on each name, ``at_a_time`` of them at once. An error or interrupt ends all groups, so that nobody waits."""
     with ThreadPoolExecutor(max(1, at_a_time)) as actors:
         try:
             list(actors.map(act, names))

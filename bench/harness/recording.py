@@ -9,7 +9,7 @@ from bench.harness.processes import ContenderError
 
 
 class Recording:
-    """Rows, ratios and notes of one part. They are printed at its end, and in the file as soon as they are kept.
+    """Rows, ratios and notes of one part. They are in the file as soon as they are kept, and printed at the part's end.
 
     Args:
         path: the file; None: none.
@@ -28,23 +28,23 @@ class Recording:
         """Notes on ratios that miss their targets."""
 
     def add_missing(self, name: str, error: ContenderError) -> None:
-        """Say that one could not run, and why."""
+        """Record that a contender could not run, and the reason."""
         print(f"{name}: COULD NOT RUN\n{error}")
         self.missing.append(record.missing(name, error.why))
 
     def add_ratios(self, ratios: Iterable[dict[str, Any]], why: str) -> None:
-        """Add them; ``why`` is noted of one that misses its target."""
+        """Add ratios, with the note ``why`` for each that misses its target."""
         for ratio in ratios:
             self.ratios.append(ratio)
             if record.missed_by(ratio):
                 self._misses.append(f"{ratio['name']}: {ratio['p50']:.2f}, target {record.bound(ratio)}; {why}")
 
     def clear(self) -> None:
-        """Forget rows and ratios: what was known of them was of fewer rounds."""
+        """Forget rows and ratios: they were of fewer rounds."""
         self.rows, self.ratios, self._misses = [], [], []
 
     def keep(self) -> None:
-        """Write what is known so far: a part that is ended leaves it behind."""
+        """Write the results so far, so that they remain if the part is ended."""
         rest = record.missing(f"{self.title}, the rest", "the part was ended before it was measured")
         self._write([*self.missing, rest])
 

@@ -1,4 +1,4 @@
-"""Contenders take turns, so that the machine's drift hits all alike."""
+"""Contenders take turns, so that the machine's drift is the same for all."""
 
 import random
 import time
@@ -42,7 +42,7 @@ def turns(
 
 
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """Runs it and returns its seconds by that clock."""
+    """Return a function that calls ``run`` and returns its seconds by ``clock``."""
 
     def seconds() -> float:
         start = clock()

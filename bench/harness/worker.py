@@ -1,7 +1,7 @@
 """The contender's end of ``bench.harness.processes``: a process that answers each line that it reads.
 
-Between two lines it waits in a read, so that it costs the others nothing; how much of a processor it took all the same
-is part of the answer.
+Between two lines it waits in a read, so that it costs the others nothing. Its answer includes the processor time that
+it took meanwhile.
 """
 
 import json
@@ -20,7 +20,7 @@ Step = Callable[[int], dict[str, float]]
 """A training step of so many windows: ms of each phase, the loss, and the norm of the gradients where it is known."""
 
 _PATIENCE = 5.0
-"""Seconds a rank has to end by itself once nobody can ask it any more."""
+"""Seconds in which a rank may end by itself after its questioner has gone."""
 LONGEST, MOST_FDS = 2**16, 64
 """Bytes of a request, and the file descriptors that come with it: a log, where to tell pids, two of each rank."""
 
@@ -60,7 +60,7 @@ def become_rank() -> Rank:
 
 
 def _become(rank: int, log: int, streams: list[int], arguments: list[str], environment: dict[str, str]) -> Rank:
-    """In a session of its own, with what it prints in the log of its contender."""
+    """Become a rank, in a new session, with its output in the log of its contender."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -75,7 +75,8 @@ def _become(rank: int, log: int, streams: list[int], arguments: list[str], envir
 
 
 def _end_when_nobody_asks(questions: int) -> None:
-    """A rank that waits for another that is gone, in a collective, would keep its memory for half an hour."""
+    """End this process when nobody can ask it. Otherwise a rank that waits in a collective for a lost one would keep
+    its memory for half an hour."""
     hung_up = select.poll()
     hung_up.register(questions, 0)
     hung_up.poll()

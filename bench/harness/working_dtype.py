@@ -1,7 +1,7 @@
 """The type that the CPU's parts compute in: fp32 where PyTorch multiplies bf16 matrices many times as slowly.
 
-So it does on x86 processors without AVX-512 (docs/troubleshooting.md). There a step in bf16 would take minutes, and
-measure nothing but that. It is measured here, and not looked up, as what is compared must be what runs.
+PyTorch does so on x86 processors without AVX-512 (docs/troubleshooting.md). A step in bf16 would take minutes there,
+and measure only that slowness. The type is chosen by a measurement, because it decides what the benchmarks compare.
 """
 
 import subprocess
@@ -11,11 +11,11 @@ from typing import NamedTuple
 from bench.harness.rounds import interleave, timed
 
 SLOW = 4.0
-"""Times as long as in fp32."""
+"""The ratio of times, bf16 to fp32, above which the parts compute in fp32."""
 
 
 class WorkingDtype(NamedTuple):
-    """The type's name, and how many times as long as in fp32 a matrix product in bf16 takes."""
+    """The type's name, and the time of a matrix product in bf16 divided by its time in fp32."""
 
     name: str
     slowdown: float
@@ -26,7 +26,7 @@ class WorkingDtype(NamedTuple):
 
     @property
     def notes(self) -> list[str]:
-        """What a reader of the results must know."""
+        """The notes that a reader of the results needs."""
         if self.name == "bfloat16":
             return []
         return [
@@ -36,7 +36,7 @@ class WorkingDtype(NamedTuple):
 
 
 def working_dtype(threads: int) -> WorkingDtype:
-    """Measure it, in a process of its own."""
+    """Measure the ratio in a separate process, and return the type to compute in."""
     command = [sys.executable, "-m", __name__, str(threads)]
     return of(float(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout))
 
@@ -46,7 +46,7 @@ def of(slowdown: float) -> WorkingDtype:
 
 
 def slowdown(threads: int) -> float:
-    """The least time of a product of 128 x 512 by 512 x 2048 in bf16, by that in fp32."""
+    """Return the least time of a product of 128 x 512 by 512 x 2048 in bf16, divided by the least in fp32."""
     import torch
 
     torch.set_num_threads(threads)

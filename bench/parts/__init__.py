@@ -10,7 +10,7 @@ PARTS = {
     "exactness": 60,
     "overlap": 200,
 }
-"""After how many seconds each is given up; together they took 20 minutes on 2 cores in a slow hour."""
+"""Seconds after which each part is given up; together they took 20 minutes on 2 cores in a slow hour."""
 ON_REQUEST = {
     "jax_mesh": 400,
     "checkpoint": 500,
@@ -22,4 +22,4 @@ ON_REQUEST = {
     "eight_bit": 500,
     "trainer": 400,
 }
-"""Parts that run where they are named only."""
+"""Parts that run only if they are named."""

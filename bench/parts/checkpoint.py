@@ -32,7 +32,7 @@ WAYS = {
     "load from the disk": "sequential read from the disk",
     "load from the page cache": "sequential read from the page cache",
 }
-"""And what each is compared with."""
+"""The transfers, and the plain transfer with which each is compared."""
 STEP, STEP_IN_SAVE = "a step", "a step during a save"
 
 
@@ -77,7 +77,7 @@ def read(path: Path, chunk: np.ndarray) -> None:
 
 
 def drop(*paths: Path) -> None:
-    """From the page cache, what is on the disk already."""
+    """Drop the files' pages that are on the disk already from the page cache."""
     for path in paths:
         file = os.open(path, os.O_RDONLY)
         try:
@@ -94,7 +94,7 @@ def seconds(act: Callable[[], object]) -> float:
 
 
 def transfers(run: Run, folder: Path, rounds: int) -> tuple[int, dict[str, list[float]]]:
-    """Seconds of each way, a round each; and the bytes of a checkpoint."""
+    """Return the bytes of a checkpoint, and for each transfer its seconds in each round."""
     chunk = np.random.default_rng(0).integers(0, 256, CHUNK, np.uint8)
     saved, plain = folder / "saved", folder / "plain"
     first = run.save(saved)
@@ -129,7 +129,7 @@ def transfers(run: Run, folder: Path, rounds: int) -> tuple[int, dict[str, list[
 
 
 def steps_during(run: Run, folder: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds of a step while a checkpoint is written, all that are touched by it, and by turns of as many without."""
+    """Return the seconds of the steps that a save touches, and in turn of as many steps without a save."""
     times: dict[str, list[float]] = {STEP: [], STEP_IN_SAVE: [], "touched": [], "call": []}
     for _ in range(2):
         run.step()

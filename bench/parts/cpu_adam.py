@@ -1,11 +1,11 @@
 """The update kernel against torch, DeepSpeed and NumPy, and against the streaming limit of the same bytes.
 
-Each number of threads has processes of its own, so that every library's OpenMP has the same, and so has each size that
-takes much memory: what it leaves in the allocator is gone. Small updates go through many sets of buffers in a row, so
-that none is in a cache when its turn comes.
+Each number of threads has separate processes, so that every library's OpenMP has the same number. Each size that takes
+much memory has, too, so that nothing of it remains in the allocator. Small updates go through many sets of buffers in a
+row, so that none is in a cache when its turn comes.
 
-The host step is what lies between the gradients and the parameters of the next forward, both bf16: norm, clipping,
-AdamW in fp32, cast. torch's has a pass for each of these; there is no loss scale to take out, which would be one more.
+The host step makes the parameters of the next forward from the gradients, both bf16: norm, clipping, AdamW in fp32,
+cast. torch's host step has a pass for each of these. There is no loss scale, which would take one more pass.
 """
 
 import itertools
@@ -41,11 +41,11 @@ void stream_float32(const uint32_t *grad, uint32_t *a, uint32_t *b, uint32_t *c,
 void stream_bfloat16(const uint16_t *grad, float *a, float *b, float *c, uint16_t *out, int64_t n);
 """
 _COLD = 20_000_000
-"""Parameters that a turn goes through at least: 560 MB, more than any cache."""
+"""The least parameters of a turn: 560 MB, more than any cache."""
 _SLOW = 100_000_000
-"""Above so many, what makes a pass an operation is left out."""
+"""The parameters above which contenders with a pass for each operation are left out."""
 _PEAK_BYTES = 72
-"""Of a parameter, with all contenders' buffers and torch's temporaries."""
+"""Bytes a parameter, with all contenders' buffers and torch's temporaries."""
 _CLIPPING = 1.0
 _HOST_STEP_TENSORS = 24
 _RULE, _HYPER = Adam("torch"), AdamHyper(1e-3)
@@ -57,7 +57,7 @@ NUMPY = "NumPy"
 STREAM, STREAM_BF16 = "streaming limit, fp32", "streaming limit, bf16"
 NORM, NORM_BF16 = "norm, fp32", "norm, bf16"
 BYTES = {DEEPSPEED_BF16: 22, NORM: 4, NORM_BF16: 2}
-"""Read and written of a parameter; others 28."""
+"""Bytes that a contender reads and writes for a parameter; the others 28."""
 THIS_STEP, SINGLE_STEP, FOREACH_STEP = "this: norm, then update", "torch: clip, single tensor", "torch: clip, foreach"
 FUSED_STEP = "torch: clip, fused"
 
@@ -156,8 +156,8 @@ class Buffers:
         )
 
     def stream(self, ffi: FFI, lib: Any, grad: ElementType) -> Run:
-        """The streaming limit, one contiguous part of a set a thread."""
-        if not self._streamed:  # of its own: what it leaves there are no numbers to compute with
+        """The streaming limit; each thread has one contiguous part of a set."""
+        if not self._streamed:  # in a separate array: it leaves values that are no numbers to compute with
             self._streamed = [self._memory.allocate("streamed", array.size, array.dtype) for array in self.states]
         pool = ThreadPoolExecutor(self.threads)
         ends = [self.n * i // self.threads // 64 * 64 for i in range(self.threads)] + [self.n]
@@ -234,7 +234,7 @@ class TorchBuffers:
         return self._deepspeed(narrow)
 
     def _deepspeed(self, params: list[torch.nn.Parameter]) -> Run:
-        """One optimizer of all sets: making one takes a second."""
+        """DeepSpeed's update, with one optimizer for all sets, because making one takes a second."""
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         optimizer = DeepSpeedCPUAdam(params, lr=_HYPER.lr, weight_decay=_HYPER.weight_decay)
@@ -243,7 +243,7 @@ class TorchBuffers:
         return optimizer.step
 
     def numpy(self) -> Run:
-        """In place, with two temporaries that are allocated once."""
+        """NumPy's update, in place, with two temporaries that are allocated once."""
         runs = []
         scratch = [np.empty(self.params[0].numel(), np.float32) for _ in range(2)]
         for param, moments in zip(self.params, self.moments, strict=True):
@@ -269,7 +269,7 @@ def numpy_adamw(
 
 
 def torch_host_step(n: int, **options: bool) -> Run:
-    """fp32 masters of bf16 parameters: gradients cast, clipped, the update, parameters cast."""
+    """torch's host step, on fp32 masters of bf16 parameters: cast and clip gradients, update, cast parameters."""
     ends = [n * i // _HOST_STEP_TENSORS for i in range(_HOST_STEP_TENSORS + 1)]
     masters = [torch.nn.Parameter(torch.randn(b - a) * 1e-3) for a, b in itertools.pairwise(ends)]
     params = [master.detach().bfloat16() for master in masters]
@@ -294,7 +294,7 @@ Measured = dict[str, Any]
 
 
 def per_parameter(contenders: dict[str, Run], params: int, rounds: int) -> dict[str, list[float]]:
-    """Nanoseconds a parameter of each contender in each round."""
+    """Return the nanoseconds a parameter of each contender in each round."""
     seconds = interleave({name: timed(run) for name, run in contenders.items()}, rounds, pause=0.02)
     return {name: [s / params * 1e9 for s in values] for name, values in seconds.items()}
 
@@ -339,13 +339,13 @@ def measure_updates(n: int, threads: int, sets: int, rounds: int, ratios: bool) 
 
 
 def merge(known: Measured, measured: Measured) -> None:
-    """Add what is not known yet."""
+    """Add the results that ``known`` lacks."""
     for key, values in measured.items():
         known[key] += [value for value in values if value not in known[key]]
 
 
 def measure_types(n: int, threads: int, sets: int, rounds: int) -> Measured:
-    """Each element type of gradient and output, on each instruction set."""
+    """Measure each element type of gradient and output, on each instruction set."""
     buffers = Buffers(n, threads, sets)
     found = []
     for instruction_set in kernels.kernel_info().supported:
@@ -379,7 +379,8 @@ def measure_host_step(n: int, threads: int, rounds: int) -> Measured:
 
 
 def in_processes(threads: int, processes: Sequence[Sequence[Callable[[], Measured]]]) -> Iterator[Measured]:
-    """Of each process its tasks, one after another; all libraries have so many threads."""
+    """Yield the results of the tasks of each process, which run one after another; all libraries have ``threads``
+    threads."""
     os.environ |= {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive", **KEEP_FREED_MEMORY}
     for tasks in processes:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
@@ -417,7 +418,7 @@ def main(arguments: list[str] | None = None) -> None:
         known["missing"].append(missing(f"{n:,} parameters", f"all contenders together need {need}, {have} available"))
     if not fitting:
         options.error(f"--numel: {known['missing'][0]['why']}")
-    compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # what README's ratios are of
+    compared = max((n for n in fitting if n <= _SLOW), default=fitting[0])  # the size of the README's ratios
     few = max(rounds // 8, 2)
     find_compilers()
     cold = 10**6 if args.quick else _COLD

@@ -1,4 +1,4 @@
-"""DeepSpeed on the simulated accelerator of the tests: what it asks of a device, and a process group of one rank."""
+"""DeepSpeed on the simulated accelerator of the tests: the device that DeepSpeed needs, and a group of one rank."""
 
 from datetime import timedelta
 from typing import Any
@@ -14,7 +14,7 @@ _BACKEND = "alone"
 
 
 class _Accelerator(CPU_Accelerator):
-    """Its kernels for the host are the CPU's; streams, copies and bytes are the device's."""
+    """DeepSpeed's accelerator. Kernels for the host are the CPU's; streams, copies and bytes are the device's."""
 
     _torch_pins_host_memory = True
 
@@ -76,7 +76,7 @@ class _Accelerator(CPU_Accelerator):
         return tensor.new_empty(shape, pin_memory=True)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """None to spare: where there is, DeepSpeed has all parameters on the device twice while it flattens them."""
+        """Return 0. With memory to spare, DeepSpeed has all parameters on the device twice while it flattens them."""
         return 0
 
     def memory_allocated(self, device_index: int | None = None) -> int:
@@ -86,7 +86,7 @@ class _Accelerator(CPU_Accelerator):
         return torch.accelerator.max_memory_allocated()
 
     def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
-        """They are read at the end of the run."""
+        """Keep the statistics: they are read at the end of the run."""
 
     memory_reserved = memory_cached = memory_allocated
     max_memory_reserved = max_memory_cached = max_memory_allocated
@@ -105,7 +105,7 @@ class _Done(dist.Work):
 
 
 class _Alone(dist.ProcessGroup):
-    """One rank, whose results are what it gave."""
+    """A group of one rank: its results are its own data."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         if size != 1:
@@ -121,7 +121,7 @@ class _Alone(dist.ProcessGroup):
 
     @property
     def group_name(self) -> str:
-        """As torch knows it: groups that are written in Python are not told."""
+        """The group's name in torch, which does not tell it to groups that are written in Python."""
         return str(dist.distributed_c10d._world.pg_names[self])
 
     def get_group_store(self) -> Any:
@@ -161,7 +161,7 @@ class _Alone(dist.ProcessGroup):
 
 
 def install() -> None:
-    """Make it the accelerator of DeepSpeed in this process, which is the only rank."""
+    """Make the simulated device DeepSpeed's accelerator in this process, which is the only rank."""
     simulated.load()
     set_accelerator(_Accelerator())
     dist.Backend.register_backend(_BACKEND, _Alone, devices=["cpu", simulated.NAME])

@@ -1,5 +1,5 @@
-"""Whole training steps of the largest model with glibc's malloc as it comes: what is freed in large blocks goes back to
-the kernel. ``bench.parts.step`` has the same with an allocator that keeps it.
+"""Whole training steps of the largest model with glibc's default malloc, which gives large freed blocks back to the
+kernel. ``bench.parts.step`` measures the same steps with an allocator that keeps them.
 """
 
 import argparse

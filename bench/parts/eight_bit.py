@@ -19,9 +19,9 @@ from offload_core.support.processors import available_cpus
 
 OURS = "offload-core"
 TARGET = 10
-"""Times as long as ours that theirs should take."""
+"""The target: their time divided by ours."""
 _WARM_UP = 4
-"""Steps in which they compile."""
+"""Steps that are not counted: the libraries compile in them."""
 
 
 def ours(n: int, threads: int) -> Callable[[], None]:
@@ -31,7 +31,7 @@ def ours(n: int, threads: int) -> Callable[[], None]:
 
 
 def theirs(make: Callable[[], Any], n: int, dtype: str) -> Callable[[], object]:
-    """The step of an optimizer of one parameter, which has run."""
+    """Return the step of an optimizer of one parameter, after the warm-up."""
     import torch
 
     param = torch.nn.Parameter((torch.randn(n) * 1e-3).to(getattr(torch, dtype)))

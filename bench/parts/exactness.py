@@ -1,7 +1,7 @@
-"""How many elements' bits change when the same update is cut into shards.
+"""The number of elements whose bits change when the same update is cut into shards.
 
-Each contender updates the same parameters with the same gradients for some steps, whole and in so many parts. Only
-where no bit changes can training continue bit for bit on another number of ranks.
+Each contender updates the same parameters with the same gradients for some steps, in one part and in several. Training
+can continue bit for bit on another number of ranks only if no bit changes.
 """
 
 import itertools
@@ -23,7 +23,7 @@ _MOST_CUT = 200
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 """Parameters and both moments."""
 Update = Callable[[list[np.ndarray], list[slice]], Arrays]
-"""Starts from the first array, takes a step with each of the others, in those parts."""
+"""A function that starts from the first array and takes a step with each of the others, in the given parts."""
 
 
 def this(threads: int) -> Update:
@@ -54,7 +54,7 @@ def this(threads: int) -> Update:
 
 
 def through(make: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]) -> Update:
-    """An optimizer of torch's protocol, each part a parameter of its own."""
+    """Return the update by an optimizer of torch's protocol; each part is a separate parameter."""
 
     def update(arrays: list[np.ndarray], parts: list[slice]) -> Arrays:
         params = [torch.nn.Parameter(torch.from_numpy(arrays[0][part].copy())) for part in parts]
@@ -81,7 +81,8 @@ def deepspeed(params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def changed(update: Update, arrays: list[np.ndarray], cuts: list[int]) -> dict[int, tuple[int, int]]:
-    """For each number of parts, how many parameters have other bits than in one, and in how many elements anything."""
+    """Return, for each number of parts, the parameters whose bits differ from those of one part, and the elements with
+    any difference."""
     numel = arrays[0].size
     counts, whole = {}, update(arrays, [slice(0, numel)])
     for n in cuts:

@@ -23,7 +23,7 @@ print(json.dumps([time.perf_counter() - began, time.process_time() - used]))
 
 
 def import_times(module: str, pycache: str) -> tuple[float, float]:
-    """Seconds that a fresh process takes to import a module: by the clock, and of the processor."""
+    """Return the seconds that a fresh process takes to import a module: by the clock, and of the processor."""
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}

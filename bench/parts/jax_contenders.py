@@ -30,7 +30,7 @@ LEARNING_RATE, CLIPPING, TOKENS = 3e-4, 1.0, 256
 
 Settings = dict[str, Any]
 Train = Callable[[np.ndarray], tuple[Any, dict[str, float]]]
-"""Takes windows; gives the loss, and ms of the phases there are."""
+"""A function of windows that returns the loss and the ms of its phases."""
 
 
 def main() -> None:

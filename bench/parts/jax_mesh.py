@@ -19,7 +19,7 @@ from offload_core.support.units import count
 
 MESHES = ((2, 2), (4, 1), (1, 4))
 ALONE = {"34 M": 728, "69 M": 1040}
-"""Widths of models for one device, by their parameters."""
+"""The widths of models for one device, by their numbers of parameters."""
 LAYERS = 8
 WARM_UP = 3
 """Steps that are not counted: the first ones compile."""
@@ -32,15 +32,15 @@ class Step(NamedTuple):
     """A contender's step, and the bytes that it takes and moves."""
 
     run: Callable[[], float | None]
-    """It may return the seconds for which ``update`` held Python."""
+    """Takes a step. It may return the seconds for which ``update`` held Python."""
     device_bytes: Callable[[], float]
-    """The most on all devices together, but for activations; the states that rest on the host left out."""
+    """The peak on all devices together, without activations and without states that rest on the host."""
     link_bytes: float
-    """Between host and devices in a step, both ways."""
+    """Bytes between host and devices in a step, both ways together."""
 
 
 class Unable(Exception):
-    """A backend cannot do this."""
+    """The backend cannot run the contender."""
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> int:
 def measure(
     recording: Recording, name: str, shape: tuple[int, int] | None, width: int, steps: int, target: float
 ) -> float:
-    """Record one case, and return by how many seconds the first update of ours took longer than a later one."""
+    """Record one case, and return the seconds of our first update less those of a later one."""
     case = Case(shape, width)
     contenders = {OURS: case.ours(), IN_ONE_JIT: case.optax_in_one_jit(), BEHIND: case.ours_behind_python()}
     try:
@@ -152,7 +152,7 @@ class Case:
         self.batch = jax.device_put(rng.standard_normal((64, width), np.float32), of_batch)
         self.optimizer = optax.adamw(1e-3, weight_decay=1e-4)
         self.updates: list[float] = []
-        """Seconds of the first ones, compilation in the very first."""
+        """Seconds of the first updates; the very first includes compilation."""
 
         def loss(params: Any, x: Any) -> Any:
             for layer in params:
@@ -225,7 +225,8 @@ class Case:
         return jax.device_put(jax.jit(self.optimizer.init)(self.params), shardings)
 
     def optax_resting(self) -> Step:
-        """Updated on the devices, or where the backend cannot, on the host by ``compute_on``."""
+        """Return optax's step with resting moments: on the devices, or on the host by ``compute_on`` if the backend
+        cannot do it there."""
         import jax
 
         kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
@@ -296,7 +297,7 @@ class Case:
 
 
 def _of(tree: Any) -> Any:
-    """The arrays' shardings."""
+    """Return the shardings of a tree's arrays."""
     import jax
 
     return jax.tree.map(lambda leaf: leaf.sharding, tree)

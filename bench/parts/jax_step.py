@@ -35,7 +35,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def ratios_of(results: Mapping[str, Result]) -> list[dict[str, Any]]:
-    """How many times longer each other's step takes."""
+    """Return the ratio of each other contender's step to ours."""
     if OURS not in results:
         return []
     ours = results[OURS].samples("total")

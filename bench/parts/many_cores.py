@@ -18,9 +18,9 @@ from bench.record import append, parser, ratio, rows, versions
 from offload_core.support.processors import available_cpus
 
 BYTES = {"fp32": 28.0, "bf16 moments": 20.0, "8-bit moments": 16 + 4 / 256}
-"""Read and written for an element: gradient and parameter of bf16, master, moments, scales."""
+"""Bytes read and written for an element: gradient and parameter of bf16, master, moments, scales."""
 SHARES = (5.0, 10.0, 19.0)
-"""GB/s of a core that are predicted."""
+"""The bandwidths of a core, in GB/s, for which the model predicts times."""
 _STREAM = """
 import os, numpy
 os.sched_setaffinity(0, {{{cpu}}})
@@ -38,7 +38,7 @@ def predicted(compute: Mapping[str, float], share: float) -> dict[str, float]:
 
 @contextmanager
 def beside_a_stream() -> Iterator[None]:
-    """This process on one processor, while another copies memory on a second."""
+    """Run the body on one processor, while another process copies memory on a second."""
     cpus = sorted(os.sched_getaffinity(0))
     command = [sys.executable, "-c", _STREAM.format(cpu=cpus[1])]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
@@ -58,7 +58,7 @@ def core_time(n: int, threads: int, times: int, rounds: int) -> dict[str, list[f
 
 
 def points(n: int, rounds: int) -> Iterator[tuple[str, int, dict[str, list[float]]]]:
-    """What was measured: how, with how many threads, and :func:`core_time`."""
+    """Yield the measurements: their description, the number of threads, and :func:`core_time`."""
     threads = available_cpus()
     yield "one core", 1, core_time(n, 1, 1, rounds)
     if threads > 1:

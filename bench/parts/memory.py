@@ -1,8 +1,8 @@
-"""Bytes a parameter of GPT-2 124M in bf16 on one rank of the CPU: what was planned, and what real processes take.
+"""Bytes a parameter of GPT-2 124M in bf16 on one rank of the CPU: planned, and taken by real processes.
 
-Measured from outside: by how much a process's resident memory has grown since it had imported its libraries, when the
-model is built, between steps, and at the peak of a step; the device is the CPU, so a process holds both host's and
-device's. Activations of 8 tokens, and what libraries allocate, are in it.
+The measurement is the growth of a process's resident memory since it had imported its libraries: when the model is
+built, between steps, and at the peak of a step. The device is the CPU, so a process holds the host's and the device's
+bytes. Activations of 8 tokens and the libraries' allocations are included.
 """
 
 import argparse
@@ -31,8 +31,8 @@ STAGES = {OURS: 2, OURS_3: 3}
 TARGET = 0.7
 UNIT = "bytes/parameter"
 ON_DEVICE = 4
-"""Bytes of a bf16 parameter and its gradient: not the host's where the device is a GPU."""
-# Freed blocks go back, and always the same: glibc's own bound rises to 32 MiB with what came before.
+"""Bytes of a bf16 parameter and its gradient, which are on the device if that is a GPU."""
+# Freed blocks of 1 MiB and more go back: the threshold of glibc rises to 32 MiB, depending on earlier blocks.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
@@ -43,7 +43,7 @@ def plan(gpt: GPTConfig, stage: int, *, on_host: bool) -> MemoryPlan:
 
 
 def measure(group: ProcessGroup) -> dict[str, int]:
-    """Bytes beyond those of the libraries."""
+    """Return the bytes beyond those of the libraries."""
     group.answers()
     before = group.resident()
     group.ask(steps=3)
@@ -55,7 +55,7 @@ def measure(group: ProcessGroup) -> dict[str, int]:
 
 
 def measure_all(starts: dict[str, Callable[[], ProcessGroup]], recording: Recording) -> dict[str, dict[str, int]]:
-    """Each in a process of its own; all import at once, and there are as many models at a time as processors."""
+    """Measure each contender in a separate process. All import at once; a processor has one model at a time."""
     groups = {name: begin() for name, begin in starts.items()}
     took = {}
 

@@ -2,8 +2,8 @@
 
 The model of K equal buckets. A step spends on each bucket f in forward, b in backward, c in its copy each way (2 bytes
 a parameter over the link's bandwidth), n in the norm (2 bytes over the host's, with clipping only) and u in the update
-(28 bytes over the host's: a gradient, three states read and written, a parameter). Buckets that go one after another
-through stages, each of which does one at a time, take
+(28 bytes over the host's: a gradient, three states read and written, a parameter). Buckets go through stages one after
+another, and each stage takes one bucket at a time:
 
     flow(stages) = sum of the stages' times + (K - 1) x the longest of them.
 
@@ -11,41 +11,42 @@ through stages, each of which does one at a time, take
 
     serial = K (f + b + c + n + u + c)
 
-``overlap`` hides copies and norms behind backward. The boundary, where all gradients are on the host, is when updates
-start; they hide behind the next forward, which waits for one bucket at a time:
+``overlap`` hides copies and norms behind backward. At the boundary all gradients are on the host, and updates start.
+They hide behind the next forward, which waits for one bucket at a time:
 
     overlap = flow(b, c, n) + flow(u, c, f)
 
-Where compute dominates (b and f are the longest) this is T_compute + c + n + u + c, that is
-max(T_compute, T_update, T_link) + the last bucket's tail. Where the update or the link does it is more, as what comes
-before the boundary cannot hide what comes after: about T_backward + T_update, or T_to_host + T_to_device.
+If compute dominates (b and f are the longest) this is T_compute + c + n + u + c, that is
+max(T_compute, T_update, T_link) + the last bucket's tail. If the update or the link dominates, it is more: about
+T_backward + T_update, or T_to_host + T_to_device, because activities before the boundary cannot hide those after it.
 
 ``in backward`` (``update_in_backward=True``) updates a bucket and sends its parameters as soon as its gradients are
-on the host, where they take the memory of few buckets: backward waits for it. With clipping it sends them tentatively
-(e: 16 bytes, states are only read) and updates states after the boundary, behind the next forward and backward (a: 26
-bytes). Once the last gradient is there, those that still wait for the host go as in ``overlap``. While the host keeps
-pace,
+on the host. There gradients take the memory of few buckets, for which backward waits. With clipping it sends parameters
+tentatively (e: 16 bytes, states are only read) and updates states after the boundary, behind the next forward and
+backward (a: 26 bytes). After the last gradient has arrived, buckets that still wait for the host go as in ``overlap``.
+While the host keeps pace,
 
     in backward = flow(b, c, n + e, c) + K f        (u for n + e without clipping)
 
-and in general what :func:`in_backward` finds by going through a step bucket by bucket. Where compute dominates this is
-the limit below; where the update does it is, too, without clipping: what the host has not done by the boundary hides
-behind the forward. Where the link does, the forward comes on top of the limit: what it needs first is the last to come
-to the host and to go back.
+In general :func:`in_backward` computes it, bucket by bucket. If compute dominates, it is the limit below. If the update
+dominates, it is the limit, too, without clipping: updates that remain at the boundary hide behind the forward. If the
+link dominates, the forward comes on top of the limit: the bucket that the forward needs first is the last to come to
+the host and to go back.
 
-``delayed`` publishes at a boundary what the step before changed (r: masters rounded, 6 bytes), and after that updates
-(a) behind forward and backward, in the order of backward: a bucket's new gradient comes to where its old one has been
-read. Norms come after all updates:
+``delayed`` publishes at a boundary the changes of the step before (r: masters rounded, 6 bytes), and then updates (a)
+behind forward and backward, in the order of backward: a bucket's new gradient replaces the old one after it was read.
+Norms come after all updates:
 
     delayed = max(flow(r, c, f) + flow(b, c, n), flow(r, c) + max(flow(a, b, c, n) - b, K a + K n))
 
-The limit, where each of four resources (compute, the link's two ways, the host) works through the whole step:
+The limit, if each of four resources (compute, the link's two ways, the host) is busy during the complete step:
 
     limit = flow(f + b, c, u, c) = max(T_compute, T_update, T_link) + the tail
 
-The machine: tensors hold 1/scale of the parameters, and bandwidths are divided likewise. Compute, and what the kernels
-do not take of their time, is slept, and who overslept sleeps less the next time; the pipeline, its thread, the kernels
-and the copies' threads are the real ones. Of several rounds the machine's drift hits all schedules alike.
+The machine: tensors hold 1/scale of the parameters, and bandwidths are divided by the same scale. Compute, and the rest
+of the kernels' time, is slept; a sleep that was too long shortens the next one. The pipeline, its thread, the kernels
+and the copies' threads are the real ones. There are several rounds, so that the machine's drift is the same for all
+schedules.
 """
 
 import argparse
@@ -65,7 +66,7 @@ CASES = {
     "link": Case(forward=0.03, backward=0.06, link=12 * GB, host=400 * GB),
     "update": Case(forward=0.04, backward=0.08, link=40 * GB, host=100 * GB),
 }
-"""By what dominates."""
+"""The simulated machines, by the resource that dominates."""
 
 
 def flow(buckets: int, *stages: float) -> float:

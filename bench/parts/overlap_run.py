@@ -1,7 +1,7 @@
 """One simulated machine, on which the real pipeline trains.
 
-Compute, and what the kernels do not take of their time, is slept; the pipeline, its thread, the kernels and the copies'
-threads are the real ones.
+Compute, and the rest of the kernels' time, is slept. The pipeline, its thread, the kernels and the copies' threads are
+the real ones.
 """
 
 import time
@@ -39,7 +39,7 @@ class Case(NamedTuple):
     forward: float
     backward: float
     link: float
-    """Each way."""
+    """Bytes a second of the link, each way."""
     host: float
 
 
@@ -52,10 +52,10 @@ class Times(NamedTuple):
     norm: float
     update: float
     advance: float
-    """The update less the parameter."""
+    """The update without writing the parameter."""
     round: float
     emit: float
-    """The parameter, and states only read."""
+    """Writing the parameter, with states that are only read."""
 
     @classmethod
     def of(cls, case: Case, params: int, buckets: int, clips: bool) -> "Times":
@@ -67,7 +67,7 @@ class Times(NamedTuple):
 
 
 class Sleeper:
-    """Sleeps so long on average: what it overslept it makes up for."""
+    """Sleeps for the right time on average: after it has overslept it sleeps less."""
 
     def __init__(self) -> None:
         self._overslept = 0.0
@@ -80,7 +80,7 @@ class Sleeper:
 
 @contextmanager
 def slow_kernels(bandwidth: float) -> Iterator[None]:
-    """Have kernels take as long as what they read and write does at so many bytes a second."""
+    """Have kernels take the time of the bytes that they read and write, at this bandwidth."""
     host = Sleeper()
 
     def lasting(kernel: Callable[..., None], bytes_of: Callable[..., int]) -> Callable[..., None]:

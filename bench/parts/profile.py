@@ -1,4 +1,4 @@
-"""Where the processor's time of a training step goes: by function, as Linux's ``perf`` samples it, and page faults.
+"""The processor's time of a training step by function, as Linux's ``perf`` samples it, and the page faults.
 
 Contenders run one after another, each alone, on one rank.
 """
@@ -26,13 +26,13 @@ from offload_core.support.processors import available_cpus
 
 HERTZ = 199
 LEAST = 0.01
-"""Of a contender's samples: functions with fewer are not listed."""
+"""The least share of a contender's samples; functions with less are not listed."""
 _LINE = re.compile(r"\s*([\d.]+)%? *;([^;]*);\s*(?:\[.\] )?([^;]*).*")
 
 
 @contextmanager
 def sampled(group: ProcessGroup, path: Path) -> Iterator[None]:
-    """Have the processes sampled while it lasts."""
+    """Sample the processes during the body."""
     pids = ",".join(str(pid) for pid in group.pids)
     command = ["perf", "record", "--quiet", "-e", "cpu-clock", "-F", str(HERTZ), "-o", str(path), "-p", pids]
     perf = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -47,7 +47,7 @@ def sampled(group: ProcessGroup, path: Path) -> Iterator[None]:
 
 
 def shares(path: Path) -> dict[str, float]:
-    """Of all samples, by library and function."""
+    """Return the share of all samples, by library and function."""
     command = ["perf", "report", "--stdio", "--no-children", "--sort", "dso,symbol", "-t", ";", "-i", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     found: dict[str, float] = {}

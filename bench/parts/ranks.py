@@ -33,13 +33,13 @@ from offload_core.support.units import count
 
 GPT_34M = MODELS["34m"]
 CONTENDERS_OF_STAGE = {2: (OURS, DS_2, DDP), 3: (OURS_3, DS_3, FSDP2)}
-"""Of each stage; the others are compared with the first."""
+"""The contenders of each stage; the others are compared with the first."""
 FURTHER = {2: ("DeepSpeed, allreduce",), 3: ("DeepSpeed, stage 3, overlap_comm",)}
-"""DeepSpeed's fastest ways, where there is a target."""
+"""DeepSpeed's fastest settings, for the comparisons with a target."""
 TARGET, TARGET_RANKS = 1.5, 2
-"""For DeepSpeed's fastest, and so for each of its ways."""
+"""The target for DeepSpeed's fastest setting, and so for each of them; and its number of ranks."""
 COUNTS = {"repetitions": 2, "rounds": 2, "steps": 2}
-"""With the target's ranks."""
+"""The counts with the target's number of ranks."""
 COUNTS_ELSEWHERE = {"repetitions": 1, "rounds": 1, "steps": 2}
 QUICK_COUNTS = {"repetitions": 1, "rounds": 2, "steps": 1}
 
@@ -76,17 +76,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def micro_batches(ranks: int, micro_batch: int) -> list[int]:
-    """That of weak scaling, and where it is another one that of strong scaling."""
+    """Return the micro-batch of weak scaling, and the one of strong scaling if it differs."""
     strong = TARGET_RANKS * micro_batch // ranks
     return list(dict.fromkeys([micro_batch, strong or micro_batch]))
 
 
 Stages = list[tuple[str, ...]]
-"""Of each stage its contenders, the first of which the others are compared with."""
+"""The contenders of each stage; the others are compared with the first."""
 
 
 def experiments(args: argparse.Namespace, ranks: int) -> list[Stages]:
-    """Of each experiment, what is compared with the first of it; single ranks are few enough to run together."""
+    """Return the stages of each experiment. Contenders of one rank are few enough to run together in one."""
     if args.contenders:
         return [[tuple(args.contenders)]]
     stages = [CONTENDERS_OF_STAGE[stage] + (FURTHER[stage] if ranks == TARGET_RANKS else ()) for stage in args.stages]
@@ -94,7 +94,7 @@ def experiments(args: argparse.Namespace, ranks: int) -> list[Stages]:
 
 
 def counts_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
-    """Of repetitions, of rounds, and of the steps counted in each round."""
+    """Return the numbers of repetitions, of rounds, and of the counted steps of each round."""
     known = QUICK_COUNTS if args.quick else COUNTS if ranks == TARGET_RANKS else COUNTS_ELSEWHERE
     return {name: getattr(args, name) or number for name, number in known.items()}
 
@@ -102,7 +102,7 @@ def counts_of(args: argparse.Namespace, ranks: int) -> dict[str, int]:
 def ratios_of(
     results: Mapping[str, Result], reference: str, ranks: int, micro_batch: int, targets: bool
 ) -> Iterable[dict[str, Any]]:
-    """How many times longer each other's step takes than the reference's."""
+    """Yield the ratio of each other contender's step to the reference's."""
     if reference not in results:
         return
     ours = results[reference].samples("total")
@@ -131,7 +131,7 @@ def main(arguments: list[str] | None = None) -> int:
     recording.versions |= record.versions("torch", "deepspeed")
     recording.notes += dtype.notes
     measured: list[tuple[int, Stages, dict[str, list[Result]]]] = []
-    """Of each experiment: its ranks, its contenders, and their results at each micro-batch."""
+    """The ranks and contenders of each experiment, and their results at each micro-batch."""
 
     def keep(by_workload: dict[str, list[Result]]) -> None:
         measured[-1] = (*measured[-1][:2], by_workload)
@@ -168,7 +168,7 @@ def tell(
     *,
     targets: bool,
 ) -> None:
-    """Have the record hold what is known of all experiments."""
+    """Write the results of all experiments so far to the record."""
     recording.clear()
     for ranks, experiment, results in measured:
         for i, size in enumerate(micro_batches(ranks, args.micro_batch)):

@@ -36,7 +36,7 @@ class Model(nn.Module):
 
 
 def seconds(clock: Callable[[], float], act: Callable[[], object]) -> float:
-    """The time that it takes."""
+    """Return the time of a call."""
     start = clock()
     act()
     return clock() - start

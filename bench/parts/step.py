@@ -2,7 +2,7 @@
 clipping, and beside them forward and backward alone and the streaming limit of the update's bytes. In fp32 where
 PyTorch is slow in bf16 (``bench.harness.working_dtype``).
 
-Contenders are processes of their own. At 319 M parameters not all of them fit in memory together: they run in several
+Contenders are separate processes. At 319 M parameters not all of them fit in memory together: they run in several
 experiments, each with the contender that its ratios compare with. Rows are of all experiments, a ratio is of its two
 sides in one.
 """
@@ -51,9 +51,9 @@ MODELS = {
 class Experiment:
     contenders: tuple[str, ...]
     rounds: int
-    """Of each repetition."""
+    """The rounds of each repetition."""
     steps: int
-    """Counted in each round."""
+    """The counted steps of each round."""
     repetitions: int = 1
 
 
@@ -78,7 +78,7 @@ Results = Mapping[str, Result]
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many times longer ``other`` takes, for the whole step or for all of it but some phases."""
+    """The ratio of ``other``'s time to ours, for the whole step or for the step without some phases."""
 
     other: str
     ours: str
@@ -91,7 +91,8 @@ class Comparison:
         return " + ".join(left) if self.without else "whole step"
 
     def of(self, results: Results, size: str) -> dict[str, Any]:
-        """Time that a schedule moves into the next forward counts too: each total is less the other's forward."""
+        """Return the ratio. Time that a schedule moves into the next forward counts, too: each total is less the
+        other's forward."""
         other, ours = results[self.other], results[self.ours]
         sides = []
         for side in (other, ours):
@@ -117,17 +118,17 @@ TARGETS = [  # of the largest model
     Comparison(UNCLIPPED, OURS),
 ]
 BOUND = 1.10
-"""A step beside a plain loop's forward and backward and the streaming limit of the update."""
+"""The target for a step beside a plain loop's forward and backward and the streaming limit of the update."""
 
 
 def least(results: Results, *phases: str) -> list[float]:
-    """ms of those phases of PyTorch and of the update's bytes: nobody who leaves PyTorch's kernels takes less."""
+    """Return the ms of these phases in PyTorch plus the streaming limit: the least time with PyTorch's kernels."""
     gradients, limit = results[GRADIENTS_ONLY], results[STREAM]
     return [a + b for a, b in zip(gradients.samples(*phases), limit.samples("total"), strict=True)]
 
 
 def beside_limit(results: Results, size: str, target: float | None) -> list[dict[str, Any]]:
-    """How close the step is to the least, and how far DeepSpeed: what its ratios could be at most."""
+    """Return the ratio of our step to the least time, and DeepSpeed's, which bounds our ratios to DeepSpeed."""
     total = least(results, "forward", "backward")
     limit = "forward and backward of PyTorch and the streaming limit"
     title = f"{size}, whole step: {OURS} / {limit}"
@@ -143,7 +144,7 @@ def beside_limit(results: Results, size: str, target: float | None) -> list[dict
 
 
 def ratios_of(results: Results, size: str, targets: bool) -> list[dict[str, Any]]:
-    """Of those that ran in one experiment."""
+    """Return the ratios of the contenders that ran in one experiment."""
     comparisons = TARGETS if targets else [replace(c, target=None) for c in TARGETS]
     known = [c.of(results, size) for c in comparisons if {c.ours, c.other} <= results.keys()]
     if {GRADIENTS_ONLY, STREAM, OURS} <= results.keys():
@@ -207,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     recording.versions |= record.versions("torch", "deepspeed")
     recording.notes += dtype.notes
     measured: list[tuple[str, Results]] = []
-    """Of each experiment, its model and its results."""
+    """The model and the results of each experiment."""
 
     def keep(by_workload: Mapping[str, list[Result]]) -> None:
         measured[-1] = (measured[-1][0], {name: result for name, [result] in by_workload.items()})
@@ -232,7 +233,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def tell(recording: Recording, measured: list[tuple[str, Results]], threads: int, *, targets: bool) -> None:
-    """Have the record hold what is known of all experiments: rows of each model, ratios of each experiment."""
+    """Write the results so far to the record: rows of each model, ratios of each experiment."""
     recording.clear()
     of_models: dict[str, dict[str, Result]] = {}
     for model, results in measured:

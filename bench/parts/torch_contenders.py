@@ -39,7 +39,7 @@ STREAM = "streaming limit of the update"
 TOKENS = 256
 """Tokens drawn; fewer than the vocabulary, so that there is something to learn."""
 _STREAMED = 20_000_000
-"""Elements, where the model has more: time goes by their number."""
+"""The most elements to stream. For a larger model the time is in proportion."""
 
 DEEPSPEED: dict[str, dict[str, Any]] = {
     DS_2: {},
@@ -57,13 +57,13 @@ Settings = dict[str, Any]
 
 class Contender(NamedTuple):
     make: Callable[[Any, Settings], Callable[[Any, Any], dict[str, float]]]
-    """Takes an fp32 model, on a device one of ``dtype``; what it returns takes inputs and targets."""
+    """Takes an fp32 model, or on a device one of ``dtype``; returns a function of inputs and targets."""
     library: str
     """Imported before memory is looked at."""
     device: str | None = None
-    """On "meta" the model has shapes only; None: where the settings say."""
+    """The model's device; on "meta" it has only shapes. None: the settings' device."""
     dtype: str = "bfloat16"
-    """On a device, where fp32 and bf16 may not fit side by side."""
+    """The model's type on a device, where fp32 and bf16 may not fit side by side."""
     in_ranks: bool = False
     """True if it needs a process group on a device, too."""
     construction: dict[str, Any] | None = None
@@ -136,7 +136,7 @@ def make_model(contender: Contender, settings: Settings) -> Any:
 
 
 def make_batches(context: int, device: Any) -> Callable[[int], tuple[Any, Any]]:
-    """The same for every contender, another for each rank."""
+    """Return a function that makes batches: the same for every contender, others for each rank."""
     import torch
 
     draw = torch.Generator().manual_seed(1 + int(os.environ["RANK"]))
@@ -149,7 +149,7 @@ def make_batches(context: int, device: Any) -> Callable[[int], tuple[Any, Any]]:
 
 
 class Clock:
-    """The ends of a step's phases: on the CPU when it comes to them, on a device when its current stream does."""
+    """The ends of a step's phases: by the host's clock on the CPU, by events of the current stream on a device."""
 
     def __init__(self, device: str) -> None:
         self._on_host = device == "cpu"
@@ -167,11 +167,11 @@ class Clock:
         return event
 
     def end(self) -> None:
-        """Of one phase, and the start of the next."""
+        """Note the end of one phase and the start of the next."""
         self._ends.append(self._mark())
 
     def ms(self, *names: str) -> dict[str, float]:
-        """Of each phase, and in total on the host's clock, until the stream has come to the last end."""
+        """Return the ms of each phase, and the total on the host's clock until the stream has reached the last end."""
         if not self._on_host:
             self._ends[-1].synchronize()
         total = 1e3 * ((self._ends[-1] if self._on_host else time.perf_counter()) - self._start)
@@ -186,7 +186,7 @@ def phases(
     backward: Callable[[Any], None],
     step: Callable[[], float | None],
 ) -> Callable[[Any, Any], dict[str, float]]:
-    """Times them; ``step`` returns the norm of the gradients before clipping."""
+    """Return a step that times its phases; ``step`` returns the norm of the gradients before clipping."""
 
     def train(inputs: Any, targets: Any) -> dict[str, float]:
         clock = Clock(settings["device"])

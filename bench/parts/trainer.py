@@ -23,8 +23,8 @@ from bench.parts.trainer_run import ALONE, CPU, DS_2, DS_3, OURS, OURS_3, RESULT
 from bench.record import parser, ratio, row
 
 LOSS, NORM = 1e-6, 1e-5
-"""Relative. Both train in fp32, whose numbers are 1.2e-7 apart. DeepSpeed sums a norm in fp32, too, and its Adam rounds
-elsewhere; each update carries on from what the one before it made of that."""
+"""The largest relative differences. Both train in fp32, whose neighbouring numbers differ by 1.2e-7. DeepSpeed sums a
+norm in fp32, too, and its Adam rounds in other places; each update passes its differences on to the next."""
 PAIRS = ((DS_2, OURS), (DS_3, OURS_3))
 CONTENDERS = {CPU: [name for pair in PAIRS for name in pair], SIMULATED: [TORCH, ALONE, DS_2, OURS, DS_3, OURS_3]}
 ARGUMENTS: dict[str, Any] = {
@@ -39,7 +39,7 @@ ARGUMENTS: dict[str, Any] = {
     "disable_tqdm": True,
     "dataloader_pin_memory": False,
 }
-"""Of the TrainingArguments."""
+"""The TrainingArguments."""
 PEAKS = ("whole run", "after the first update")
 _SECONDS = 120
 _LOG_LINES = 40
@@ -56,7 +56,7 @@ def ds_config(stage: int) -> dict[str, Any]:
     }
     if stage == 3:
         sizes = dict.fromkeys(("stage3_prefetch_bucket_size", "stage3_param_persistence_threshold"), "auto")
-        # Of 2.1 million: what is documented, 1e9, would keep all of them.
+        # Of 2.1 million parameters: the documented 1e9 would keep all of them.
         live = dict.fromkeys(("stage3_max_live_parameters", "stage3_max_reuse_distance"), 600_000)
         section |= {"offload_param": {"device": "cpu", "pin_memory": True}, **sizes, **live}
     warmup = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
@@ -70,7 +70,7 @@ def ds_config(stage: int) -> dict[str, Any]:
 
 
 def run(contender: str, device: str, folder: Path, settings: dict[str, Any]) -> Run:
-    """Raises :class:`ContenderError` with what it has said, if it fails."""
+    """Run a contender. Raises :class:`ContenderError` with its output if it fails."""
     (folder / RESULT).unlink(missing_ok=True)
     words = json.dumps({"device": device, "arguments": settings})
     command = [sys.executable, "-m", "bench.parts.trainer_run", contender, words]

@@ -26,12 +26,13 @@ _VOCABULARY, _TOKENS, _ROWS = 64, 12, 64
 
 
 class Run(NamedTuple):
-    """What is told of a run."""
+    """The results of a run."""
 
     losses: list[float]
     norms: list[float]
     bytes: tuple[float, float] | None
-    """Of a parameter, the most on the device: in the whole run, and from the second update on. None: it is the CPU."""
+    """The peak on the device in bytes a parameter: in the complete run, and from the second update on. None: it is the
+    CPU."""
     versions: dict[str, str]
 
 

@@ -1,4 +1,4 @@
-"""Text to train on, as bytes: what a user names, or what every machine has, the standard library's own source."""
+"""Text to train on, as bytes: a user's file or folder, or the source of Python's standard library."""
 
 import hashlib
 import sysconfig
@@ -75,7 +75,7 @@ def training_batch(text: np.ndarray, seed: int, index: int, batch: int, context:
 
 
 def held_out_batches(text: np.ndarray, count: int, batch: int, context: int) -> list[np.ndarray]:
-    """Windows spread evenly over the held-out text: the same ones whatever the seed."""
+    """Return windows spread evenly over the held-out text, the same for every seed."""
     starts = np.linspace(0, len(text) - context - 1, num=count * batch).astype(np.int64)
     return [windows(text, chunk, context) for chunk in starts.reshape(count, batch)]
 

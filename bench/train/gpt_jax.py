@@ -106,7 +106,7 @@ def apply_linear(linear: Params, x: Array) -> Array:
 
 
 def apply_norm(norm: Params, x: Array) -> Array:
-    """In fp32 whatever the parameters are: a variance has no precision to spare."""
+    """Normalise in fp32, also with narrower parameters: a variance has no precision to spare."""
     wide = x.astype(jnp.float32)
     wide = wide - wide.mean(axis=-1, keepdims=True)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + 1e-5)

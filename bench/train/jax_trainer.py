@@ -29,7 +29,7 @@ from offload_core.support.processors import default_threads
 
 @contextmanager
 def losing_a_rank() -> Iterator[None]:
-    """gloo's messages about it come as one of several errors."""
+    """Turn gloo's errors for a lost rank, which are of several types, into one."""
     try:
         yield
     except (RuntimeError, ValueError) as error:
@@ -95,7 +95,7 @@ def make_plain(settings: Settings, ranks: Ranks) -> "Plain":
 
 @contextmanager
 def stdout_to_stderr() -> Iterator[None]:
-    """Of code that is not Python."""
+    """Send to stderr what code that is not Python writes to stdout."""
     kept = os.dup(1)
     os.dup2(2, 1)
     try:
@@ -106,7 +106,7 @@ def stdout_to_stderr() -> Iterator[None]:
 
 
 def choose_devices(settings: Settings) -> list[jax.Device]:
-    """Of all processes, in the order of the ranks."""
+    """Return the devices of all processes, in the order of the ranks."""
     name = None if settings.device == "auto" else settings.device
     try:
         here = jax.local_devices(backend=name)
@@ -147,7 +147,7 @@ class JaxTrainer:
             return self.loss_fn(params, batch)[None]
 
         def losses_of_ranks(params: Params, batch: jax.Array) -> jax.Array:
-            """Parameters are sharded, and XLA gathers what it needs of them."""
+            """Return each rank's loss. Parameters are sharded, and XLA gathers what it needs of them."""
             return jax.vmap(self.loss_fn, (None, 0))(params, batch.reshape(len(devices), -1, batch.shape[-1]))
 
         on_ranks = None if self.mesh is None else NamedSharding(self.mesh, P("rank"))
@@ -169,7 +169,7 @@ class JaxTrainer:
         self._logits_at = logits_at
 
     def on_devices(self, batch: np.ndarray) -> Any:
-        """The windows of all ranks, of which each process has its own."""
+        """Return the windows of all ranks on the mesh; each process has its own part."""
         if self.mesh is None:
             return batch
         return jax.make_array_from_process_local_data(NamedSharding(self.mesh, P("rank")), batch)

@@ -53,19 +53,19 @@ INTERRUPTED = 130
 PROMPT = b"\ndef "
 TEMPERATURE = 0.8
 BYTES_WITHOUT_OFFLOAD = 16
-"""A parameter: fp32 and its gradient, or 16 bits and its gradient and an fp32 master; and two fp32 moments."""
+"""Bytes a parameter: fp32 and its gradient, or 16 bits, its gradient and an fp32 master; and two fp32 moments."""
 ALL = sys.maxsize
-"""Steps, of a run of any length."""
+"""The number of steps that stands for all steps of a run."""
 TRACED_STEP = 3
-"""Counted from 0: by then what is compiled has been, and the order of gradients is known."""
+"""The step that a trace records, counted from 0: by then all is compiled, and the order of gradients is known."""
 PATIENCE = 5.0
-"""Seconds a rank leaves to the launcher to end it, before it says what another has most likely said."""
+"""Seconds in which the launcher may end a rank before it prints an error that another rank has most likely printed."""
 
 
 def main(arguments: list[str] | None = None) -> int:
     try:
         launched = Ranks.launched()
-    except ConfigError as error:  # nobody knows whose word it is
+    except ConfigError as error:  # it is not known yet which rank prints errors
         print(f"bench.train: {error}", file=sys.stderr)
         return 1
     with ExitStack() as at_end:  # other ranks learn of an error by losing this one: after it has been said
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def fail(message: str, echo: bool = False) -> int:
-    """Say what is wrong; an `echo` follows from what went wrong on another rank."""
+    """Print an error; an `echo` follows from an error of another rank."""
     leave_the_word_to_others(echo)
     rank = Ranks.launched().rank
     print(f"bench.train{f' (rank {rank})' if rank else ''}: {message}", file=sys.stderr)
@@ -102,14 +102,15 @@ def fail(message: str, echo: bool = False) -> int:
 
 
 def leave_the_word_to_others(echo: bool = False) -> None:
-    """Most errors meet all ranks alike: rank 0 says so and ends, and the launcher then ends the others."""
+    """Leave the error to rank 0: most errors are the same on all ranks. Rank 0 prints it and ends, and the launcher
+    then ends the others."""
     launched = Ranks.launched()
     if launched.world_size > 1 and (echo or launched.rank > 0):
         time.sleep(PATIENCE)
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Each framework has a class of its own for this, or only a message."""
+    """True if an error means too little memory. Each framework has its own class for this, or only a message."""
     signs = ("RESOURCE_EXHAUSTED", "out of memory", "can't allocate memory")
     return isinstance(error, MemoryError) or any(sign in str(error) for sign in signs)
 
@@ -119,7 +120,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 @dataclass(frozen=True)
 class Files:
-    """What a run reads, and where it writes."""
+    """The files that a run reads, and the paths that it writes."""
 
     text: Path | None
     out: Path
@@ -131,7 +132,7 @@ class Files:
 
 @dataclass(frozen=True)
 class Saving:
-    """When it saves, and from what it goes on."""
+    """The steps at which a run saves, and the checkpoint from which it continues."""
 
     every: int | None
     """Updates from one checkpoint to the next, the last of which is at the end."""
@@ -429,7 +430,7 @@ def train(
                 done, seconds = timed(offloaded, batches)
             losses = [done.loss]
             if plain is not None:
-                # Step by step, so that what slows the machine for a while slows both.
+                # Step by step, so that a slow phase of the machine slows both.
                 other, plain_seconds = timed(plain, batches)
                 losses.append(other.loss)
             *losses, asked = ranks.gather([*losses, interrupt.asked]).mean(axis=0).tolist()
@@ -472,7 +473,7 @@ def batches_of(settings: Settings, ranks: Ranks) -> dict[str, int]:
 
 
 def resume(settings: Settings, ranks: Ranks, path: Path, offloaded: OffloadTrainer) -> int:
-    """Load a checkpoint; the steps that its run had done."""
+    """Load a checkpoint, and return the number of steps that its run had done."""
     extras = offloaded.load(path)
     try:
         done, theirs = extras["steps"], extras["batches"]
@@ -497,7 +498,7 @@ def timed(trainer: Trainer, batches: list[np.ndarray]) -> tuple[Step, float]:
 
 
 def finite(value: float | None) -> float | None:
-    """JSON has no inf and no NaN."""
+    """Return the value, or None for inf and NaN, which JSON lacks."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -565,7 +566,7 @@ def finish(
 
 
 def how_close(apart: float, clip: float | None) -> str:
-    """How far the losses of two optimizers are apart, and why where clipping is the reason."""
+    """Return the difference of two optimizers' losses in words, with the reason if it is clipping."""
     if apart == 0:
         return "equal in every bit"
     why = "" if clip is None else ": they round the norms differently by which they clip (--clip 0 clips nothing)"
@@ -584,7 +585,7 @@ def show_curve(losses: list[float]) -> None:
 
 
 def mean_loss(ranks: Ranks, trainer: Trainer, batches: list[np.ndarray]) -> float:
-    """The ranks share the batches; the mean is that of one rank, in its order."""
+    """Return the mean loss over batches that the ranks share. It is the mean of one rank, summed in its order."""
     rounds = range(0, len(batches), ranks.world_size)
     mine = np.zeros(len(rounds) * ranks.world_size)
     for first in rounds:
@@ -595,7 +596,7 @@ def mean_loss(ranks: Ranks, trainer: Trainer, batches: list[np.ndarray]) -> floa
 
 
 def median(records: list[dict[str, Any]], key: str) -> float:
-    """Of the median step: neither compilation nor a busy neighbour counts."""
+    """Return the value of the median step: neither compilation nor a busy neighbour counts."""
     return float(np.median([record[key] for record in records]))
 
 
@@ -660,7 +661,7 @@ def report_ranks(settings: Settings, ranks: Ranks, offloaded: OffloadTrainer, st
 
 
 def peak_resident_bytes() -> int:
-    """Of this program alone: in `getrusage` a process starts from what its launcher had."""
+    """Return the peak of this program alone: `getrusage` begins with the peak of the launcher."""
     try:
         status = Path("/proc/self/status").read_text()
         return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM:"))

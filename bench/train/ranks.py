@@ -14,22 +14,22 @@ class Ranks:
     """This process's place among the ranks; without a launcher it is the only one."""
 
     rank: int = 0
-    """The first of its own."""
+    """The first rank of this process."""
     world_size: int = 1
     local_rank: int = 0
     """The place among the ranks on this machine."""
     local_world_size: int = 1
     here: int = 1
-    """Ranks of this process, one after another."""
+    """The number of ranks of this process, which follow each other."""
 
     @classmethod
     def launched(cls) -> Self:
-        """One rank a process, as the launcher says."""
+        """Return one rank a process, as the launcher numbers them."""
         place = Launched.read()
         return cls(place.rank, place.world_size, place.local_rank, place.local_world_size)
 
     def times(self, n: int) -> Self:
-        """With `n` ranks for each of these."""
+        """Return these ranks with `n` ranks for each."""
         places = {"rank": n * self.rank, "local_rank": n * self.local_rank, "here": n * self.here}
         return replace(self, world_size=n * self.world_size, local_world_size=n * self.local_world_size, **places)
 
@@ -43,4 +43,4 @@ class Ranks:
         return np.array([values], np.float64)
 
     def part(self) -> None:
-        """The end, for all alike: no process needs another from here on. One that failed does not come here."""
+        """End together: from here on no process needs another. A process that failed does not come here."""

@@ -73,7 +73,7 @@ def make_plain(settings: Settings, ranks: Ranks) -> "Plain":
 
 
 def name_of(device: torch.device) -> str:
-    """As its maker calls it, where torch knows."""
+    """Return the device's name, as its maker calls it if torch knows."""
     known = None if device.type == "cpu" else getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if known is None else str(known(device))
 
@@ -90,7 +90,7 @@ def partitioning(settings: Settings) -> dict[str, Any]:
 
 
 def make_model(settings: Settings, device: torch.device, in_shards: bool = False) -> GPT:
-    """Made in its place and in its dtype: a large model in fp32, or on the host, may fit nowhere."""
+    """Make the model on its device and in its dtype: a large model in fp32, or on the host, may not fit."""
     torch.manual_seed(settings.seed)
     default = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, settings.param_dtype))

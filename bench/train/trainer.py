@@ -29,9 +29,9 @@ class Settings:
     gpt: GPTConfig
     device: str
     devices: int
-    """Of each process."""
+    """The devices of each process."""
     timeout: int | None
-    """Seconds that ranks wait for each other; None: as the framework has it."""
+    """Seconds that ranks wait for each other; None: the framework's default."""
     param_dtype: str
     stage: int
     offload_param: str | None
@@ -51,7 +51,7 @@ class Settings:
     warmup: int
     activation_checkpointing: bool
     compare: int
-    """Steps, the first ones, that the framework's own AdamW takes beside it."""
+    """The number of first steps that the framework's own AdamW takes beside it."""
     eval_batches: int
     sample_bytes: int
 
@@ -111,20 +111,20 @@ class OffloadTrainer(Trainer, Protocol):
     def memory_report(self) -> MemoryReport: ...
 
     def trace(self, path: Path) -> AbstractContextManager[None]:
-        """Record what is done inside to a file; every rank writes its own."""
+        """Record the steps of the body to a file; every rank writes its own."""
         ...
 
     def accelerator_bytes(self) -> int:
-        """What the front end plans to take of an accelerator's memory, here or not, with what comes and goes."""
+        """Return the bytes that the front end plans on an accelerator, temporary ones included, also without one."""
         ...
 
     def peak_device_bytes(self) -> int | None:
-        """The most that the framework held on a device; None where it keeps no count (the CPU)."""
+        """Return the most bytes that the framework held on a device; None if it keeps no count (the CPU)."""
         ...
 
 
 def terms_and_specs(settings: Settings, world_size: int, on_host: bool) -> tuple[BucketTerms, list[ParamSpec]]:
-    """What the core plans with, before a model is made."""
+    """Return the terms and parameters with which the core plans, before a model is made."""
     config = OffloadConfig(
         stage=settings.stage,
         offload_param=settings.offload_param,

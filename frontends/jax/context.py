@@ -1,4 +1,4 @@
-"""The context of a user's call: JAX's tracing, the mesh that is set, and the update that nobody has waited for."""
+"""The context of a user's call: JAX's tracing, the mesh that is set, and the update that was not waited for."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ _NO_MESH = Mesh(np.empty((), object), ())
 
 
 def is_traced() -> bool:
-    """True while JAX traces the caller (``jit``, ``scan``): the program will not do again what Python does then."""
+    """True while JAX traces the caller (``jit``, ``scan``). The compiled program does not repeat Python's actions."""
     with jax.transfer_guard("allow"):
         return isinstance(jnp.zeros(()), jax.core.Tracer)
 
@@ -87,7 +87,7 @@ class LaterUpdate:
 def public(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """Decorate a method that users call, of an object with a ``_later`` and a ``_state_lock``.
 
-    It runs after the update that was asked for, with states that are whole, and with no mesh set.
+    It runs after the update that was asked for, with states of one step, and with no mesh set.
     """
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:

@@ -101,7 +101,7 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
 
 
 def in_host_memory(array: jax.Array) -> bool:
-    """True if the array lies in host memory, where ``offload_param="cpu"`` puts parameters, and not on its device."""
+    """True if the array lies in host memory, where ``offload_param="cpu"`` puts parameters."""
     return array.sharding.memory_kind == HOST_MEMORY
 
 

@@ -31,7 +31,7 @@ def value_and_grad(
     """Compile a function with its gradients, as ``OffloadedParams.value_and_grad`` does.
 
     Args:
-        loss_scale: multiplies the loss; None: nothing does.
+        loss_scale: multiplies the loss; None: the loss is not scaled.
     """
     positions = [leaf.position for leaf in tree.trained]
     is_trained = frozenset(positions)

@@ -129,7 +129,7 @@ def check_alike(
     if arrays is None:
         return
     if flags[0]:
-        raise GradientError(f"update: {flags[0]} of {n} processes raised an error of their own; expected none to")
+        raise GradientError(f"update: {flags[0]} of {n} processes raised an error; expected none: their output has it")
     if flags[1] % n:
         raise GradientError(
             f"update: {flags[1]} of {n} processes gave RankGradients, the others plain ones; expected one of these"

@@ -19,11 +19,11 @@ from offload_core.support.threads import Condition
 _STATUS = re.compile(r"[A-Z]+(_[A-Z]+)*: ")
 """XLA's errors begin with the name of their status."""
 _OURS = ("INVALID_ARGUMENT: ", "UNIMPLEMENTED: ")
-"""Those of a wrong call, which no lost process causes."""
+"""The statuses of wrong calls; a lost process causes others."""
 
 _HEARTBEATS = 2
-"""JAX's heartbeats end the process after so many timeouts: later than :class:`Watch`, which says what it waited for.
-"""
+"""The number of timeouts after which JAX's heartbeats end the process: later than :class:`Watch`, which names the
+exchange that was waited for."""
 
 
 def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds: int | None = None) -> None:
@@ -35,9 +35,10 @@ def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds
     Args:
         local_device_ids: the devices of this process among those that it sees. None: the device with its number on the
             machine; all devices if it is the only process there or sees just one.
-        timeout_seconds: how long ``wrap`` and its updates wait for other processes. Then an error says what the process
-            waited for, and it ends: JAX cannot break off a collective. Where the program itself waits for others, JAX's
-            heartbeats end it, after twice the time at most. None: JAX's own heartbeats of 100 seconds, and no more.
+        timeout_seconds: the time that ``wrap`` and its updates wait for other processes. Then an error names the
+            exchange, and the process ends, because JAX cannot break off a collective. Where the program itself waits
+            for others, JAX's heartbeats end it, after twice the time at most. None: only JAX's own heartbeats, of 100
+            seconds.
 
     Raises:
         ConfigError: the launcher's environment variables are incomplete.
@@ -142,7 +143,7 @@ def _end(message: str) -> None:
 
 
 def _leave_at_once_after_an_error() -> None:
-    """At exit: JAX would wait for the other processes, and they wait for this one."""
+    """End the process at exit, after an error: JAX would wait for the other processes, and they wait for this one."""
     if getattr(sys, "last_value", None) is not None and jax.distributed.is_initialized():
         _leave()
 

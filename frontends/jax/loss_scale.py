@@ -1,4 +1,5 @@
-"""The loss scale as compiled functions read it: jit would keep a number of Python's as it was at the first call."""
+"""The loss scale for compiled functions. They read a variable, because jit would keep the Python number of the first
+call."""
 
 from typing import Any
 
@@ -13,7 +14,7 @@ from .context import is_manual, is_traced
 from .tree.trees import put
 
 _ROUNDING = 1e-5
-"""Of sums and means in fp32."""
+"""The relative error that sums and means in fp32 may have."""
 
 
 class DeviceScale:

@@ -14,7 +14,7 @@ from offload_core.rules.adam import Adam
 
 @contextmanager
 def beside_the_accelerator() -> Iterator[Callable[[int], jax.Array]]:
-    """Compute on the CPU if JAX has one here, and whatever transfers and promotions the user forbids: numbers alone are
+    """Compute on the CPU if JAX has one here, also if the user forbids transfers and promotions: only numbers are
     computed, and optax's own schedules promote.
 
     Yields:
@@ -25,7 +25,7 @@ def beside_the_accelerator() -> Iterator[Callable[[int], jax.Array]]:
 
 
 def _cpu() -> jax.Device | None:
-    """None: with ``JAX_PLATFORMS=cuda`` there is none."""
+    """Return JAX's CPU; None if JAX has none, as with ``JAX_PLATFORMS=cuda``."""
     try:
         return jax.local_devices(backend="cpu")[0]
     except RuntimeError:

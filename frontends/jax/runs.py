@@ -1,7 +1,7 @@
 """Runs of elements of flat arrays of any size, at places that a program is given as arguments.
 
-All buckets of a large array so share one program. JAX's indices have 32 bits, so that a place travels in two parts, and
-is put together in 64 bits in programs of arrays that need them.
+So all buckets of a large array share one program. JAX's indices have 32 bits. A place therefore travels in two parts,
+and programs of arrays that need 64 bits put it together.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ def split_places(places: Iterable[int]) -> np.ndarray:
 
 
 def cut_run(flat: jax.Array, place: jax.Array, numel: int) -> jax.Array:
-    """So many elements from a place on, which is a row of :func:`split_places`."""
+    """Return ``numel`` elements from a place on, which is a row of :func:`split_places`."""
     with jax.enable_x64(_is_large(flat)):
         return lax.dynamic_slice(flat, [_index(place, flat)], [numel])
 

@@ -55,7 +55,7 @@ class TreeUpdates:
     def check(self, grads: Any, hypers: Callable[[], Sequence[Hyper]], *, donate: bool) -> MicroStep:
         """Check everything, and return all that :meth:`take` needs.
 
-        An error in one process is an error in all: raised in one alone, it would leave the others waiting.
+        An error in one process is an error in all. Otherwise the others would wait for ever.
 
         Args:
             hypers: returns the hyperparameters of each group, or raises.

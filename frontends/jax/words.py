@@ -22,7 +22,7 @@ class JaxSettings(OffloadSettings, total=False):
 
 
 WORDS = {"learning_rate": "lr", "b1": "betas", "b2": "betas"}
-"""The field that each stands for."""
+"""The field for each of optax's words."""
 _BETAS = ("b1", "b2")
 _INSTEAD = {
     **dict.fromkeys(
@@ -57,7 +57,8 @@ def resolved(config: ConfigLike, overrides: Mapping[str, Any], *, world_size: in
 
 
 def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
-    """The fields that are meant; ``betas_of()`` are those of which only one may be replaced."""
+    """Return the settings by the names of our fields. ``betas_of()`` gives the present betas, of which ``b1`` or ``b2``
+    may replace one."""
     found = {name: value for name, value in given.items() if name not in WORDS}
     for name, value in given.items():
         field = WORDS.get(name)
@@ -87,7 +88,7 @@ def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
 
 
 def _name_of(dtype: Any) -> Any:
-    """The name of an element type; what is none is left to the checks of ``OffloadConfig``."""
+    """Return the name of an element type. Other values are returned unchanged, and ``OffloadConfig`` checks them."""
     if dtype is None or isinstance(dtype, str):
         return dtype
     try:

@@ -1,4 +1,4 @@
-"""The element types of a model's tensors: ``param_dtype``, ``buffer_dtype``, and where the two must agree."""
+"""The element types of a model's tensors: ``param_dtype``, ``buffer_dtype``, and layers that need one type for both."""
 
 from collections.abc import Iterable
 

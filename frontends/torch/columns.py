@@ -1,7 +1,8 @@
-"""What a step reads of all parameters, a list for each property: torch's own functions run down a list in C.
+"""The properties of all parameters that a step reads, a list for each property: torch's own functions run down a list
+in C.
 
-Python that is written for one parameter costs a model of thousands more than their update does. So the common case of
-each check is one comparison of lists; only where it fails is the parameter looked for.
+A Python loop over thousands of parameters takes longer than their update. So the common case of each check is one
+comparison of lists. Only if that fails does a loop look for the parameter.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,8 +22,9 @@ _IS_CPU = _of.is_cpu.__get__
 
 
 class Likeness:
-    """What tensors were like that passed a check. Others like them pass it, too, and torch compares them in C: class,
-    element type, device, layout, sizes and strides.
+    """The properties of tensors that passed a check: class, element type, device, layout, sizes and strides.
+
+    Tensors with the same properties pass the check, too. Torch compares the properties in C.
     """
 
     def __init__(self) -> None:
@@ -30,42 +32,42 @@ class Likeness:
         self._of: Sequence[int] = ()
 
     def learn(self, tensors: Collection[torch.Tensor], of: Sequence[int] = ()) -> None:
-        """These tensors have passed the check; ``of``: the parameters that they belong to."""
+        """Record that these tensors have passed the check; ``of``: the numbers of their parameters."""
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self.forget()  # an interrupt between the next two lines leaves nothing that belongs to others
         self._of = of
         self._guards = guards
 
     def forget(self) -> None:
-        """No tensors have passed the check."""
+        """Forget the tensors that have passed the check."""
         self._guards = None
 
     def holds(self, tensors: Collection[Any], of: Sequence[int] = ()) -> bool:
-        """Whether these tensors, as many and of the same parameters, are like those."""
+        """True if these tensors, of the same parameters, have the properties of those that passed."""
         return self._guards is not None and self._of == of and self._guards.check(*tensors)
 
 
 class Columns:
-    """Parameters in the pipeline's order, and what they were when their states were made."""
+    """Parameters in the pipeline's order, and their properties when their states were made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.params: list[torch.Tensor] = []
         self.taken: list[TakenGradient] = []
-        """The stand-in for each one's gradient."""
+        """The stand-in for each parameter's gradient."""
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[torch.Size] = []
         self._orders: dict[int, list[int]] = {}
-        """The memory order of those that are not contiguous (``tensors.memory_order``)."""
+        """The memory order of parameters that are not contiguous (``tensors.memory_order``)."""
         self._versions: list[float] = []
-        """Those of parameters that agree with their master weights; -inf: one may not."""
+        """The version of each parameter when it last matched its master weight; -inf: it may differ now."""
         self._addresses: list[int] = []
         self._unchanged = Likeness()
         """The parameters, when they were found unchanged."""
         self._plain = Likeness()
         """Gradients that were plain."""
         self._plain_alone: list[Likeness] = []
-        """Of each parameter, a gradient that came alone and was plain."""
+        """For each parameter, a gradient that came alone and was plain."""
 
     def add(self, param: torch.Tensor, taken: TakenGradient) -> None:
         order = memory_order(param)
@@ -82,7 +84,7 @@ class Columns:
             self._addresses.append(param.data_ptr())
 
     def unchanged(self) -> bool:
-        """Whether each has the size, type, device and memory order that it had."""
+        """True if each parameter has the size, type, device and memory order that it had."""
         params = self.params
         with no_read():
             if self._unchanged.holds(params):
@@ -105,8 +107,8 @@ class Columns:
             return list(map(_GRADIENT, self.params))
 
     def plain(self, given: Mapping[int, torch.Tensor]) -> bool:
-        """Whether the memory of these gradients, of parameters that are unchanged, is laid out as that of their
-        parameters, and holds their values. It does not tell whether others fit (:meth:`fit`)."""
+        """True if the memory of these gradients holds their values, in the same layout as their unchanged parameters.
+        Other gradients may fit, too (:meth:`fit`)."""
         of, gradients = [*given], given.values()
         if self._plain.holds(gradients, of):
             return True
@@ -122,14 +124,14 @@ class Columns:
         return plain
 
     def fit(self, given: Mapping[int, torch.Tensor]) -> bool:
-        """Whether gradients of these parameters, which are unchanged, are dense, of their shape, type and device."""
+        """True if the gradients are dense and have the shape, type and device of their unchanged parameters."""
         gradients = given.values()
         dtypes, shapes = [self._dtypes[i] for i in given], [self._shapes[i] for i in given]
         dense = list(map(_LAYOUT, gradients)).count(torch.strided) == len(gradients)
         return dense and self._alike(gradients, dtypes, shapes)
 
     def plain_alone(self, index: int, gradient: torch.Tensor) -> bool:
-        """Return whether a gradient that comes alone is plain, in the sense of :meth:`plain`."""
+        """True if a gradient that comes alone is plain, in the sense of :meth:`plain`."""
         known = self._plain_alone[index]
         if known.holds((gradient,)):
             return True
@@ -167,13 +169,13 @@ class Columns:
     # --- changes from outside --------------------------------------------------------------------------
 
     def note(self, index: int) -> None:
-        """Record that the parameter, as it is now, agrees with its master weights."""
+        """Record that the parameter now matches its master weights."""
         with no_read():
             self._versions[index] = self.params[index]._version
             self._addresses[index] = self.params[index].data_ptr()
 
     def note_all(self) -> None:
-        """Record that all parameters, as they are now, agree with their master weights."""
+        """Record that all parameters now match their master weights."""
         self._versions, self._addresses = self._as_they_are()
 
     def doubt(self, index: int) -> None:
@@ -193,7 +195,8 @@ class Columns:
             return list(map(_VERSION, self.params)), list(map(torch.Tensor.data_ptr, self.params))
 
     def count_writes(self, indices: Iterable[int]) -> None:
-        """Tell autograd that these were written, as after any in-place update; as far as was known, nobody else did."""
+        """Tell autograd that the update wrote these parameters. The recorded versions rise, too, so that only writes by
+        others differ from them."""
         written = [*indices]
         increment_version([self.params[i] for i in written])
         versions = self._versions

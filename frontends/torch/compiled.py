@@ -1,7 +1,8 @@
-"""Code that torch compiles: all that this package knows of ``torch.compile``, its tracer (dynamo) and TorchScript.
+"""Code that torch compiles: the one module that knows ``torch.compile``, its tracer (dynamo) and TorchScript.
 
-Dynamo follows the code that a compiled function calls, and makes a graph of it. It guards the graph on what this code
-looks at: the class of a parameter, the numbers of a module's hooks. If these change, it makes another graph.
+Dynamo follows the code that a compiled function calls, and makes a graph of it. It guards the graph on the properties
+that this code reads: the class of a parameter, the numbers of a module's hooks. If these change, it makes another
+graph.
 
 [Note: compiled modules] A compiled module would look at its parameters before any hook is called, and be compiled again
 if they are pending. So its forward becomes a :class:`CompiledForward`. This waits for all parameters inside the module
@@ -59,11 +60,11 @@ def is_scripted(module: nn.Module) -> bool:
 # --- telling the compiler ---------------------------------------------------------------------------------
 
 untraced = torch._disable_dynamo
-"""Decorates a function that is not compiled, nor is what it calls."""
+"""Decorates a function, so that neither it nor the functions that it calls are compiled."""
 
 
 def breaks_graph(function: F) -> F:
-    """Have dynamo end its graph before this function and call it as it is; ``fullgraph=True`` says why it cannot."""
+    """Have dynamo end its graph before this function and call it uncompiled; ``fullgraph=True`` says why it cannot."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = _WHY  # type: ignore[attr-defined]
     return function
@@ -176,7 +177,7 @@ def _with(around: Around, module: nn.Module, forward: Callable[..., Any]) -> Com
 
 @asked_once
 def _in_unit() -> bool:
-    """Return whether a unit runs. Called only while a graph is made: graphs of equal units are shared."""
+    """Return True if a unit runs. Called only while a graph is made: graphs of equal units are shared."""
     return _THREAD.around is not None and _THREAD.around.in_unit()
 
 

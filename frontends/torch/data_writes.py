@@ -1,8 +1,8 @@
 """In-place writes through ``p.data``, which torch does not count as changes of the parameter.
 
-``p.data`` gives another tensor in the parameter's memory, with a version counter of its own that counts what is written
-through it and through its views. A tensor that is assigned to ``p.data`` becomes one, too. A watched parameter keeps
-these tensors until it is asked whether one was written to, and those that somebody else holds for longer.
+``p.data`` gives another tensor in the parameter's memory. This tensor has a separate version counter, which counts the
+writes through it and through its views. A tensor that is assigned to ``p.data`` becomes such a tensor, too. A watched
+parameter keeps these tensors until it is asked for writes, and those that other code holds for longer.
 """
 
 import functools
@@ -15,16 +15,17 @@ from torch import nn
 
 _DATA: Any = torch.Tensor.data
 _WATCHED: "weakref.WeakValueDictionary[int, DataWrites]" = weakref.WeakValueDictionary()
-"""By the ``id`` of their parameter."""
+"""The watches, by the ``id`` of their parameter."""
 _MANY = 16
-"""Tensors of one parameter that are kept before those that nobody else holds are let go."""
+"""The number of tensors of one parameter after which those that only this module holds are released."""
 
 
 class DataWrites:
-    """Tells of writes through ``param.data``, from now on. Whoever has it keeps the parameter, too.
+    """Reports writes through ``param.data``, from now on. It keeps the parameter alive.
 
     Args:
-        used: gets this object when ``param.data`` is used; :meth:`seen` takes it out when nobody can write any more.
+        used: gets this object when ``param.data`` is used; :meth:`seen` removes it when no tensor that could write is
+            left.
         replaced: called when the parameter gets other memory.
     """
 
@@ -38,13 +39,13 @@ class DataWrites:
         self._used = used
         self.replaced = replaced
         self._tensors: list[tuple[torch.Tensor, int]] = []
-        """What ``data`` gave or got, and its version when it was last looked at."""
+        """The tensors that ``data`` gave or got, each with its version when it was last looked at."""
         self._many = _MANY
         self._written = False
         _WATCHED[id(param)] = self
 
     def add(self, tensor: torch.Tensor) -> None:
-        """The parameter's ``data`` gave or got this tensor."""
+        """Watch a tensor that the parameter's ``data`` gave or got."""
         if tensor.is_inference():
             return  # it has no counter
         if len(self._tensors) >= self._many:
@@ -55,7 +56,7 @@ class DataWrites:
             self._used.add(self)
 
     def seen(self) -> bool:
-        """Return whether there was a write since :meth:`forget`."""
+        """True if there was a write since :meth:`forget`."""
         self.end()  # first: another thread may use the parameter while this one looks
         if self._tensors:
             self._look()
@@ -64,19 +65,19 @@ class DataWrites:
         return self._written
 
     def end(self) -> None:
-        """Be no more among those that were used."""
+        """Remove this object from the set of used ones."""
         if self._used is not None:
             self._used.discard(self)
 
     @property
     def possible(self) -> bool:
-        """Whether somebody holds what ``data`` gave or got, and can write to it at any time."""
+        """True if other code holds a tensor that ``data`` gave or got, and so can write to it at any time."""
         if self._tensors:
             self._look()
         return bool(self._tensors)
 
     def forget(self) -> None:
-        """What was seen is taken care of."""
+        """Forget the writes that were seen: the caller has handled them."""
         self._written = False
 
     def _look(self) -> None:
@@ -87,17 +88,17 @@ class DataWrites:
         for ref in held:
             tensor = ref()
             if tensor is not None:
-                tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ code may be who holds it
+                tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ code may hold it
                 self._tensors.append((tensor, tensor._version))
 
 
 def data_of(param: torch.Tensor) -> torch.Tensor:
-    """``param.data``, for writes that are no changes from outside."""
+    """Return ``param.data``, for writes that do not count as changes from outside."""
     return _DATA.__get__(param)
 
 
 def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
-    """``param.data = values``, where that is no change from outside."""
+    """Set ``param.data = values``, without counting it as a change from outside."""
     _DATA.__set__(param, values)
 
 

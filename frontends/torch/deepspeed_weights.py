@@ -44,7 +44,7 @@ def load_deepspeed(model: nn.Module, folder: str | os.PathLike[str], *, tag: str
 
     Args:
         folder: the folder that ``save_checkpoint`` was given.
-        tag: the checkpoint's name in it; None: the one that the file ``latest`` names.
+        tag: the checkpoint's name in it; None: the checkpoint that the file ``latest`` names.
 
     Raises:
         CheckpointError: a file is missing, does not fit, or holds objects other than weights; nothing was changed.

@@ -119,7 +119,7 @@ class Engine(nn.Module):
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = self._have_compiled_modules_wait()
-        """True if modules of the model are compiled; their backward may read a parameter whenever it likes."""
+        """True if modules of the model are compiled; their backward may read a parameter at any time."""
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -185,7 +185,7 @@ class Engine(nn.Module):
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
     def _release(self) -> None:
-        """After an error no partitioned parameter stays whole."""
+        """Release all gathered parameters after an error."""
         if self.optimizer.partitioned is not None:
             self.optimizer.partitioned.recover()
 
@@ -257,8 +257,8 @@ class Engine(nn.Module):
 
     @property
     def _reads_wait(self) -> bool:
-        """True if readers of a parameter can be made to wait; code that is compiled around the engine reads it in ways
-        that nothing can catch."""
+        """True if readers of a parameter can be made to wait. Code that is compiled around the engine cannot: it reads
+        parameters in ways that nothing can catch."""
         self._compiled = self._have_compiled_modules_wait()
         return not self._traced and not pending.compiled_code_reads
 

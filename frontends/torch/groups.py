@@ -23,10 +23,10 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "adamw": {**dict.fromkeys(_REFUSED, False), "foreach": None, "fused": True},
     "sgd": {"maximize": False, "differentiable": False, "foreach": None, "fused": True},
 }
-"""By optimizer the other options in the groups of torch's own, with the values that match this optimizer. The last two
-select one of torch's implementations and have no effect here."""
+"""For each optimizer, the options in torch's own groups that are no hyperparameters here, with the values that match
+this optimizer. The last two select one of torch's implementations and have no effect here."""
 NAMES = {name: tuple(field for field in names_of(rule) if field != "eps_root") for name, rule in RULES.items()}
-"""By optimizer the hyperparameters that torch's groups have."""
+"""The hyperparameters in torch's groups, by optimizer."""
 
 
 class OptimizerSettings(SettingsButLr, total=False):
@@ -70,8 +70,8 @@ def without_torchs_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def defaults_of(config: OffloadConfig) -> dict[str, Any]:
-    """The values of a parameter group that gives none: hyperparameters, and the options that torch's own optimizer
-    needs to continue from this one's state."""
+    """Return the default values of a parameter group: hyperparameters, and the options that torch's own optimizer needs
+    to continue from this one's state."""
     values = config.values(0)
     decoupled = {"decoupled_weight_decay": config.adam_mode == "adamw"} if config.optimizer == "adamw" else {}
     return {name: values[name] for name in NAMES[config.optimizer]} | _OPTIONS[config.optimizer] | decoupled
@@ -143,7 +143,7 @@ def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:
     """The hyperparameters of group ``g``, checked.
 
     Args:
-        optimizer: that of a group that names none.
+        optimizer: the optimizer of a group that names none.
 
     Raises:
         ConfigError: a value is out of range, or asks for something that this optimizer does not do.
@@ -190,7 +190,7 @@ def _as_float(value: Any) -> Any:
 
 
 _checked_once = lru_cache(maxsize=1024, typed=True)(_checked)
-"""The same, made once for equal values: every step asks for them, and they rarely change."""
+"""As :func:`_checked`, but equal values are checked once: every step asks for them, and they rarely change."""
 
 
 def _refuse(where: str, options: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 no_read = torch._C.DisableTorchFunctionSubclass
-"""A context in which a pending parameter is not awaited: its values are not read."""
+"""A context for code that reads no values, and so need not wait for pending parameters."""
 no_torch_function = torch._C.DisableTorchFunction
 """A context without ``__torch_function__`` of classes and of modes."""
 DISPATCH_ALONE = torch._C._disabled_torch_function_impl

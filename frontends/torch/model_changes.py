@@ -1,7 +1,7 @@
-"""Finds parameters that a model trains in vain: those that came after ``wrap``, those that are in no group.
+"""Finds parameters whose gradients no update uses: those that came after ``wrap``, and those in no group.
 
 Each step compares the model's modules and parameters with those of the step before. It looks into the modules' own
-tables, so no way in which a parameter can come is missed. Only after a change is the model walked through.
+tables, so that it finds parameters however they came. Only after a change does it walk through the model.
 """
 
 import weakref
@@ -29,11 +29,11 @@ class ModelChanges:
         self._members: list[Any] = []
         """The modules' parameters and modules at the last check."""
         self._left_out: dict[str, nn.Parameter] = {}
-        """Parameters in no group that nobody was warned of."""
+        """Parameters in no group, of which no warning was given yet."""
         self._later: dict[str, nn.Parameter] = {}
         """Parameters that came after ``wrap``."""
         self._gone: list[str] = []
-        """Trained parameters that are the model's no more, by the names that they had."""
+        """Trained parameters that have left the model, by their former names."""
         if model is not None and optimizer is not None:
             self._begin(model, optimizer)
 

@@ -79,7 +79,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with master weights and states in host memory, updated by a C kernel: the base of
     :class:`OffloadedAdamW` and :class:`OffloadedSGD`, which say what it does."""
 
-    optimizer = "adamw"
+    rule_name = "adamw"
     """The value of ``OffloadConfig.optimizer``: the rule of groups that name none."""
 
     # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
@@ -120,9 +120,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if betas is not None:
             settings["betas"] = numbers("betas", betas)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
-        settings.setdefault("optimizer", self.optimizer)
+        settings.setdefault("optimizer", self.rule_name)
         self.config = OffloadConfig.resolve(config, world_size=world_size, **settings)
-        if self.config.optimizer != self.optimizer:
+        if self.config.optimizer != self.rule_name:
             raise ConfigError(
                 f"optimizer={self.config.optimizer!r} in {type(self).__name__}; expected "
                 f"{CLASSES[self.config.optimizer].__name__}, or {{'params': ..., 'optimizer': "
@@ -307,7 +307,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                     "all groups; expected one of them (torch.optim.lr_scheduler knows groups)"
                 )
         where = f"parameter group {len(self.param_groups)}"
-        param_group = with_own_defaults(where, param_group, self.optimizer)
+        param_group = with_own_defaults(where, param_group, self.rule_name)
         params = param_group["params"]
         if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
             params = list(params)  # torch requires names for all groups or for none
@@ -379,7 +379,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             group.update(scheduled)
             if by_group and "initial_lr" in group:
                 group["lr"], _ = self.config.hyperparameters(self.updates, group["initial_lr"])
-            hypers.append(hyper_of(g, group, self.optimizer))
+            hypers.append(hyper_of(g, group, self.rule_name))
         return hypers
 
     def _scheduled(self) -> dict[str, Any]:
@@ -402,6 +402,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._parts is not None:
             self._parts.intake.close()
             self._parts.registration.close()
+            self._parts.pipeline.buckets.store.close()
             self._parts.pipeline.device.close()
         self.partitioned = self._parts = None
         self.state = defaultdict(dict)
@@ -725,7 +726,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         else:
             groups = [loaded(group, self.defaults) for group in state["param_groups"]]
             for g, group in enumerate(groups):
-                hyper_of(g, group, self.optimizer)
+                hyper_of(g, group, self.rule_name)
             rules = {p: rule for rule, group in zip(self._rules(groups), groups, strict=True) for p in group["params"]}
             entries = self._parts.states.checked(entries, rules)
             self.take_on_all(entries, groups)  # needs memory, and changes no states that are there
@@ -791,10 +792,10 @@ class OffloadedSGD(OffloadedOptimizer):
     to 0.
     """
 
-    optimizer = "sgd"
+    rule_name = "sgd"
 
 
-CLASSES: dict[str, type[OffloadedOptimizer]] = {each.optimizer: each for each in (OffloadedAdamW, OffloadedSGD)}
+CLASSES: dict[str, type[OffloadedOptimizer]] = {each.rule_name: each for each in (OffloadedAdamW, OffloadedSGD)}
 """By the value of ``OffloadConfig.optimizer``."""
 
 

@@ -1,4 +1,4 @@
-"""Finds tensors that lie over one memory, which cannot keep their values once one of them is trained apart."""
+"""Finds tensors that share memory. Training one of them would leave the others with old values."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
@@ -53,8 +53,8 @@ def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Set[in
                 first, second = (other_name, name) if id(other) in trained else (name, other_name)
                 raise ParameterError(
                     f"parameter {first!r} and {second!r} lie over one memory; expected each to have its own, as "
-                    "training the first would leave the second behind: make them one nn.Parameter (second = first), "
-                    "which is trained as one, or give the second memory of its own (.clone())"
+                    "training the first would leave old values in the second: make them one nn.Parameter (second = "
+                    "first), which is trained as one, or give the second memory of its own (.clone())"
                 )
         reaching.append((start + _extent(tensor), name, tensor))
 
@@ -84,7 +84,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Places:
-    """The places of a tensor's elements, as an array of NumPy whose memory nobody reads."""
+    """The places of a tensor's elements, as a NumPy array whose memory is never read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         itemsize = tensor.element_size()

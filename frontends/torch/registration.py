@@ -57,10 +57,10 @@ class Owner(Protocol):
     """An optimizer, as another one sees it that is given its parameters."""
 
     def keeps_from(self, other: Any) -> str | None:
-        """The reason why it does not let another optimizer take over; None: it lets it."""
+        """The reason why another optimizer may not take over; None: it may."""
 
     def give_way(self) -> None:
-        """Flush, close, and say why when it is used again."""
+        """Flush and close. A later use raises an error with the reason."""
 
 
 @dataclass(eq=False)
@@ -77,7 +77,7 @@ class Slot:
     partitioned: bool = False
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     data_writes: DataWrites | None = None
-    """None where the rank holds a shard."""
+    """The watch of writes through ``param.data``; None if the rank holds a shard."""
 
     def release(self) -> None:
         """Remove the stand-in from the parameter."""
@@ -96,12 +96,12 @@ class Grouping:
     rules: frozenset[tuple[int, Rule]]
     """Each group's number with the update rules that its parameters were taken on with: one, unless some were moved."""
     left_out: frozenset[int]
-    """The numbers of those that are in no group; ``groups`` has 0 for them."""
+    """The numbers of parameters with states that are in no group; ``groups`` has 0 for them."""
     without_states: list[torch.Tensor]
-    """Parameters in a group that have none."""
+    """Parameters in a group that have no states."""
 
     def holds(self, groups: Sequence[Mapping[str, Any]], n_slots: int) -> bool:
-        """Whether the groups have the same parameters still, and so many of them have states."""
+        """True if the groups have the same parameters still, and ``n_slots`` of them have states."""
         return (
             len(self.groups) == n_slots
             and [len(group["params"]) for group in groups] == [len(params) for params in self.members]
@@ -135,11 +135,11 @@ class Registration:
         self.slots: dict[torch.Tensor, Slot] = {}
         self.columns = Columns(device)
         self._flat: list[torch.Tensor] = []
-        """The memory of parameters that are whole, where it was when they were last asked for."""
+        """The memory of whole parameters when it was last asked for."""
         self._replaced: set[int] = set()
-        """Those that have other memory since: theirs is not kept alive."""
+        """The numbers of parameters that have got other memory since then; their old memory is not kept alive."""
         self._used: set[DataWrites] = set()
-        """Those of parameters whose ``data`` was used."""
+        """The watches of parameters whose ``data`` was used."""
         self._grouping = Grouping([], [], frozenset(), frozenset(), [])
         self._owner = weakref.ref(owner)
         self._pipeline = pipeline
@@ -305,7 +305,7 @@ class Registration:
         ]
 
     def note(self, slot: Slot) -> None:
-        """Record that the parameter, as it is now, agrees with its master weights."""
+        """Record that the parameter now matches its master weights."""
         if slot.data_writes is not None:
             slot.data_writes.forget()
         self.columns.note(slot.index)
@@ -355,7 +355,7 @@ class Registration:
         self._pipeline.flush(self.tensors())
 
     def follow_update(self, *, broken: bool = False) -> None:
-        """After a step has begun: tell autograd of the written parameters, and have their readers wait for them.
+        """Tell autograd of the parameters that a begun step writes, and have their readers wait for them.
 
         Args:
             broken: an interrupt may have come between a write and its count.
@@ -375,7 +375,7 @@ class Registration:
             have_been_written([self.columns.params[index] for index in written])
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
-        """After master weights were replaced: write them to the parameters."""
+        """Write replaced master weights to the parameters."""
         self._pipeline.flush(tensors)
         self.columns.count_writes(range(len(self.slots)))
         for slot in self.slots.values():
@@ -383,14 +383,14 @@ class Registration:
 
     @property
     def readers_can_wait(self) -> bool:
-        """True if whoever reads or writes any parameter can be made to wait for it."""
+        """True if every reader and writer of every parameter can be made to wait for it."""
         return all(
             can_wait(slot.param) and not (slot.data_writes is not None and slot.data_writes.possible)
             for slot in self.slots.values()
         )
 
     def before_send(self, params: Collection[int]) -> None:
-        """The pipeline is about to write parameters during backward: tell autograd, and have their readers wait."""
+        """Tell autograd that the pipeline is about to write parameters during backward, and have their readers wait."""
         slots = list(self.slots.values())
         self.columns.count_writes(params)
         for slot in (slots[param] for param in params):

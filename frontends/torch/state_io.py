@@ -168,7 +168,7 @@ class TorchStates:
         """Take these states, by parameter; a parameter without an entry starts again.
 
         Args:
-            before, after: what an interrupt must not separate from it.
+            before, after: called before and after; an interrupt does not separate them from the replacement.
         """
 
         def load() -> None:
@@ -180,7 +180,7 @@ class TorchStates:
         self._replace("load_state_dict()", load)
 
     def _replace(self, what: str, act: Callable[[], None]) -> None:
-        """Have states replaced whole, whatever signals come."""
+        """Replace states completely, even if a signal comes."""
 
         @torch.no_grad()  # in the section's own thread
         def section() -> None:
@@ -211,7 +211,8 @@ class TorchStates:
         return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """A copy of all master weights that lie apart from their parameters, in fp32, shaped as when they were made."""
+        """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes
+        that they had when they were made."""
         found = {}
         for param, slot in self._registration.slots.items():
             if param.dtype is not torch.float32 and not self._states.own_masters(slot.index, flat(param)):
@@ -220,7 +221,7 @@ class TorchStates:
         return found
 
     def keep_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Give elements of parameters that have grown the master weights that they had, unless they have changed."""
+        """Give parameters that have grown their former master weights, except for elements that have changed."""
         for param, before in masters.items():
             values = param.detach().to("cpu", torch.float32, copy=True)
             part = values[tuple(slice(0, n) for n in before.shape)]
@@ -306,15 +307,15 @@ def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping
 
 
 def counted(entry: Mapping[str, Any], states: Sequence[str]) -> Mapping[str, Any]:
-    """A parameter's states with their number of updates. ``torch.optim.SGD`` counts none, and only the first update
-    differs from others: one that has a momentum has had it."""
+    """Return a parameter's states with their number of updates. ``torch.optim.SGD`` counts no updates, and only the
+    first one differs from the others: a parameter that has a momentum has had its first update."""
     if "step" in entry or "exp_avg" in states:
         return entry
     return {**entry, "step": 1.0} if entry.get("momentum_buffer") is not None else {}
 
 
 def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:
-    """Raise :class:`StateError` unless an entry has these states, but perhaps no master weight, and a step count."""
+    """Raise :class:`StateError` unless an entry has these states and a step count; it may lack the master weight."""
     for key in states if MASTER in entry else states[1:]:
         value = entry.get(key)
         if not isinstance(value, torch.Tensor) or value.shape != expected:
@@ -339,7 +340,7 @@ def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], state
 
 
 def hide_state(state_dict: dict[str, Any], after: Callable[[], None]) -> dict[str, Any]:
-    """The same, with hidden entries, and at the key ``Hidden`` what follows when they are loaded."""
+    """Return the state dict with hidden entries; the call to make after loading them is at the key ``Hidden``."""
     return {**state_dict, "state": {key: Hidden(entry) for key, entry in state_dict["state"].items()} | {Hidden: after}}
 
 
@@ -351,7 +352,7 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
             "state_dict(), or groups without 'optimizer'"
         )
     optimizer.flush()
-    name = optimizer.config.adam_mode if optimizer.optimizer == "adamw" else optimizer.optimizer
+    name = optimizer.config.adam_mode if optimizer.rule_name == "adamw" else optimizer.rule_name
     torchs: Any = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
     made = torchs([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
     settings = {name: value for name, value in made.items() if name != "params"}

@@ -9,7 +9,7 @@ import torch
 
 from offload_core.errors import StateError
 from offload_core.rules import MASTER
-from offload_core.states.arrays import StateArray
+from offload_core.states.arrays import StateRun
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
@@ -49,7 +49,7 @@ class HostState(torch.Tensor):
     __torch_function__ = DISPATCH_ALONE  # type: ignore[assignment]
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As ``Tensor.to``, but return this tensor if only a device is asked for."""
+        """As ``Tensor.to``, but return this tensor if only a device is given."""
         dtype = parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1]
         if kwargs.get("copy") or dtype is not None:  # torch's own optimizers load states so
             return self.as_subclass(torch.Tensor).to(*args, **kwargs)
@@ -67,7 +67,7 @@ class StatePart(HostState):
     """A rank's part of a state; copies are plain tensors."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise: other libraries pickle the states of rank 0 alone, for all ranks, and no rank can go on from that."""
+        """Raise :class:`StateError`: other libraries pickle only rank 0's states, and no rank can go on from them."""
         raise StateError(
             "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
             "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
@@ -76,7 +76,8 @@ class StatePart(HostState):
         )
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
-        """Raise: ``torch.distributed.checkpoint`` calls this to save, and can only save a box of a tensor as a part."""
+        """Raise :class:`StateError`: ``torch.distributed.checkpoint`` calls this to save, and the only parts that it
+        can save are boxes of a tensor."""
         raise StateError(
             f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
             "expected engine.save_checkpoint(folder), which writes parts that any number of ranks can load"
@@ -97,7 +98,7 @@ def _flat(values: Any) -> Iterator[Any]:
 
 
 class _Decoded(HostState):
-    """A copy of a state: nothing may be written to it or to a view of it, for that would be lost."""
+    """A copy of a state. Writing to it or to a view of it is an error, because the write would be lost."""
 
     @classmethod
     def __torch_function__(  # type: ignore[override]
@@ -139,22 +140,22 @@ class DecodedPart(_Decoded, StatePart):
 
 
 class Encoded:
-    """A state in a format that torch has no tensors of: it is read as a copy, and replaced whole.
+    """A state whose values lie in no memory that torch could share. Reading it makes a copy; writing replaces it.
 
     Args:
-        array: this process's part of it.
-        param: the parameter of which it is the whole state; None: it is a part, one-dimensional.
+        own: this process's part of the state.
+        param: the parameter, if this is its whole state; None: it is a part, one-dimensional.
     """
 
-    def __init__(self, array: StateArray, param: torch.Tensor | None) -> None:
-        self._array = array
+    def __init__(self, own: StateRun, param: torch.Tensor | None) -> None:
+        self._own = own
         self._param = param
-        self.shape = torch.Size([array.size]) if param is None else param.shape
+        self.shape = torch.Size([own.size]) if param is None else param.shape
 
     def read(self) -> torch.Tensor:
         """The values, exactly, in the narrowest type that holds them."""
-        run = torch.empty(self._array.size, dtype=TORCH_DTYPES[self._array.format.values])
-        self._array.read(0, memory(run))
+        run = torch.empty(self._own.size, dtype=TORCH_DTYPES[self._own.format.values])
+        self._own.read(0, memory(run))
         if self._param is None:
             return run.as_subclass(DecodedPart)
         return shaped_like(run, self._param).as_subclass(DecodedState)
@@ -162,7 +163,7 @@ class Encoded:
     def write(self, value: torch.Tensor) -> None:
         """Take these values, each rounded to nearest."""
         run = value.detach().to("cpu", torch.float32)
-        self._array.write((run.contiguous() if self._param is None else flat_like(run, self._param)).numpy())
+        self._own.write((run.contiguous() if self._param is None else flat_like(run, self._param)).numpy())
 
 
 class Views(Kept):
@@ -189,7 +190,7 @@ class Views(Kept):
         self._changing = changing
 
     def put(self, name: str, value: Any) -> None:
-        """Give a state these values; a number is that of every element."""
+        """Give a state these values; a number becomes the value of every element."""
         target = super().__getitem__(name)
         value = torch.as_tensor(value)
         with torch.no_grad():
@@ -216,7 +217,7 @@ class Views(Kept):
         self._changing()
         self.put(name, value)
 
-    # dict's own methods would give what stands for an encoded state.
+    # dict's own methods would give the placeholder of an encoded state.
 
     def __getitem__(self, name: str) -> Any:
         value = super().__getitem__(name)
@@ -244,20 +245,19 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.counts.steps[index])}
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
-    arrays = access.local_arrays(index)
     alone = pipeline.device.world_size == 1
-    for name, array in arrays.items():
-        if array.encoded:
-            encoded[name] = Encoded(array, param if alone else None)
+    for name, own in access.local_runs(index).items():
+        if own.view is None:
+            encoded[name] = Encoded(own, param if alone else None)
         else:
-            run = as_torch(array.view)
+            run = as_torch(own.view)
             views[name] = shaped_like(run, param) if alone else run
     shape = param.shape if alone else torch.Size([sum(numel for _, numel in access.extents(index))])
     if 0 in shape:  # a parameter of no elements, or none of them this rank's
         views |= {name: torch.empty(shape, device="cpu") for name in access.names(index) if name != MASTER}
     kind = HostState if alone else StatePart
-    own = {name: view.as_subclass(kind) for name, view in views.items()}
-    return Views(shape, own, encoded, partial(access.will_change, [index]))
+    shared = {name: view.as_subclass(kind) for name, view in views.items()}
+    return Views(shape, shared, encoded, partial(access.will_change, [index]))
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -1,8 +1,8 @@
 """The tensors that hold a parameter's values: the parameter itself, or all tensors of a frozen quantised one.
 
-A quantised parameter is packed elements and what they are scaled by. The scales are attributes of the parameter or of
-its module (bitsandbytes: ``quant_state``, ``SCB``), or tensors inside a wrapper subclass (torchao). In shards all of
-them are one run of bytes.
+A quantised parameter is packed elements and their scales. The scales are attributes of the parameter or of its module
+(bitsandbytes: ``quant_state``, ``SCB``), or tensors inside a wrapper subclass (torchao). In shards all of them are one
+run of bytes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -30,7 +30,7 @@ class Values:
     """The values of a parameter that is one dense tensor."""
 
     fixed = False
-    """True if nobody may change them."""
+    """True if the values may not be changed."""
 
     def __init__(self, param: torch.Tensor) -> None:
         self.tensors = [param]
@@ -67,7 +67,7 @@ class PackedValues(Values):
             known = extents.get(_storage(tensor), (start, end))
             extents[_storage(tensor)] = min(start, known[0]), max(end, known[1])
         self._at: dict[int, int] = {}
-        """Where a storage's byte 0 would lie in the run, by storage."""
+        """For each storage, the place of its byte 0 in the run; the run may begin after it."""
         self.n_bytes = 0
         for storage, (start, end) in extents.items():
             before = start % _ALIGNMENT
@@ -125,7 +125,7 @@ def _packed_values(model: nn.Module) -> dict[int, PackedValues]:
 
 
 def is_quantised(param: torch.Tensor) -> bool:
-    """Return whether this is a frozen parameter of a library's own class, which holds packed elements."""
+    """True if this is a frozen parameter of a library's own class, which holds packed elements."""
     library = _library(param)
     if not isinstance(param, nn.Parameter) or param.requires_grad or param.is_meta or library == "torch":
         return False
@@ -181,7 +181,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of its storage that a tensor uses, and the one behind the last."""
+    """Return the first byte of its storage that a tensor uses, and the end of the last."""
     first, itemsize = int(tensor.storage_offset()), tensor.element_size()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * itemsize, (last + 1) * itemsize

@@ -2,7 +2,7 @@
 
 A checkpoint holds the state that training continues from, in logical elements: master weights and moments of trained
 parameters, the values of other tensors, and plain values. A device parameter is its master weight rounded, and is not
-saved; except one that is *behind*, that is older than its master weight (``schedule="delayed"``).
+saved, except a stale one (``schedule="delayed"``), which is older than its master weight.
 
 Each process writes a file of tensors, and a *part* that describes it. When all parts are there, process 0 joins them
 to a manifest (``saving.py``). So no process waits for another while training goes on.
@@ -29,7 +29,7 @@ from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..rules import MASTER, STATE_NAMES
-from ..states.arrays import StateArray
+from ..states.arrays import StateRun
 from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
@@ -48,10 +48,10 @@ from .values import ArrayType, encode
 _KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
 """The kind of each element type. A tensor may be loaded from another type of the same kind."""
 _TARGET_BYTES = 64 * 2**20
-"""Bytes of tensors that are not trained to read at a time; at least one tensor is."""
+"""Bytes after which a group of tensors is read; the last tensor of a group may exceed them."""
 
 Names = Mapping[str, str] | Callable[[str], str] | None
-"""From a model's names to those in a checkpoint."""
+"""A translation from a model's names to those in a checkpoint."""
 
 
 @dataclass
@@ -77,7 +77,7 @@ class Contents:
     left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of tensors that are not trained and not saved: a model that loads the checkpoint keeps its own values."""
     parts: bool = False
-    """True if parameters of one name are parts of one."""
+    """True if parameters with the same name are parts of one parameter."""
     groups: Sequence[int] | None = None
     """The number of each parameter's group in ``state``; None: as they were when the pipeline took them on."""
 
@@ -203,7 +203,7 @@ class Checkpoints:
         return place.folder / place.name
 
     def _begin(self, save: Save) -> None:
-        """Begin to write, and have changes of states wait until what they change is copied."""
+        """Begin to write. From now on, a change of states waits until the blocks that it changes are copied."""
         save.start()
         self._save = save
         self._states.watch(save.writer.capture)
@@ -327,8 +327,8 @@ class Checkpoints:
             names: the names of the pipeline's parameters in the checkpoint.
             targets: other tensors to load.
             publish: calls :meth:`Pipeline.flush` with the device parameters.
-            accept: checks what the front end needs before anything changes, and may raise :class:`CheckpointError`. It
-                returns what is run in the end, when everything else is loaded: code of a user's objects.
+            accept: checks the front end's part before anything changes, and may raise :class:`CheckpointError`. It
+                returns the parts that run code of a user's objects. They are run when everything else is loaded.
 
         Raises:
             CheckpointError: on all processes, if one found an error. Unless the message says that loading broke off,
@@ -366,13 +366,14 @@ class Checkpoints:
             self._states.publish_later(range(len(names)))
             publish()
             with self.together("load"):
-                wants = []
+                read = _Reading(loaded.checkpoint)
                 for i in behind:
                     for run in self._states.runs(i, tensors[i]):
+                        values = read.values_of(run.arrays[MASTER])
                         for at, region in self._states.elements(i).regions(run.start, run.numel):
-                            part = run.arrays["master"][at : at + region.numel]
-                            wants.append(Want(names[i], "master", region, part.view))
-                loaded.checkpoint.read(wants)
+                            read.want(Want(names[i], MASTER, region, values[at : at + region.numel]))
+                        read.go_on()
+                read.finish()
             self._states.publish_later(behind)
             for i, entry in enumerate(entries):
                 pipeline.counts.steps[i][...] = entry["step"] if entry else 0
@@ -443,41 +444,41 @@ class Checkpoints:
 
 
 class _Reading:
-    """Reads states into the memory in which they are kept, those that are kept encoded through a buffer.
+    """Reads states into the memory in which they are kept, or through a buffer where there is none of their values.
 
-    A buffer is encoded as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
+    Buffers are written to the store as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         self.checkpoint = checkpoint
         self._wants: list[Want] = []
-        self._encoded: list[tuple[StateArray, np.ndarray]] = []
+        self._copies: list[tuple[StateRun, np.ndarray]] = []
         self._n_bytes = 0
 
-    def values_of(self, array: StateArray) -> np.ndarray:
-        """An array for the values of a run, which are kept by the next :meth:`finish`."""
-        if not array.encoded:
-            return array.view
-        values = np.zeros(array.size, np.float32)
-        self._encoded.append((array, values))
+    def values_of(self, run: StateRun) -> np.ndarray:
+        """Return an array to fill with the values of a run; the next :meth:`finish` stores them."""
+        if (view := run.view) is not None:
+            return view
+        values = np.zeros(run.size, np.float32)
+        self._copies.append((run, values))
         self._n_bytes += values.nbytes
         return values
 
     def want(self, want: Want) -> None:
-        """Have this read by the next :meth:`finish`."""
+        """Have the next :meth:`finish` read this region."""
         self._wants.append(want)
 
     def go_on(self) -> None:
-        """All of a run is wanted: read what there is if buffers are full."""
+        """Read what is wanted so far if the buffers are full. Call it when all of a run is wanted."""
         if self._n_bytes >= _TARGET_BYTES:
             self.finish()
 
     def finish(self) -> None:
         """Read all that is wanted."""
         self.checkpoint.read(self._wants)
-        for array, values in self._encoded:
-            array.write(values)
-        self._wants, self._encoded, self._n_bytes = [], [], 0
+        for run, values in self._copies:
+            run.write(values)
+        self._wants, self._copies, self._n_bytes = [], [], 0
 
 
 def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: Sequence[ArrayType] = ()) -> Loaded:
@@ -577,7 +578,7 @@ class InOrder:
 
 
 def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:
-    """For information: versions, settings and date. Loading does not depend on it."""
+    """Return versions, settings and date, for information. Loading does not depend on them."""
     config = {
         field.name: value
         if value is None or isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))

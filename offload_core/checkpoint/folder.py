@@ -51,7 +51,7 @@ def refuse_of_others(folder: Path) -> None:
     """Raise :class:`CheckpointError` if another program's ``latest`` is there: a save would replace it."""
     try:
         named = read_regular(folder / LATEST, most_bytes=_LONGEST_NAME).decode("utf-8").strip()
-    except (OSError, ValueError):  # none, or of nobody who can read it
+    except (OSError, ValueError):  # there is none, or it cannot be read
         return
     ours = CHECKPOINT_NAME.fullmatch(named) or Path(named).name != named  # or damaged
     if not ours and os.path.exists(folder / named):
@@ -169,8 +169,8 @@ def find(path: str | os.PathLike[str]) -> Path:
         )
     if not os.path.exists(folder / named / MANIFEST):
         raise CheckpointError(
-            f"{folder / LATEST} names {named[:80]!r}, which is no whole checkpoint there; expected one of those that "
-            f"are: {_last_of(folder) or 'none'}"
+            f"{folder / LATEST} names {named[:80]!r}, which is no complete checkpoint there; expected one of those "
+            f"that are: {_last_of(folder) or 'none'}"
         )
     return folder / named
 

@@ -1,4 +1,4 @@
-"""``manifest.json``: what the files of a checkpoint hold.
+"""``manifest.json``: the contents of a checkpoint's files.
 
 It is ``{"format", "version", "checksum", "content"}``; the checksum is that of the content's text. The content names
 each file, its size, the checksums of its blocks, and which part of which parameter each of its tensors holds. Nothing
@@ -145,5 +145,5 @@ def read_manifest(path: Path) -> dict[str, Any]:
     except NOT_AS_WRITTEN:
         whole = False
     if not whole:
-        raise CheckpointError(f"{path}: what it says is not what was written; take another checkpoint")
+        raise CheckpointError(f"{path}: it was changed or damaged after it was written; take another checkpoint")
     return content

@@ -1,4 +1,4 @@
-"""Saves that a signal asks for: noted at once, made between two steps, by all ranks after the same step."""
+"""Saves that a signal asks for. The signal is noted at once; all ranks save after the same step."""
 
 import signal
 import threading
@@ -20,7 +20,7 @@ class SaveOnSignal(AbstractContextManager["SaveOnSignal"]):
 
     Args:
         save: saves with these extras, and returns the checkpoint's folder.
-        signals: to be noted in place of what they do now.
+        signals: the signals to note. Their present handlers are not called.
 
     Raises:
         StateError: this is not the main thread, which alone can receive signals.

@@ -72,7 +72,7 @@ class Checkpoint:
             try:
                 size = path.stat().st_size
             except OSError as error:
-                raise CheckpointError(f"{path}: {error.strerror}; the checkpoint is not whole, take another") from None
+                raise CheckpointError(f"{path}: {error.strerror}; the checkpoint is incomplete, take another") from None
             if size != record["bytes"]:
                 raise CheckpointError(
                     f"{path} has {size:,} bytes, expected {record['bytes']:,}: it was cut off or replaced; take "
@@ -301,7 +301,7 @@ def _scatter(data: np.ndarray, places: np.ndarray, out: np.ndarray) -> None:
 
 
 _FP32_STATES = dict.fromkeys((MASTER, "exp_avg", "exp_avg_sq"), "float32")
-"""The formats of a checkpoint that does not name them: of the first version, which had Adam only."""
+"""The formats of states in a checkpoint of the first version, which has Adam only and does not name them."""
 
 
 def _state_formats(given: Any) -> dict[str, str]:
@@ -335,10 +335,10 @@ class Loaded:
             self.state_formats = _state_formats(content.get("state_formats", _FP32_STATES))
             """The format in which each state was kept."""
             self.parameters: dict[str, dict[str, Any]] = content["parameters"]
-            """Of each trained parameter: shape, dtype, step, group, behind (older than its master weight)."""
+            """Shape, dtype, step and group of each trained parameter, and ``behind``: True if it is stale."""
             self.others: dict[str, dict[str, Any]] = content["others"]
             self.left_out: dict[str, dict[str, Any]] = content.get("left_out", {})
-            """Of each tensor that was frozen and not saved: shape."""
+            """The shape of each tensor that was frozen and not saved."""
             for entry in (*self.parameters.values(), *self.others.values()):
                 _check_types(entry, _OTHER)
             for entry in self.left_out.values():

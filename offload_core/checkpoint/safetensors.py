@@ -24,7 +24,7 @@ _LENGTH_BYTES = 8
 _ALIGNMENT = 64
 _MOST_DIMENSIONS = 32
 """The most that NumPy has had in all its versions."""
-_LONGEST_HEADER = 100_000_000  # what the format's own library reads
+_LONGEST_HEADER = 100_000_000  # the limit of the format's own library
 NUMPY_OF = {
     "BOOL": np.dtype(np.bool_),
     "U8": np.dtype(np.uint8),

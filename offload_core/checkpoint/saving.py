@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 600.0
 
 
 def all_or_none(collectives: Collectives, what: str) -> AbstractContextManager[None]:
-    """If the body fails on one process it fails on all: the others raise :class:`CheckpointError`."""
+    """Return a context that fails on all processes if it fails on one: the others raise :class:`CheckpointError`."""
     return together(collectives, f"checkpoint: {what}", partial(failed_elsewhere, what))
 
 
@@ -107,7 +107,7 @@ class Place:
             os.close(lock)
 
     def leave(self) -> None:
-        """In a forked process: the lock is the parent's, and must end with it."""
+        """Let go of the lock in a forked process: it is the parent's, and must end with the parent."""
         lock, self._lock = self._lock, None
         if lock is not None:
             os.close(lock)
@@ -147,7 +147,7 @@ class Save:
 
     @property
     def writer(self) -> ShardWriter:
-        """Of this process's file, once it is prepared."""
+        """The writer of this process's file, once it is prepared."""
         assert self._writer is not None
         return self._writer
 
@@ -176,7 +176,7 @@ class Save:
         self._place.give_up()
 
     def leave(self) -> None:
-        """In a forked process: the save is the parent's."""
+        """Let go of the save in a forked process: it is the parent's."""
         self._place.leave()
         if self._writer is not None:
             self._writer.leave()

@@ -27,8 +27,8 @@ from .safetensors import plan_file
 BLOCK_BYTES = 8 * 2**20
 """The bytes of a block, each with its own checksum; a multiple of every element size."""
 _WRITE_BACK_BLOCKS = 4
-"""After so many blocks the system starts to write them to the disk, so that little is left for the final sync, and
-little stays in the page cache."""
+"""The number of blocks after which the system starts to write them to the disk, so that little is left for the final
+sync, and little stays in the page cache."""
 BUFFERS = 8
 """Staging buffers, of one block each."""
 
@@ -173,7 +173,7 @@ class ShardWriter:
         self._changed.notify_all()
 
     def leave(self) -> None:
-        """In a forked process: the file is the parent's, whose thread writes it."""
+        """Let go of the file in a forked process: the parent's thread writes it."""
         self._done = True
 
     def close(self) -> None:
@@ -241,7 +241,7 @@ class ShardWriter:
         return None
 
     def _copied(self, blocks: set[int]) -> None:
-        """These blocks, which this thread has claimed, are copied, or will not be."""
+        """Record that this thread has copied the blocks that it claimed, or has given them up."""
         with self._lock:
             self._copying -= blocks
             blocks.clear()
@@ -253,8 +253,8 @@ class ShardWriter:
         return self._next if self._next < len(self._left) else None
 
     def _claim(self, block: int, mine: set[int]) -> np.ndarray | None:
-        """A buffer for a block that this thread will copy, and the block in ``mine``; None if another thread was
-        first."""
+        """Return a buffer for a block that this thread will copy, and add the block to ``mine``; None if no buffer is
+        free or another thread has claimed the block."""
         with self._lock:
             if self._error or not (self._free and self._left[block]):
                 return None

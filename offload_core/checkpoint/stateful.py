@@ -1,7 +1,7 @@
 """States of a user's objects and of random generators, to and from a checkpoint.
 
-Loading them runs code that is not this package's and may fail anywhere. So all else is read, checked and loaded before,
-and they come last, one :class:`LastPart` after the other.
+Loading them runs code of others, which may fail anywhere. So everything else is read, checked and loaded first. They
+come last, one :class:`LastPart` after the other.
 """
 
 import random
@@ -22,20 +22,20 @@ from .safetensors import checked_integer
 
 @dataclass(frozen=True)
 class LastPart:
-    """A part of loading that follows when weights and optimizer states are the checkpoint's."""
+    """A part of loading that comes after the weights and the optimizer states."""
 
     what: str
-    """Names it in errors: ``"load_state_dict() of stateful['schedule']"``."""
+    """The part's name in errors: ``"load_state_dict() of stateful['schedule']"``."""
     run: Callable[[], Any]
     ours: bool = False
-    """True if it runs no code of a user."""
+    """True if the part runs only code of this package."""
 
 
 def run_last(path: Path, parts: Sequence[LastPart], before: Sequence[LastPart] = ()) -> None:
     """Run the parts in order, after those that were run before.
 
     Raises:
-        CheckpointError: one failed, which the message names, with what had been loaded before it and what was not.
+        CheckpointError: a part failed. The message names it, the parts that were loaded and those that were not.
     """
     for i, part in enumerate(parts):
         try:
@@ -104,9 +104,9 @@ def parts_of_random_state(
     try:
         state = loaded.own["random"]
         check(state)
-    except Exception as error:  # generators check what they are given as they like
+    except Exception as error:  # generators raise errors of any type
         raise CheckpointError(
-            f"{loaded.checkpoint.path}: its state of the random generators is none that these take ({error!r}); "
+            f"{loaded.checkpoint.path}: its state of the random generators does not fit these generators ({error!r}); "
             "expected load_checkpoint(..., random_state=False), which leaves them as they are"
         ) from None
     return [LastPart("the random generators", partial(restore, state))]

@@ -32,7 +32,7 @@ def configured_shapes(path: Path, config: dict[str, Any]) -> tuple[dict[str, tup
         own = getattr(transformers, str(name), None)
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(settings) if own is None else own(settings)
-    except Exception as error:  # whatever a configuration of another version, or a forged one, leads to
+    except Exception as error:  # a configuration of another version, or a forged one, may raise any error
         said = shorten(str(error), 120)
         raise ConfigError(
             f"{path}: transformers {transformers.__version__} cannot build a {shown(str(config.get('model_type')))} "

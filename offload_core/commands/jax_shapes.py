@@ -50,7 +50,7 @@ class MeshPart:
         return math.prod(self.mesh) // self.processes
 
     def shards_of(self, cuts: Cuts, number: int) -> Iterator[tuple[int, int]]:
-        """For each shard that these devices have: how many of them hold it, and the one whose gradient is read.
+        """Yield, for each shard on these devices, the number of them that hold it and the one whose gradient is read.
 
         Args:
             number: the parameter's, of the model's. Shards take turns at being read from the first device.

@@ -35,9 +35,9 @@ class Bandwidths:
     """Bandwidths of the host's memory: bytes a second, read and written together; the best of several runs."""
 
     dram: float
-    """That of an update: the Adam kernel reads four fp32 arrays and writes three."""
+    """The bandwidth of an update: the Adam kernel reads four fp32 arrays and writes three."""
     copy: float
-    """That of a copy of one array to another."""
+    """The bandwidth of a copy of one array to another."""
 
 
 def measure_bandwidths(threads: int) -> Bandwidths:
@@ -68,8 +68,8 @@ def _least_seconds(act: Callable[[], None]) -> float:
 
 
 def share_with_devices() -> Share:
-    """The share that a process with this environment would have: of a local rank that trains on the device of its
-    number, or on the first one if it sees fewer."""
+    """Return the share that a process with this environment would have. It is that of a local rank that trains on the
+    device of its number, or on the first one if it sees fewer."""
     rank, ranks = place_on_machine()
     started = [driver for driver in DRIVERS if driver.start()]
     for ordinal in (rank or 0, 0):

@@ -16,7 +16,7 @@ from ..device.exchange_sizes import REFUSED_DEVICES, planned_device, planned_jax
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
-from ..memory.plan import MemoryPlan, format_table
+from ..memory.plan import DEVICE, HOST, MemoryPlan, format_table
 from ..rules import RULES
 from ..step.at_once import rows_at_once
 from ..step.bucket_terms import NARROWER, BucketTerms
@@ -39,7 +39,7 @@ in JAX, parameters sharded over a mesh of 4 x 2 devices of one process:
 Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so that 64GB is 59.6 GiB.
 The exit status is 0 if a stage fits, 1 if none does."""
 _COLUMNS = 100
-"""Of what is printed, at most."""
+"""The most columns of the output."""
 _TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
 _FIELDS = (
     "reduce_bucket_size",
@@ -126,7 +126,7 @@ class _Tier:
     """The plan for one stage; in JAX for one way to give gradients."""
 
     about: dict[str, Any]
-    """The settings that it is of."""
+    """The settings of the plan."""
     plan: MemoryPlan
     missing: dict[str, int]
     step: StepTime
@@ -327,20 +327,20 @@ def _jax_plan(
 
 
 def _memory_table(tiers: Sequence[_Tier]) -> str:
+    places = [HOST, DEVICE, *dict.fromkeys(where for tier in tiers for where in tier.plan.elsewhere)]
     lines = [
         [
             tier.name,
-            format_bytes(tier.plan.host_bytes),
-            format_bytes(tier.plan.device_bytes),
+            *(format_bytes(tier.plan.bytes_in(where)) for where in places),
             "yes" if tier.fits else f"no: too little {' and '.join(tier.missing)} memory",
         ]
         for tier in tiers
     ]
-    return format_table(lines, ["memory", "host", "device", "fits"])
+    return format_table(lines, ["memory", *places, "fits"])
 
 
 def _format_table(formats: Mapping[str, Sequence[_Tier]]) -> str:
-    """What other formats of states take, in the tier that takes the least of the host."""
+    """Return a table of the bytes that other formats of states need, in the tier that needs the least host memory."""
     lines = []
     for setting, tiers in formats.items():
         least = min(tiers, key=lambda tier: tier.plan.host_bytes)
@@ -371,7 +371,7 @@ def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
 
 
 def _short(tier: _Tier, where: str, host: int, args: argparse.Namespace, devices: int) -> str:
-    has = host if where == "host" else devices * args.device_memory
+    has = host if where == HOST else devices * args.device_memory
     return f"{format_bytes(tier.missing[where])} of {where} memory, of {format_bytes(has)}: {tier.plan.largest(where)}"
 
 

@@ -31,7 +31,7 @@ class StepTime:
     to_host: float | None
     to_device: float | None
     tail: float
-    """Those of the last bucket: its way to the host, its update, and its way back."""
+    """Seconds of the last bucket: its way to the host, its update, and its way back."""
     overlaps: bool
     """True if the parts run at the same time."""
 
@@ -68,7 +68,7 @@ def predict(
 
     Args:
         processes: the number of processes that share the host's memory.
-        devices: those of a process, each with a link of its own that carries an equal part.
+        devices: the number of devices of a process, each with a separate link that carries an equal part.
         numel: the model's parameters; None: ``specs`` are all of them.
         tokens: the tokens of a rank's whole step, or of each device's.
         checkpointing: True if activations are computed again in backward.

@@ -166,7 +166,7 @@ class _Translation:
         """``lr``, if it is a function."""
         self.ignored: dict[str, str] = {}
         self.differs: dict[str, str] = {}
-        """Keys that have another effect here than in DeepSpeed, by path, with what is done and what to set."""
+        """Keys that have another effect here than in DeepSpeed, by path, with the effect and the setting to use."""
         self.missing: dict[str, str] = {}
         """Paths of each ``"auto"`` without a known value, and the field that would give it; ``""`` if no field does."""
         given = dict(config)

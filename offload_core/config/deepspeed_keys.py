@@ -25,7 +25,7 @@ class Key:
     meaning: str
     """The setting that the key gives here, or the reason why it gives none."""
     convert: Convert | None = None
-    """None: the key sets nothing."""
+    """The conversion of its value; None: the key sets nothing."""
     keys: "Mapping[str, Key] | None" = None
     """The keys of a section; None: this key is not a section."""
     old: tuple[str, ...] = ()
@@ -35,7 +35,7 @@ class Key:
     refused: bool = False
     """True if training without the key would give other results: it may only be switched off."""
     agrees: tuple[Any, ...] = ()
-    """For a key that sets nothing: the values that ask for what happens anyway."""
+    """For a key that sets nothing: the values that ask for the fixed behaviour."""
     switch: str = ""
     """For a section that sets nothing: the key that turns it on. Empty: it is on unless ``enabled`` turns it off."""
 
@@ -72,7 +72,7 @@ def integer(least: int) -> Convert:
 
 
 def one_of(*choices: Any) -> Convert:
-    """In any case of letters."""
+    """A converter to one of these words, in upper or lower case."""
 
     def convert(name: str, value: Any) -> Any:
         lower = value.lower() if isinstance(value, str) else value

@@ -106,18 +106,18 @@ class OffloadConfig:
     state_format: str = "fp32"
     """The format of the optimizer's states on the host. ``"fp32"``: 12 bytes a parameter. ``"bf16"``: moments in
     bfloat16, 8 bytes. ``"8bit"``: moments of 8 bits, with a scale for each 256 elements, 6.01 bytes. Narrower moments
-    are rounded stochastically, so that results are no longer those of fp32 AdamW; they are the same bits whatever the
-    ranks, buckets, threads, instruction sets and schedules. docs/formats.md compares them."""
+    are rounded stochastically, so that results differ from fp32 AdamW's. They are the same bits for all ranks, buckets,
+    threads, instruction sets and schedules. docs/formats.md compares them."""
     master_dtype: str | None = None
     """``"float32"``, or ``"bfloat16"``: master weights of bfloat16 parameters are these parameters themselves, rounded
     stochastically, 2 bytes less (parameters of other types keep theirs in float32). None: as ``state_format`` says."""
     exp_avg_dtype: str | None = None
     """``"float32"``, ``"bfloat16"`` or ``"float8"``, of the first moment; None: as ``state_format`` says."""
     exp_avg_sq_dtype: str | None = None
-    """The same of the second moment."""
+    """As ``exp_avg_dtype``, of the second moment."""
     param_dtype: str | None = None
     """Element type of the device parameters; None keeps the model's. In torch, layers with running statistics in
-    float32 (BatchNorm) keep their parameters in float32, too: torch computes with both, whatever the input's type."""
+    float32 (BatchNorm) keep their parameters in float32, too: torch computes with both for an input of any type."""
     buffer_dtype: str | None = None
     """In torch: element type of the model's floating-point buffers; None keeps each one's own, also with
     ``param_dtype``, for RoPE's frequencies and BatchNorm's statistics are too coarse in 16 bits. A buffer that is added
@@ -158,7 +158,7 @@ class OffloadConfig:
     """``"ordered"`` sums in rank order in fp32, the same bits on any backend; ``"native"`` is the backend's own
     reduce-scatter, in the element type that travels."""
     schedule: str = "overlap"
-    """``"overlap"`` hides copies, reduction and the update behind what the device computes; ``"serial"`` does one thing
+    """``"overlap"`` hides copies, reduction and the update behind the device's computation; ``"serial"`` does one thing
     after the other. The bits are the same. On one rank on the CPU there is nothing to hide. ``"delayed"`` is another
     algorithm: after ``delay_warmup_steps`` each step's gradients change the parameters one step later, so that the
     update has the time of a whole step (one-step delayed parameter update, ZeRO-Offload, section 5.2 of
@@ -194,10 +194,10 @@ class OffloadConfig:
     run: names of classes (``"MixtralSparseMoeBlock"``, or with the package), or of modules, whole or their end
     (``"layers.0.mlp"``, ``"mlp"``). For mixtures of experts: ranks then need not run the same experts."""
     activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
-    """Bytes on each device that activations take. Nothing is allocated for them: what is declared here counts when it
-    is checked, before anything is allocated, whether training fits."""
+    """Bytes on each device that activations take. Nothing is allocated for them: they are counted in the check,
+    before any allocation, that training fits."""
     host_activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
-    """The same of activations that wait in a process's host memory (torch's ``save_on_cpu``)."""
+    """Bytes of activations that wait in a process's host memory (torch's ``save_on_cpu``), counted in the same way."""
     pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
     """Pin the staging buffers if the device copies from host memory."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
@@ -245,7 +245,7 @@ class OffloadConfig:
             )
         if self.offload_param is not None and self.stage != 3:
             raise ConfigError(
-                f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 takes parameters apart; "
+                f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 partitions parameters; "
                 "expected stage=3"
             )
         if self.num_threads is not None:

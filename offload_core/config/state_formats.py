@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from functools import cache
 from types import MappingProxyType
 
@@ -16,26 +17,26 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class StateFormat:
-    """How the elements of one state are kept; docs/numerics.md defines each."""
+    """The format in which the elements of one state are stored; docs/numerics.md defines each."""
 
     name: str
     stored: np.dtype
     values: ElementType
     """The narrowest element type that holds each value exactly."""
     block: int = 1
-    """Elements that share one byte more: of float8 their scale, of split their ties. 1: there is no such byte."""
+    """Elements that share one further byte: in float8 their scale, in split their ties. 1: there is no such byte."""
     has_sign: bool = True
-    """False: values of 8 bits have one more exponent bit in its place."""
+    """False: values of 8 bits have one more exponent bit in place of the sign."""
     upper: ElementType | None = None
-    """The value rounded to this type is kept, too: it is the parameter. None: the state stands alone."""
+    """The parameter's type, if the parameter is the state rounded to it. None: the state stands alone."""
 
     @property
     def encoded(self) -> bool:
-        """Whether the values do not lie in memory as they are."""
+        """True if memory holds codes of the values, so that reading them needs decoding."""
         return self.block > 1
 
     def n_bytes(self, numel: int) -> int:
-        """Bytes of so many elements, without those of the parameter."""
+        """Return the bytes of ``numel`` elements, without the parameter's own bytes."""
         return numel * self.stored.itemsize + (-(-numel // self.block) if self.encoded else 0)
 
     def __str__(self) -> str:
@@ -48,9 +49,25 @@ _ALL = (
     StateFormat("float8", np.dtype(np.uint8), BFLOAT16, BLOCK),
 )
 FORMATS = {each.name: each for each in _ALL}
-"""Those that a user can ask for, and that checkpoints name."""
+"""The formats that a user can ask for, and that checkpoints name."""
 SPLIT = StateFormat("split", np.dtype(np.uint16), FLOAT32, 8, upper=BFLOAT16)
 """A float32 master weight of which the parameter is the upper half: it has all bits of ``"float32"``."""
+
+
+class Master(Enum):
+    """The place of a parameter's master weight."""
+
+    APART = "apart, in the store"
+    PARAMETER = "the parameter itself"
+    SPLIT = "in the store, with the parameter as its upper half"
+
+    @classmethod
+    def of(cls, formats: Mapping[str, StateFormat]) -> "Master":
+        """The place that follows from the formats of the states in a store."""
+        if MASTER not in formats:
+            return cls.PARAMETER
+        return cls.APART if formats[MASTER].upper is None else cls.SPLIT
+
 
 SHORT_NAMES: dict[str, tuple[str, str]] = {
     "fp32": ("float32", "float32"),
@@ -69,7 +86,7 @@ def formats_of(
     Args:
         short: a key of ``SHORT_NAMES``, for formats that are None.
         master: the format of master weights.
-        own: that of each of the other states.
+        own: the format of each of the other states.
     """
     of_master, of_others = SHORT_NAMES[short]
     if dtype is not BFLOAT16:  # a master weight is at least as exact as its parameter

@@ -13,7 +13,7 @@ REFUSED_DEVICES = {
     "mps": "MPS has one stream, where copies would wait for the model, and shares the host's memory",
     "xla": "torch_xla's devices have no streams; frontends.jax trains on TPUs",
 }
-"""Types of devices that nothing can be exchanged with behind a step, as torch names them, and why."""
+"""Types of devices, by torch's names, that cannot exchange while a step goes on, and the reason."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class MeshSizes:
         return self.n_ranks * bucket.shard_numel
 
     def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # what leaves
+        return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # the gradients that leave
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ class HostRanks:
         memory: the memory of the tensors.
         collectives: between the ranks.
         native: let the collectives' own reduce-scatter sum, in the gradients' element type and its own order.
-        sizes: of the buffers; None: those of :class:`OnHost`.
-        processes: those that update parameters of their own at the same time. They agree on each update, and exchange
-            no buckets; None: the ranks.
+        sizes: the sizes of the buffers; None: as :class:`OnHost` has them.
+        processes: the processes that each update different parameters at the same time. They decide each update
+            together, and exchange no buckets; None: the ranks.
     """
 
     def __init__(

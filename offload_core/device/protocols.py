@@ -49,35 +49,35 @@ class HostArrays(NamedTuple):
     """Contiguous runs of host memory, a column for each of their properties."""
 
     addresses: np.ndarray
-    """0: there is no such run."""
+    """The address of each run; 0: an empty run."""
     codes: np.ndarray
-    """Of the element types."""
+    """The code of each run's element type."""
     owners: Sequence[Any]
-    """What keeps the memory alive."""
+    """The object that keeps each run's memory alive."""
 
     @classmethod
     def none(cls, n: int) -> "HostArrays":
-        """So many runs that are not there."""
+        """Return ``n`` empty runs."""
         return cls(np.zeros(n, np.uintp), np.zeros(n, np.uint8), [None] * n)
 
     @classmethod
     def columns(cls, arrays: Iterable[HostArray]) -> "HostArrays":
-        """The same runs."""
+        """Return these runs as columns."""
         rows = [(array.address, array.dtype.code, array.owner) for array in arrays]
         addresses, codes, owners = zip(*rows, strict=True) if rows else ((), (), ())
         return cls(np.array(addresses, np.uintp), np.array(codes, np.uint8), owners)
 
     def begin_at(self, elements: np.ndarray) -> "HostArrays":
-        """The rest of each run from this element on."""
+        """Return the rest of each run, from the element of this number on."""
         offsets = elements * _ITEMSIZES[self.codes]
         return self._replace(addresses=self.addresses + offsets.astype(np.uintp))
 
     def of(self, rows: np.ndarray) -> "HostArrays":
-        """These runs alone."""
+        """Return the runs of these numbers."""
         return HostArrays(self.addresses[rows], self.codes[rows], [self.owners[i] for i in rows])
 
     def by_type(self, chosen: np.ndarray) -> Iterator[tuple[ElementType, np.ndarray]]:
-        """The numbers of those runs that are chosen (True), by element type."""
+        """Yield, by element type, the numbers of the runs that ``chosen`` marks with True."""
         rows = np.flatnonzero(chosen)
         codes = self.codes[rows]
         for code in np.flatnonzero(np.bincount(codes)).tolist():
@@ -235,7 +235,7 @@ class Device(DeviceTerms, TensorAccess, Protocol):
         ...
 
     def close(self) -> None:
-        """Free what exchanges between ranks take; none follows."""
+        """Free the resources of exchanges between ranks. No exchange follows."""
         ...
 
     def start_alike(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:

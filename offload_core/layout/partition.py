@@ -46,13 +46,13 @@ class ParamSpec:
     seed_name: str | None = None
     """The name that :attr:`seed` follows from; None: ``name``."""
     settled_with: int | None = None
-    """Not None: its gradient may come on some ranks alone, or earlier on some, and waits until it is settled
+    """Not None: its gradient may come on some ranks only, or earlier on some, and waits until it is settled
     (``Pipeline.settle``), with those of all parameters that have the same number."""
 
     @property
     def seed(self) -> int:
-        """Of the random numbers that round its states, 64 bits. It follows from a name, so that every rank and every
-        later run has the same."""
+        """The seed of the random numbers that round its states, 64 bits. It follows from a name, so that every rank and
+        every later run has the same."""
         name = self.name if self.seed_name is None else self.seed_name
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
@@ -85,9 +85,9 @@ class Bucket:
     partitioned: bool = False
     """True if it holds a run of one parameter, of which each rank keeps only its own shard."""
     place: int = 0
-    """That of its parameters."""
+    """The place of its parameters."""
     rule: Rule | None = None
-    """That of its parameters."""
+    """The update rule of its parameters."""
 
     @property
     def padded_numel(self) -> int:
@@ -100,7 +100,7 @@ class Bucket:
 
     @property
     def start(self) -> int:
-        """Of a partitioned bucket: the first element of the parameter that it holds."""
+        """The number of its first element in the parameter; for a partitioned bucket only."""
         return self.pieces[0].start
 
     @property
@@ -157,7 +157,8 @@ Kinds = Sequence[tuple[Bucket, int]]
 def planned(
     params: tuple[ParamSpec, ...], *, world_size: int, bucket_numel: int, block: int
 ) -> tuple[tuple[Bucket, ...], Kinds]:
-    """The buckets of parameters that are alone, and their kinds. A plan asks for the same ones many times."""
+    """Return the buckets of parameters without others beside them, and the buckets' kinds. A plan asks for the same
+    ones many times."""
     buckets = tuple(build_buckets(params, world_size=world_size, bucket_numel=bucket_numel, block=block))
     counts = Counter((bucket.key, bucket.shard_numel) for bucket in buckets)
     some = {(bucket.key, bucket.shard_numel): bucket for bucket in buckets}

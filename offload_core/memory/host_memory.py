@@ -59,7 +59,7 @@ class HostMemory:
         return array.view(dtype)
 
     def _pinned(self, label: str, n_bytes: int) -> np.ndarray | None:
-        """Pinned bytes; None if there are none."""
+        """Return pinned bytes; None if the memory cannot be pinned."""
         if self._pinning is None:
             return None
         try:

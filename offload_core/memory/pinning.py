@@ -23,20 +23,20 @@ _PORTABLE = 1
 
 
 class Pinning(Protocol):
-    """How a device's framework pins host memory."""
+    """Pins host memory in the way of a device's framework."""
 
     def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
-        """Zeroed bytes that are pinned until the array dies.
+        """Return zeroed bytes that are pinned until the array dies.
 
         Raises:
             HostMemoryError: they cannot be pinned.
-            OSError: the system has none.
+            OSError: the system has no memory for them.
         """
         ...
 
 
 def mapped(n_bytes: int, threads: int) -> np.ndarray:
-    """Zeroed bytes in an anonymous mapping of their own: exact to a page, in huge pages where it is large.
+    """Return zeroed bytes in a new anonymous mapping: exact to a page, and in huge pages if it is large.
 
     Raises:
         OSError: the system refused the mapping.
@@ -104,7 +104,7 @@ class Driver(ABC):
         return text.value.decode("ascii", "replace").lower()
 
     def _call(self, name: str, *args: Any) -> None:
-        """Call one of its functions, all of which return an error code; 0: none."""
+        """Call one of the driver's functions, all of which return an error code; 0: no error."""
         try:
             code = getattr(ctypes.CDLL(self.library), name)(*args)
         except OSError as error:

@@ -6,15 +6,18 @@ from dataclasses import dataclass
 from ..errors import DeviceMemoryError, HostMemoryError
 from .host_memory import format_bytes
 
+HOST, DEVICE = "host", "device"
+"""The two places of memory that every plan has. A store of states may have a place of its own."""
 PARAMETER_SHARDS = "parameters on the host"
-"""What ``offload_param`` keeps there: the label of their memory, and of their row in the plan."""
+"""The label of the parameters that ``offload_param`` keeps on the host: in reports of memory, and in the plan."""
 _NAMED = 3
 """The number of consumers that an error names."""
 
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One consumer of memory: its name, place (``"host"`` or ``"device"``), bytes, and the setting that shrinks it."""
+    """One consumer of memory: its name, place (:data:`HOST`, :data:`DEVICE` or a store's), bytes, and the setting that
+    shrinks it."""
 
     what: str
     where: str
@@ -46,66 +49,74 @@ class MemoryPlan:
     @property
     def host_bytes(self) -> int:
         """Bytes that stay allocated on the host."""
-        return self._sum("host")
+        return self.bytes_in(HOST)
 
     @property
     def device_bytes(self) -> int:
         """Bytes that parameters and gradients take on the device."""
-        return self._sum("device")
+        return self.bytes_in(DEVICE)
 
-    def _sum(self, where: str, *, passing: bool = False) -> int:
+    def bytes_in(self, where: str, *, passing: bool = False) -> int:
+        """Bytes in one place that stay, or those that are there only while ``wrap`` runs."""
         return sum(row.n_bytes for row in self.rows if row.where == where and row.passing is passing)
 
     @property
     def needs(self) -> dict[str, int]:
         """Bytes that must be free by memory: while ``wrap`` runs or while the model trains, whichever takes more."""
-        wrapping = {where: self._sum(where, passing=True) for where in ("host", "device")}
-        wrapping["host"] += self.host_bytes
-        training = {"host": self.host_bytes, "device": self.device_bytes - self.held}
+        training = {where: self.bytes_in(where) for where in (HOST, DEVICE, *self.elsewhere)}
+        wrapping = {where: self.bytes_in(where, passing=True) + n for where, n in training.items()}
+        wrapping[DEVICE] -= self.device_bytes
+        training[DEVICE] -= self.held
+        needs = {where: max(wrapping[where], n) for where, n in training.items()}
         if self.shared:
-            return {"host": max(sum(wrapping.values()), sum(training.values()))}
-        return {where: max(wrapping[where], training[where]) for where in ("host", "device")}
+            needs[HOST] = max(of[HOST] + of[DEVICE] for of in (wrapping, training))
+            del needs[DEVICE]
+        return needs
+
+    @property
+    def elsewhere(self) -> tuple[str, ...]:
+        """The places of memory that is neither the host's nor the device's."""
+        return tuple(dict.fromkeys(row.where for row in self.rows if row.where not in (HOST, DEVICE)))
 
     def missing(self, host: int | None, device: int | None = None, *, processes: int = 1) -> dict[str, int]:
         """The bytes that are needed in each memory that has fewer free.
 
         Args:
-            host: free bytes; None: unknown, and counted as enough. Likewise ``device``.
+            host: free bytes; None: unknown, and counted as enough. ``device`` is read in the same way.
             processes: processes of this machine with such a plan each; they share its memory.
         """
-        free = {"host": host, "device": device}
-        share = {"host": processes, "device": 1}
-        needed = {where: share[where] * n_bytes for where, n_bytes in self.needs.items()}
-        return {where: n for where, n in needed.items() if n > (n if (has := free[where]) is None else has)}
+        free = {HOST: host, DEVICE: device}
+        needed = {where: n if where == DEVICE else processes * n for where, n in self.needs.items()}
+        return {where: n for where, n in needed.items() if n > (n if (has := free.get(where)) is None else has)}
 
     def check(self, host: int, device: int | None = None, *, processes: int = 1) -> None:
         """Raise :class:`HostMemoryError` or :class:`DeviceMemoryError`, with the table, if a memory is
         :meth:`missing`."""
-        share = {"host": processes, "device": 1}
         for where, needed in self.missing(host, device, processes=processes).items():
-            free = host if where == "host" else device
-            of = f" on each of {processes} ranks of this machine" if processes > 1 and where == "host" else ""
-            if self.held and (self.shared or where == "device"):
+            free = host if where == HOST else device
+            of = f" on each of {processes} ranks of this machine" if processes > 1 and where == HOST else ""
+            if self.held and (self.shared or where == DEVICE):
                 of += f" besides the {format_bytes(self.held)} that the model takes"
-            error = HostMemoryError if where == "host" else DeviceMemoryError
+            error = HostMemoryError if where == HOST else DeviceMemoryError
             assert free is not None
             raise error(
                 f"training needs {format_bytes(needed)} of {where} memory for {self.numel:,} parameters{of}, and "
                 f"{format_bytes(free)} is available; nothing was allocated. The most is taken by "
-                f"{self.largest(where)}. {self._enough(where, needed, free, share[where])}Free memory, or change what "
+                f"{self.largest(where)}. {self._enough(where, needed, free, processes)}Free memory, or change what "
                 f"is named:\n{self.table()}"
             )
 
     def _enough(self, where: str, needed: int, free: int, processes: int) -> str:
         """The format of states with which there is enough host memory, as a sentence; empty if there is none."""
-        for setting, saved in self.savings if where == "host" else ():
+        for setting, saved in self.savings if where == HOST else ():
             if needed - processes * saved <= free:
                 return f"With {setting} it would fit, in {format_bytes(needed - processes * saved)} (docs/formats.md). "
         return ""
 
     def largest(self, where: str) -> str:
         """The largest consumers of a memory as text, with the settings that shrink them."""
-        rows = [row for row in self.rows if row.n_bytes and (row.where == where or (self.shared and where == "host"))]
+        places = (HOST, DEVICE) if self.shared and where == HOST else (where,)
+        rows = [row for row in self.rows if row.n_bytes and row.where in places]
         rows = sorted(rows, key=lambda row: -row.n_bytes)[:_NAMED]
         return ", ".join(f"{row.what} {format_bytes(row.n_bytes)} ({row.remedy})" for row in rows)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ..support.optional import library
 from .host_memory import format_bytes
-from .plan import PlanRow, format_table
+from .plan import DEVICE, HOST, PlanRow, format_table
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _STAYS, _BRIEF, _HELD = "#9db4cc", "#dde5ee", "#1f4e79"
@@ -18,9 +18,9 @@ class MemoryRow:
     """Bytes of one kind, planned and held now."""
 
     where: str
-    """``"host"`` or ``"device"``."""
+    """``"host"``, ``"device"``, or the place of a store of states."""
     what: str
-    """Its kind: ``"parameters"``, ``"master"``, …"""
+    """The kind: ``"parameters"``, ``"master"``, …"""
     planned: int
     """Planned bytes."""
     held: int
@@ -57,27 +57,31 @@ class MemoryReport:
     @property
     def host(self) -> dict[str, int]:
         """Bytes held on the host, by kind."""
-        return {row.what: row.held for row in self.rows if row.where == "host" and row.held}
+        return {row.what: row.held for row in self.rows if row.where == HOST and row.held}
 
     @property
     def host_bytes(self) -> int:
         """Bytes held on the host."""
-        return self._sum("host").held
+        return self._sum(HOST).held
 
     @property
     def device_bytes(self) -> int:
         """Bytes held on the device."""
-        return self._sum("device").held
+        return self._sum(DEVICE).held
 
     @property
     def planned_host_bytes(self) -> int:
         """Planned bytes that stay allocated on the host."""
-        return self._sum("host").planned
+        return self._sum(HOST).planned
 
     @property
     def planned_device_bytes(self) -> int:
         """Planned bytes that stay on the device from step to step."""
-        return self._sum("device").planned
+        return self._sum(DEVICE).planned
+
+    @property
+    def _places(self) -> list[str]:
+        return [*dict.fromkeys([DEVICE, HOST, *(row.where for row in self.rows)])]
 
     def _sum(self, where: str) -> MemoryRow:
         rows = [row for row in self.rows if row.where == where]
@@ -86,7 +90,7 @@ class MemoryReport:
 
     def __str__(self) -> str:
         rows = []
-        for where in ("device", "host"):
+        for where in self._places:
             rows += [row for row in self.rows if row.where == where]
             rows.append(self._sum(where))
         return format_table(
@@ -114,10 +118,10 @@ class MemoryReport:
 
 
 def _draw(report: MemoryReport, path: str | os.PathLike[str]) -> None:
-    """Draw a panel for the device and one for the host, in one scale. Each kind has a wide bar of planned bytes, and in
-    it a narrow one of held bytes."""
+    """Draw a panel for each place of memory, in one scale. Each kind has a wide bar of planned bytes, and in it one of
+    held bytes that is narrow."""
     figures = library("matplotlib.figure", "plot", "memory_report().plot()")  # pyplot's state is the user's
-    panels = [(where, [row for row in report.rows if row.where == where]) for where in ("device", "host")]
+    panels = [(where, [row for row in report.rows if row.where == where]) for where in report._places]
     panels = [(where, rows) for where, rows in panels if rows]
     largest = max((max(row.planned, row.held) for row in report.rows), default=1)
     power = min((max(largest, 1).bit_length() - 1) // 10, len(_UNITS) - 1)
@@ -129,8 +133,9 @@ def _draw(report: MemoryReport, path: str | os.PathLike[str]) -> None:
         names = [row.what + " (in a step)" * row.brief for row in rows]
         axis.barh(names, [row.planned / unit for row in rows], color=[_BRIEF if row.brief else _STAYS for row in rows])
         axis.barh(names, [row.held / unit for row in rows], height=0.35, color=_HELD)
-        planned, held = (getattr(report, f"{of}{where}_bytes") for of in ("planned_", ""))
-        axis.set_title(f"{where}: {held / unit:.1f} of {planned / unit:.1f} {_UNITS[power]}", loc="left", fontsize=10)
+        in_all = report._sum(where)
+        words = f"{where}: {in_all.held / unit:.1f} of {in_all.planned / unit:.1f} {_UNITS[power]}"
+        axis.set_title(words, loc="left", fontsize=10)
         axis.invert_yaxis()
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel(_UNITS[power])

@@ -35,7 +35,7 @@ class SumOfSquares:
         return Fraction(total, 1 << -_LOWEST_BIT)
 
     def norm(self) -> float:
-        """The square root of the sum, in double; NaN where an element was an inf or a NaN."""
+        """The square root of the sum, in double; NaN if an element was an inf or a NaN."""
         return math.sqrt(self.exact()) if self.finite else math.nan
 
 

@@ -1,7 +1,7 @@
 """The C library: declare (``c_src/api.h``), call, check, raise. The only importer of the compiled module.
 
-Work is passed in NumPy structured arrays with the layout of the C structs, so that a call costs the same
-for one parameter and for a thousand.
+Arguments are NumPy structured arrays with the layout of the C structs, so that a call costs the same for one parameter
+and for a thousand.
 """
 
 import os
@@ -197,10 +197,10 @@ def decode(
     """``out`` (float32) = the values of a state in this format.
 
     Args:
-        scales: of ``"float8"``: a byte for every 256 elements.
-        high: of ``"split"``: the bfloat16 parameter, whose lower bits ``data`` is.
-        ties: of ``"split"``: a bit an element.
-        has_sign: of ``"float8"``: False for a moment without a sign, whose bytes have one more exponent bit.
+        scales: for ``"float8"``: a byte for every 256 elements.
+        high: for ``"split"``: the bfloat16 parameter, whose lower bits are ``data``.
+        ties: for ``"split"``: a bit an element.
+        has_sign: for ``"float8"``: False for a moment without a sign, whose bytes have one more exponent bit.
     """
     assert out.dtype == np.float32
     state = _state(state_format, data, out.size, scales, high, ties, has_sign)
@@ -279,7 +279,8 @@ def cast_array(src: np.ndarray, src_type: ElementType, dst: np.ndarray, dst_type
 def bind_workers(cpus: Sequence[int]) -> None:
     """Have the pool's workers run on these processors alone (Linux); some may be offline.
 
-    The calling threads are not bound. From now on one that may run elsewhere takes no part in the pool's work.
+    The calling threads are not bound. From now on, a calling thread that may run elsewhere leaves all pieces to the
+    workers.
     """
     _check("oc_bind_workers", lib.oc_bind_workers(ffi.new("int32_t[]", list(cpus)), len(cpus)))
 

@@ -48,7 +48,7 @@ class HostCollectives(Collectives, Protocol):
         ...
 
     def close(self) -> None:
-        """Free the connections; nothing is exchanged any more."""
+        """Free the connections. No exchange follows."""
         ...
 
 

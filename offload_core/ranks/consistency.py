@@ -1,8 +1,8 @@
-"""Agreement between processes: each adds its words to one sum of integers, from which all learn the same.
+"""Decisions that all processes make together: each adds its words to one sum of integers, and all read the same result.
 
-:func:`combine` is that sum. :func:`together` makes an error of one process an error of all. :func:`agree` is the first
-thing that the processes of a group say to each other: their version, their settings, and the parameters that they are
-about to take on.
+:func:`combine` is that sum. :func:`together` makes an error of one process an error of all. :func:`agree` sends the
+first message of the processes of a group: their version, their settings, and the parameters that they are about to take
+on.
 
 [Note: the first message] A row of sixteen little-endian int64 words a process, in the order of the processes; each
 process fills its own row and leaves the others zero, so that the sum has all rows. Its layout never changes, so that a
@@ -33,7 +33,7 @@ from ..layout.partition import ParamSpec
 from .collectives import Collectives
 
 FORMAT = 2
-"""The version of the messages between processes. Every change of any of them increases it by one."""
+"""The version of the messages between processes. Increase it by one whenever a message changes."""
 VERSION = "0.1.0.dev0"
 """The package's version, as in pyproject.toml. Installed metadata may belong to another copy than the one imported."""
 

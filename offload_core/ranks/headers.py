@@ -1,8 +1,8 @@
-"""What ranks tell each other before the data of an exchange: what it is that they are about to exchange.
+"""Headers: before the data of an exchange, each rank tells the others which exchange it is about to make.
 
-Ranks that went different ways (one skipped a module, or repeated a backward) would else pair data of equal size
-silently, and a backend that gets more bytes than it expects may end the process. All ranks see all headers before any
-data moves, so all raise the same error, and it names what each of them was about to do.
+Without headers, ranks that went different ways (one skipped a module, or repeated a backward) would pair data of equal
+size silently, and a backend that gets more bytes than it expects may end the process. All ranks see all headers before
+any data moves. So all of them raise the same error, and it names the exchange at which each rank was.
 
 [Note: a header] ``HEADER_BYTES`` bytes for each rank. The layout never changes, so that ranks of any version can read
 it:
@@ -12,7 +12,7 @@ bytes   content
 ======= ==============================================================
 0..7    the bytes of the exchange, a little-endian integer
 8..15   fingerprint of the whole text
-16..    the text: what is exchanged, in UTF-8, cut, padded with zeros
+16..    the text: the exchange's name, in UTF-8, cut, padded with zeros
 ======= ==============================================================
 """
 
@@ -29,10 +29,10 @@ _TEXT = 16
 
 
 class Header(NamedTuple):
-    """What one rank is about to exchange. Two exchanges belong together only if their headers are equal."""
+    """The name and size of a rank's next exchange. Two exchanges belong together only if their headers are equal."""
 
     what: str
-    """Names the data: the bucket or the parameter, and what is done with it."""
+    """The exchange's name: the bucket or the parameter, and the action on it."""
     n_bytes: int
     """Bytes of the whole exchange."""
 

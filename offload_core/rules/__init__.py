@@ -1,4 +1,4 @@
-"""The update rules: what a step does to a parameter and its states. Seam: rule."""
+"""The update rules: the arithmetic of a step on a parameter and its states. Seam: rule."""
 
 from .adam import Adam
 from .rule import MASTER, Hyper, Rule, Scalars, State

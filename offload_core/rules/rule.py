@@ -22,7 +22,7 @@ class State:
     """A state that a rule keeps beside the master weight. It begins with zeros."""
 
     name: str
-    """As the framework's own optimizer calls it."""
+    """The framework's own name for it."""
     has_sign: bool = True
     """False: values are never negative. In 8 bits they then have one more bit of exponent."""
 
@@ -57,7 +57,7 @@ class StateMemory(Protocol):
 
 @dataclass(frozen=True)
 class Rule(ABC):
-    """How parameters are updated. Rules that are equal update alike."""
+    """An update rule. Equal rules give equal bits."""
 
     op_order: str
     """The library whose rounding it has: ``"torch"`` or ``"optax"``."""
@@ -84,14 +84,14 @@ class Rule(ABC):
     @property
     @abstractmethod
     def kernel(self) -> str:
-        """Its key in ``kernels.RULES``."""
+        """The rule's key in ``kernels.RULES``."""
 
     @abstractmethod
     def values(self, hyper: Any, t: int) -> tuple[float, ...]:
-        """The kernel's scalars (``oc_scalars.values``) for update number ``t``, counted from 1.
+        """Return the kernel's scalars (``oc_scalars.values``) for update number ``t``, counted from 1.
 
-        In double, from ``t`` and never from a running product, so that a resumed run gives the same bits. The kernel
-        rounds them.
+        Compute them in double, from ``t`` and never from a running product, so that a resumed run gives the same bits.
+        The kernel rounds them.
         """
 
     def check(self, hyper: Hyper) -> None:
@@ -113,9 +113,9 @@ class Rule(ABC):
         return (MASTER, *(state.name for state in self.states))
 
     def segments(self, states: Mapping[str, StateMemory], offsets: np.ndarray, numels: np.ndarray) -> np.ndarray:
-        """Rows for the kernel: runs of the states at these offsets, of so many elements.
+        """Return rows for the kernel: runs of the states at these offsets, with these numbers of elements.
 
-        Gradients, device parameters, places in the parameters and the rows of scalars are the caller's to fill in.
+        The caller fills in the gradients, the device parameters, the places in the parameters and the rows of scalars.
         """
         rows = np.zeros(len(offsets), kernels.SEGMENT)
         for moment, state in enumerate(self.states):
@@ -136,11 +136,11 @@ class Rule(ABC):
         threads: int,
         keep_states: bool,
     ) -> None:
-        """One pass over the segments: unscale, clip, update, and round to the device parameters.
+        """Unscale, clip, update, and round to the device parameters, in one pass over the segments.
 
         Args:
             formats: the names of the formats of the states that the segments point to, by state.
-            param_dtype: of the device parameters to write; None: none are written.
+            param_dtype: the type of the device parameters to write; None: write none.
             keep_states: leave the states as they are, and write the device parameters only.
         """
         kernels.update(
@@ -182,7 +182,7 @@ class Scalars:
         group, count = np.asarray(groups, np.int64)[params], steps[params].astype(np.int64)
         pairs, first, of_param = np.unique(group << _COUNT_BITS | count, return_index=True, return_inverse=True)
         self.rows = np.full(len(groups), -1)
-        """The row of ``table`` that is each parameter's; -1: it has no gradient."""
+        """The row of ``table`` for each parameter; -1: it has no gradient."""
         self.rows[params] = of_param
         rows = []
         for pair, param in zip(pairs.tolist(), params[first].tolist(), strict=True):

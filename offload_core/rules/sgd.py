@@ -43,8 +43,8 @@ class SGD(Rule):
     arithmetic."""
 
     has_momentum: bool = False
-    """True if the momentum is not 0, and has a state. It stays so: a schedule may change the momentum, but not from or
-    to 0."""
+    """True if the momentum is not 0, so that it has a state. This never changes: a schedule may change the momentum,
+    but not from or to 0."""
 
     name = "sgd"
     hyper: ClassVar[type[SGDHyper]] = SGDHyper

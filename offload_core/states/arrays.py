@@ -1,5 +1,6 @@
 """Runs of optimizer states in the format in which they are kept."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -12,10 +13,76 @@ from ..native import kernels
 assert BLOCK == kernels.STATE_BLOCK, "Python and C differ in the elements of a block"
 
 
-class StateArray:
-    """A one-dimensional run of a state.
+class StateRun(ABC):
+    """A one-dimensional run of a state, wherever a store has it. It may be read in any thread."""
 
-    Its values lie in memory as they are (:attr:`view`), or encoded; :meth:`read` and :meth:`write` serve both.
+    format: StateFormat
+    size: int
+    """In elements."""
+
+    @property
+    def view(self) -> np.ndarray | None:
+        """The memory of values that lie there as they are, for as long as the store lasts; None: there is none."""
+        return None
+
+    @property
+    def upper(self) -> np.ndarray | None:
+        """The memory of the parameter that is kept with the state, to be read only; None: there is none."""
+        return None
+
+    @abstractmethod
+    def __getitem__(self, run: slice) -> "StateRun": ...
+
+    @abstractmethod
+    def read(self, at: int, out: np.ndarray) -> None:
+        """Copy elements from ``at`` on to ``out``, of any floating-point type."""
+
+    @abstractmethod
+    def write(self, values: np.ndarray) -> None:
+        """Replace the whole run, which begins with a block, and ends with one or with its parameter.
+
+        Values are rounded to nearest. Those of :meth:`read` stay as they are.
+        """
+
+    def values(self) -> np.ndarray:
+        """The values, in the format's own type: :attr:`view`, or a copy that cannot be written to."""
+        if (view := self.view) is not None:
+            return view
+        copy = np.empty(self.size, self.format.values.numpy)
+        self.read(0, copy)
+        copy.flags.writeable = False
+        return copy
+
+    def follow(self, values: np.ndarray, replaced: dict[int, np.ndarray]) -> None:
+        """Take the elements of ``values`` that differ from the run as it was last updated, rounded to their type.
+
+        Other elements keep all their bits, and those that once differed get theirs back: weights that somebody
+        exchanges for others, and puts back, lose nothing.
+
+        Args:
+            replaced: the parts of the run that earlier calls have changed, in fp32 and as they were before, by their
+                start. This call adds to it and takes from it.
+        """
+        assert values.size == self.size
+        bits = f"u{values.itemsize}"
+        for start in range(0, self.size, _DECODED):
+            theirs = values[start : start + _DECODED]
+            mine = replaced.get(start)
+            if mine is None:
+                mine = np.empty(theirs.size, np.float32)
+                self.read(start, mine)
+            changed = mine.astype(theirs.dtype).view(bits) != theirs.view(bits)
+            part = self[start : start + mine.size]
+            if changed.any():
+                replaced[start] = mine
+                part.write(np.where(changed, theirs.astype(np.float32), mine))
+            elif start in replaced:
+                part.write(mine)
+                del replaced[start]  # after the write, which an interrupt may cut off
+
+
+class StateArray(StateRun):
+    """A run in host memory: its values lie there as they are, or encoded.
 
     Args:
         data: the elements as they are stored.
@@ -75,19 +142,11 @@ class StateArray:
         )
 
     @property
-    def encoded(self) -> bool:
-        """True if the values do not lie in memory as they are."""
-        return self.format.encoded
-
-    @property
-    def view(self) -> np.ndarray:
-        """The memory of values that lie there as they are."""
-        assert not self.encoded
-        return self._data[self._first : self._first + self.size]
+    def view(self) -> np.ndarray | None:
+        return None if self.format.encoded else self._data[self._first : self._first + self.size]
 
     @property
     def upper(self) -> np.ndarray | None:
-        """The memory of the parameter that is kept with the state, to be read only; None: there is none."""
         return None if self._upper is None else self._upper[self._first : self._first + self.size]
 
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
@@ -105,19 +164,18 @@ class StateArray:
         if self._upper is not None:
             rows["high"] = kernels.address(self._upper) + at * self._upper.itemsize
 
-    def values(self) -> np.ndarray:
-        """The values, in the format's own type: memory, or a copy that cannot be written to."""
-        if not self.encoded:
-            return self.view
-        copy = np.empty(self.size, self.format.values.numpy)
-        self.read(0, copy)
-        copy.flags.writeable = False
-        return copy
+    @property
+    def stored(self) -> list[np.ndarray]:
+        """The memory of a run that begins with a block: its elements as they are stored, and what its blocks share."""
+        first, stop = self._first, self._first + self.size
+        block = self.format.block
+        assert first % block == 0
+        shared = [] if self._beside is None else [self._beside[first // block : -(-stop // block)]]
+        return [self._data[first:stop], *shared]
 
     def read(self, at: int, out: np.ndarray) -> None:
-        """Copy elements from ``at`` on to ``out``, of any floating-point type. From any thread."""
-        if not self.encoded:
-            np.copyto(out, self.view[at : at + out.size])
+        if (view := self.view) is not None:
+            np.copyto(out, view[at : at + out.size])
             return
         first, left = self._first + at, out.size
         done = 0
@@ -128,44 +186,17 @@ class StateArray:
             done, left = done + numel, left - numel
 
     def write(self, values: np.ndarray) -> None:
-        """Replace the whole run, which begins with a block, and ends with one or with its parameter.
-
-        Values are rounded to nearest. Those of :meth:`read` stay as they are.
-        """
         assert values.size == self.size
-        if not self.encoded:
-            np.copyto(self.view, values)
+        if (view := self.view) is not None:
+            if values.dtype in BY_NUMPY and values.size:
+                given = np.ascontiguousarray(values)
+                kernels.cast_array(given, BY_NUMPY[given.dtype], view, self.format.values, self._threads)
+            else:
+                np.copyto(view, values)
             return
         for start in range(0, self.size, _DECODED):
             part = values[start : start + _DECODED]
             self._encode(self._first + start, _as_float32(part, self._threads))
-
-    def follow(self, values: np.ndarray, replaced: dict[int, np.ndarray]) -> None:
-        """Take the elements of ``values`` that differ from the run as it was last updated, rounded to their type.
-
-        Other elements keep all their bits, and those that once differed get theirs back: weights that somebody
-        exchanges for others, and puts back, lose nothing.
-
-        Args:
-            replaced: the parts of the run that earlier calls have changed, in fp32 and as they were before, by their
-                start. This call adds to it and takes from it.
-        """
-        assert values.size == self.size
-        bits = f"u{values.itemsize}"
-        for start in range(0, self.size, _DECODED):
-            theirs = values[start : start + _DECODED]
-            mine = replaced.get(start)
-            if mine is None:
-                mine = np.empty(theirs.size, np.float32)
-                self.read(start, mine)
-            changed = mine.astype(theirs.dtype).view(bits) != theirs.view(bits)
-            part = self[start : start + mine.size]
-            if changed.any():
-                replaced[start] = mine
-                part.write(np.where(changed, theirs.astype(np.float32), mine))
-            elif start in replaced:
-                part.write(mine)
-                del replaced[start]  # after the write, which an interrupt may cut off
 
     def _decoded(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, np.float32)
@@ -177,14 +208,13 @@ class StateArray:
         kernels.encode(self.format.name, values, **memory, threads=self._threads)
 
     def _memory(self, start: int, stop: int) -> dict[str, Any]:
-        """What the kernels are told of these elements, the first of which begins a block."""
-        assert self._beside is not None
-        assert start % self.format.block == 0
-        beside = self._beside[start // self.format.block : -(-stop // self.format.block)]
+        """The kernels' arguments for these elements of ``data``, the first of which begins a block."""
+        part = StateArray(self.format, self._data, self._beside, self._upper, first=start, size=stop - start)
+        data, beside = part.stored
         kinds = {"ties": beside} if self.format is SPLIT else {"scales": beside}
-        if self._upper is not None:
-            kinds["high"] = self._upper[start:stop]
-        return {"data": self._data[start:stop], "has_sign": self.format.has_sign, **kinds}
+        if part.upper is not None:
+            kinds["high"] = part.upper
+        return {"data": data, "has_sign": self.format.has_sign, **kinds}
 
 
 _DECODED = 2**20

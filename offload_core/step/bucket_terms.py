@@ -10,12 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.options import OffloadConfig
-from ..config.state_formats import SPLIT, StateFormat
+from ..config.state_formats import SPLIT, Master, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, Kinds, ParamSpec, planned
-from ..memory.plan import PARAMETER_SHARDS, MemoryPlan, PlanRow
+from ..memory.plan import DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
 from ..rules import MASTER, Rule
+from ..states import STORES
 from .worker import Background, Inline
 
 STAGING = "staging"
@@ -76,6 +77,8 @@ class BucketTerms:
         self._terms = device
         self._scaled = scaled
         self._rule = config.rule()
+        self.store = STORES[str(config.offload_optimizer)]
+        """The kind of store that keeps the states."""
         self.direct = device.addressable and device.world_size == 1
         """Nothing is moved: kernels read gradients and write parameters where they are."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
@@ -133,20 +136,21 @@ class BucketTerms:
     def activations(self, devices: int = 1) -> list[PlanRow]:
         """What was declared of activations, of a process with so many devices."""
         declared = {
-            "device": devices * self.config.activation_memory,
-            "host": self.config.host_activation_memory,
+            DEVICE: devices * self.config.activation_memory,
+            HOST: self.config.host_activation_memory,
         }
         return [PlanRow("activations", where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
         """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,
         least first."""
-        mine = sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen))
-        found = []
-        for setting, fields in NARROWER.items():
-            terms = self._with(**fields)
-            found.append((setting, mine - sum(row.n_bytes for row in terms.host_rows(specs, frozen=frozen))))
-        return tuple((setting, saved) for setting, saved in found if saved > 0)
+
+        def host_bytes(terms: "BucketTerms") -> int:
+            return sum(row.n_bytes for row in terms.host_rows(specs, frozen=frozen) if row.where == HOST)
+
+        mine = host_bytes(self)
+        saved = {setting: mine - host_bytes(self._with(**fields)) for setting, fields in NARROWER.items()}
+        return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
     def _with(self, **fields: Any) -> "BucketTerms":
         """These terms with other settings."""
@@ -158,7 +162,7 @@ class BucketTerms:
     def host_rows(
         self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = (), one_by_one: bool = False
     ) -> list[PlanRow]:
-        """What is allocated on the host when ``specs`` are taken on, and for the shards of ``frozen``.
+        """What is allocated on the host and in the store when ``specs`` are taken on, and for the shards of ``frozen``.
 
         Args:
             one_by_one: gradients come during backward, so that updates can follow them.
@@ -166,11 +170,11 @@ class BucketTerms:
         kinds = self._kinds(specs)
         rules = dict.fromkeys(self.rule_of(bucket) for bucket, _ in kinds) or {self._rule: None}
         states = dict.fromkeys(name for rule in rules for name in rule.state_names)
-        host: dict[str, int] = dict.fromkeys((*states, GRADIENTS_ON_HOST, STAGING), 0)
+        kept, host = dict.fromkeys(states, 0), dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
         for bucket, n in kinds:
             numel = len(self._terms.ranks) * bucket.shard_numel
             for name, format in self.state_formats(bucket).items():
-                host[name] += n * format.n_bytes(numel)
+                kept[name] += n * format.n_bytes(numel)
         lent = self._gradient_slot_bytes(kinds)
         if lent is not None:
             host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self.lent_bytes)
@@ -188,7 +192,11 @@ class BucketTerms:
             STAGING: "reduce_bucket_size",
             PARAMETER_SHARDS: smaller,
         }
-        return [PlanRow(what, "host", n_bytes, remedies.get(what, _RANKS)) for what, n_bytes in host.items()]
+        return [
+            PlanRow(what, where, n_bytes, remedies.get(what, _RANKS))
+            for where, of in ((self.store.place, kept), (HOST, host))
+            for what, n_bytes in of.items()
+        ]
 
     def _fewer_gradients(self, one_by_one: bool) -> str | None:
         """The setting with which gradients take less of the host, if there is one."""
@@ -223,12 +231,11 @@ class BucketTerms:
             GRADIENTS: (gradients, sooner),
         }
         rows_of = [
-            PlanRow(what, "device", n_bytes, remedy, brief=what != PARAMETERS)
-            for what, (n_bytes, remedy) in rows.items()
+            PlanRow(what, DEVICE, n_bytes, remedy, brief=what != PARAMETERS) for what, (n_bytes, remedy) in rows.items()
         ]
         each = [self.way_bytes(bucket) for bucket, _ in self._kinds(specs)]
         on_way = min(self.depth, len(buckets)) * max(each, default=0)
-        return [*rows_of, PlanRow("buckets on their way", "device", on_way, "reduce_bucket_size", brief=True)]
+        return [*rows_of, PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True)]
 
     def _most_together(
         self,
@@ -314,7 +321,7 @@ class BucketTerms:
         steps = self.config.gradient_accumulation_steps
         gradient = self.home_dtype(bucket) if self.has_home else bucket.dtype
         formats = self.state_formats(bucket)
-        apart = "master" in formats and formats["master"] is not SPLIT
+        apart = Master.of(formats) is Master.APART
         numel = len(self._terms.ranks) * bucket.shard_numel
         states = sum(format.n_bytes(numel) for format in formats.values())
         update = numel * (gradient.itemsize + (1 if apart else 2) * bucket.dtype.itemsize) + 2 * states
@@ -354,16 +361,17 @@ class BucketTerms:
     def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
         """The formats of the states that a bucket's parameters have; no master weight where they are their own.
 
-        Master weights are split where the parameters lie on the host, and nobody but this package writes to them.
+        Master weights are split where the parameters lie on the host, nobody but this package writes to them, and the
+        store can hold them so.
         """
         formats = dict(self.config.state_formats(bucket.dtype, self.rule_of(bucket)))
         if self.config.schedule == "delayed" or self.sends_early:  # parameter and master may be of different steps
             return formats
         in_place = self.host_shards if bucket.partitioned else self._terms.updates_in_place
-        if in_place and bucket.dtype is formats["master"].values:
-            del formats["master"]
+        if in_place and bucket.dtype is formats[MASTER].values:
+            del formats[MASTER]
         elif bucket.partitioned and self.config.offload_param == "cpu" and bucket.dtype is SPLIT.upper:
-            formats["master"] = SPLIT
+            formats[MASTER] = SPLIT if self.store.holds(SPLIT) else formats[MASTER]
         return formats
 
     @property

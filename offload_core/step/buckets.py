@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ..config.options import OffloadConfig
+from ..config.state_formats import Master
 from ..device.protocols import Copy, Device, HostArray
 from ..device.trace import COMPUTE
 from ..dtypes import BY_NUMPY, FLOAT32
@@ -15,11 +16,12 @@ from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
 from ..native import kernels
 from ..ranks.consistency import agree
-from ..states.in_memory import StatesInMemory
+from ..rules import MASTER
+from ..states.store import Extent
 from ..support.threads import Task
 from .bucket_terms import BucketTerms
 from .gradient_memory import GradientMemory
-from .local_bucket import LocalBucket
+from .local_bucket import LocalBucket, Writes
 
 T = TypeVar("T")
 
@@ -47,7 +49,7 @@ class LocalBuckets:
         self.staging: StagingRing | None = None
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
-        self.store = StatesInMemory(self.memory, len(device.ranks), config.threads)
+        self.store = self.terms.store(self.memory, len(device.ranks), config.threads)
         self.worker = self.terms.worker()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -71,7 +73,7 @@ class LocalBuckets:
         self.planned += planned
         self.of += [[] for _ in specs]
         for bucket, own in zip(buckets, self.gradient_memory.take_on(buckets), strict=True):
-            states = self.store.read(bucket.index).arrays
+            in_place = terms.direct or (bucket.partitioned and terms.host_shards)
             work = LocalBucket(
                 bucket,
                 bucket.shards(self.device.ranks),
@@ -79,16 +81,14 @@ class LocalBuckets:
                 terms.rule_of(bucket),
                 terms.wire(bucket),
                 own,
-                without_master="master" not in states,
-                parameters_apart="master" in states and states["master"].upper is None,
-                written_by_kernel=terms.direct or (bucket.partitioned and terms.host_shards),
+                Master.of(terms.state_formats(bucket)),
+                Writes.IN_PLACE if in_place else Writes.STAGING,
             )
             self.all.append(work)
             for param in work.members:
                 self.of[param].append(work)
-            if not work.without_master:
-                for piece in work.pieces:
-                    self.load_master(work, piece, tensors[piece.param - first])
+            for piece in work.pieces if work.master is not Master.PARAMETER else ():
+                self.load_master(work, piece, tensors[piece.param - first])
         return self.all[-len(buckets) :] if buckets else []
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
@@ -175,14 +175,13 @@ class LocalBuckets:
         return arrays.addresses + (work.in_tensor[pieces] * work.bucket.dtype.itemsize).astype(np.uintp)
 
     def load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
-        arena, at = self.store.locate(work.bucket.index, piece.offset)
-        master = arena["master"][at : at + piece.numel]
-        source = self.read(work, piece, tensor)
-        if master.encoded:
-            master.write(source.view())
-        else:
-            rows = kernels.spans_of([(source.address, kernels.address(master.view), piece.numel)])
-            kernels.cast(rows, source.dtype, master.format.values, threads=self.threads)
+        """Take the master weights of a piece from a parameter's tensor."""
+        source = self.read(work, piece, tensor)  # it holds the memory
+        self.store.run([self.extent(work, piece)])[MASTER].write(source.view())
+
+    def extent(self, work: LocalBucket, piece: Piece) -> Extent:
+        """The place of a piece's states."""
+        return Extent(work.bucket.index, piece.offset, piece.numel)
 
     def read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
         """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from ..config.state_formats import Master
 from ..errors import CollectiveError
 from ..support.threads import uninterrupted
 from .announced import Announced
@@ -14,6 +15,7 @@ from .buckets import LocalBuckets
 from .counts import UpdateCounts
 from .decision import Verdict
 from .health import HealthEvent, PipelineHealth, Use
+from .local_bucket import Writes
 from .state_lock import StateLock, changes
 from .update import Updates
 
@@ -141,11 +143,11 @@ class LastStep:
             work.take()
             work.written = work.owed = None
             work.forget_gradients(GradientEvent.ABORT)
-            if work in lost and work.parameters_apart:
+            if work in lost and work.master is Master.APART:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
-            elif work in completed and not work.written_by_kernel:
+            elif work in completed and work.writes is Writes.STAGING:
                 work.fall_behind(work.members)
         if health.lost_a_rank:
             self.published = {}  # parameters stay those of the step before, where nothing was written in place

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
+from enum import Enum
 from typing import Any
 
 import numpy as np
 
+from ..config.state_formats import Master
 from ..device.events import Event
 from ..device.protocols import HostArrays
 from ..dtypes import BY_NUMPY, ElementType
@@ -25,6 +27,14 @@ from .bucket_states import (
 )
 
 
+class Writes(Enum):
+    """The memory that the kernel writes besides states, of which a parameter may be one."""
+
+    STATES = "none"
+    IN_PLACE = "the parameters where they are"
+    STAGING = "staging, from which they are published"
+
+
 @dataclass(eq=False)
 class LocalBucket:
     """The three state machines of ``bucket_states.py`` and the data that belongs to each."""
@@ -41,13 +51,10 @@ class LocalBucket:
     own: np.ndarray | None
     """The host memory of the bucket's own in which gradients wait: fp32 if they are summed here, else of type ``wire``.
     None where they are read in the device's own memory, and where memory is lent to the bucket."""
-    without_master: bool
-    """The parameters are their own master weights."""
-    parameters_apart: bool
-    """The parameters are written from master weights, and may lag behind them. False: no update changes one without
-    the other."""
-    written_by_kernel: bool
-    """The update writes the new parameters where they are: nothing is left to publish."""
+    master: Master
+    """Parameters may lag behind master weights that lie apart. Others change with them."""
+    writes: Writes
+    """The memory of the parameters that a step updates."""
     home: np.ndarray | None = field(init=False)
     """Gradient: the memory in which gradients wait, its own or lent; None: it has none now."""
     waiting: dict[int, Any] = field(default_factory=dict)

@@ -35,7 +35,7 @@ from ..device.events import Event
 from ..device.protocols import Device
 from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
-from ..memory.plan import PlanRow
+from ..memory.plan import HOST, PlanRow
 from ..memory.report import MemoryReport
 from ..rules import Rule
 from .agreement import agree
@@ -131,6 +131,7 @@ class Pipeline:
         """Forget all parameters and their states, and free their memory. Others may be added then."""
         self.last_step.finish()
         self.drop_gradients()
+        self.buckets.store.close()
         self._begin()
 
     @contextmanager
@@ -466,5 +467,7 @@ class Pipeline:
     def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
         """Host memory planned and held now, and the front end's own, by ``(where, what)``."""
         numel = sum(spec.numel for spec in self.params)
-        own = {("host", what): n_bytes for what, n_bytes in self.memory.report().items()}
-        return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **held})
+        store = self.buckets.store
+        own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
+        kept = {(store.place, what): n_bytes for what, n_bytes in store.held().items()}
+        return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **kept, **held})

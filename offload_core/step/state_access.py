@@ -10,10 +10,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..config.state_formats import Master
 from ..layout.partition import Piece
 from ..layout.regions import Elements, InMemory
 from ..ranks.collectives import merge
-from ..states.arrays import StateArray
+from ..rules import MASTER
+from ..states.arrays import StateArray, StateRun
+from ..states.store import Extent
 from ..support.checks import LARGEST, shown
 from .health import Use
 from .local_bucket import LocalBucket
@@ -32,12 +35,12 @@ def checked_count(value: Any) -> int:
     return int(number)
 
 
-class StateRun(NamedTuple):
+class ParameterRun(NamedTuple):
     """Elements ``[start, start + numel)`` of a parameter, in the core's order, and their states."""
 
     start: int
     numel: int
-    arrays: dict[str, StateArray]
+    arrays: dict[str, StateRun]
     """By name, those of the parameter's rule."""
     in_place: bool
     """True if the parameter is its own master weight: ``"master"`` is its memory."""
@@ -66,36 +69,36 @@ class StateAccess:
     def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
         """This process's states of a parameter: ``(start, {name: values})`` a contiguous run, ascending.
 
-        Values in float32 and bfloat16 are the memory itself: call :meth:`will_change` before you write to them. Others
-        are copies that cannot be written to.
+        Values in float32 and bfloat16 are the memory itself where the store has them in memory: call
+        :meth:`will_change` before you write to them. Others are copies that cannot be written to.
         """
         self._pipeline.last_step.finish()
-        return [(start, {name: a.values() for name, a in arrays.items()}) for start, arrays in self._states(param)]
+        return [(start, {name: run.values() for name, run in runs.items()}) for start, runs in self._states(param)]
 
     def extents(self, param: int) -> list[tuple[int, int]]:
         """``(start, elements)`` of each run of :meth:`states`."""
-        return [(start, numel) for start, numel, _, _ in self._merged(param)]
+        return [(start, sum(extent.numel for extent in extents)) for start, extents in self._extents(param)]
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
         """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
-        return {name: array.values() for name, array in self.local_arrays(param).items()}
+        return {name: run.values() for name, run in self.local_runs(param).items()}
 
-    def local_arrays(self, param: int) -> dict[str, StateArray]:
-        """The memory of :meth:`local_states`."""
+    def local_runs(self, param: int) -> dict[str, StateRun]:
+        """The runs of :meth:`local_states`. Call :meth:`will_change` before you write to them."""
         self._pipeline.last_step.finish()
-        return self._local_states(param)
+        return self._local_runs(param)
 
-    def runs(self, param: int, tensor: Any) -> list[StateRun]:
-        """This process's states of a parameter, bucket after bucket: the memory itself."""
+    def runs(self, param: int, tensor: Any) -> list[ParameterRun]:
+        """This process's states of a parameter, bucket after bucket."""
         self._pipeline.last_step.finish()
         return self._runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """The memory of a parameter that is its own master weight, ``(start, memory)`` a run; else nothing."""
-        if not any(work.without_master for work in self._buckets.of[param]):
+        if not any(work.master is Master.PARAMETER for work in self._buckets.of[param]):
             return []
         if self._pipeline.params[param].partitioned:
-            return [(run.start, run.arrays["master"].view) for run in self._runs(param, tensor)]
+            return [(run.start, run.arrays[MASTER].values()) for run in self._runs(param, tensor)]
         return [(0, self._pipeline.device.host_array(tensor).view())]
 
     def parameter_memory(self, param: int) -> np.ndarray | None:
@@ -104,12 +107,10 @@ class StateAccess:
 
         Only this package's own methods may write to it.
         """
-        works = self._buckets.of[param]
-        if not works:
-            return None
-        arena, at = self._buckets.store.locate(works[0].bucket.index, 0)
-        numel = len(self._pipeline.device.ranks) * sum(work.bucket.shard_numel for work in works)
-        return arena["master"][at : at + numel].upper if "master" in arena else None
+        buckets, n_ranks = [work.bucket for work in self._buckets.of[param]], len(self._pipeline.device.ranks)
+        whole = [Extent(bucket.index, 0, n_ranks * bucket.shard_numel) for bucket in buckets]
+        master = self._buckets.store.run(whole).get(MASTER)
+        return None if master is None else master.upper
 
     def names(self, param: int) -> tuple[str, ...]:
         """The names of a parameter's states, the master weight first."""
@@ -149,15 +150,15 @@ class StateAccess:
         The caller then writes the device parameter, which may be its own master weights.
         """
         self.will_change([param])
-        for start, arrays in self._states(param):
-            for name in values.keys() & arrays.keys():
-                arrays[name].write(values[name][start : start + arrays[name].size])
+        for start, runs in self._states(param):
+            for name in values.keys() & runs.keys():
+                runs[name].write(values[name][start : start + runs[name].size])
 
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
         self.will_change([param])
         for work, piece in self._pieces_of(param):
-            if not work.without_master:
+            if work.master is not Master.PARAMETER:
                 self._buckets.load_master(work, piece, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
@@ -173,15 +174,15 @@ class StateAccess:
         self._pipeline.last_step.finish()
         self._pipeline.early.recall([param])
         for work, piece in self._pieces_of(param):
-            if not work.without_master:
+            if work.master is not Master.PARAMETER:
                 source = self._buckets.read(work, piece, tensor)  # it holds the memory
-                self._buckets.store.follow(work.bucket.index, piece.offset, param, source.view())
+                self._buckets.store.follow(self._buckets.extent(work, piece), param, source.view())
 
     def publish_later(self, params: Iterable[int]) -> None:
         """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""
         for param in params:
             for work in self._buckets.of[param]:
-                if work.parameters_apart:
+                if work.master is Master.APART:
                     work.fall_behind([param])
 
     # --- where states lie ----------------------------------------------------------------------------
@@ -190,47 +191,32 @@ class StateAccess:
         found = [(work, work.pieces[i]) for work in self._buckets.of[param] for i in work.positions.get(param, ())]
         return sorted(found, key=lambda pair: pair[1].start)
 
-    def _locate(self, work: LocalBucket, piece: Piece) -> tuple[dict[str, StateArray], int]:
-        return self._buckets.store.locate(work.bucket.index, piece.offset)
-
-    def _states(self, param: int) -> list[tuple[int, dict[str, StateArray]]]:
-        return [
-            (start, {name: array[at : at + numel] for name, array in arena.items()})
-            for start, numel, at, arena in self._merged(param)
-        ]
-
-    def _merged(self, param: int) -> list[tuple[int, int, int, dict[str, StateArray]]]:
-        runs: list[tuple[int, int, int, dict[str, StateArray]]] = []
+    def _extents(self, param: int) -> list[tuple[int, list[Extent]]]:
+        """``(start, extents)`` of each run of elements that follow one another."""
+        found: list[tuple[int, list[Extent]]] = []
+        end = None
         for work, piece in self._pieces_of(param):
-            arena, at = self._locate(work, piece)
-            start, numel = piece.start, piece.numel
-            if runs and runs[-1][3] is arena and runs[-1][0] + runs[-1][1] == start and runs[-1][2] + runs[-1][1] == at:
-                before = runs.pop()
-                start, numel, at = before[0], before[1] + numel, before[2]
-            runs.append((start, numel, at, arena))
-        return runs
+            if piece.start != end:
+                found.append((piece.start, []))
+            found[-1][1].append(self._buckets.extent(work, piece))
+            end = piece.stop
+        return found
 
-    def _local_states(self, param: int) -> dict[str, StateArray]:
-        pieces = self._pieces_of(param)
-        if not pieces:
-            return {}
-        arena, at = self._locate(*pieces[0])
-        numel = sum(piece.numel for _, piece in pieces)
-        last, end = self._locate(*pieces[-1])
-        assert last is arena
-        assert end + pieces[-1][1].numel == at + numel
-        return {name: array[at : at + numel] for name, array in arena.items()}
+    def _states(self, param: int) -> list[tuple[int, dict[str, StateRun]]]:
+        return [(start, self._buckets.store.run(extents)) for start, extents in self._extents(param)]
 
-    def _runs(self, param: int, tensor: Any) -> list[StateRun]:
+    def _local_runs(self, param: int) -> dict[str, StateRun]:
+        return self._buckets.store.run([extent for _, extents in self._extents(param) for extent in extents])
+
+    def _runs(self, param: int, tensor: Any) -> list[ParameterRun]:
         found = []
         for work, piece in self._pieces_of(param):
-            arena, at = self._locate(work, piece)
-            arrays = {name: array[at : at + piece.numel] for name, array in arena.items()}
-            in_place = work.without_master
+            runs = self._buckets.store.run([self._buckets.extent(work, piece)])
+            in_place = work.master is Master.PARAMETER
             if in_place:
-                arrays["master"] = StateArray.of(self._buckets.read(work, piece, tensor).view())
+                runs[MASTER] = StateArray.of(self._buckets.read(work, piece, tensor).view())
             read = partial(self._read_parameter, work, piece, tensor)
-            found.append(StateRun(piece.start, piece.numel, arrays, in_place, read))
+            found.append(ParameterRun(piece.start, piece.numel, runs, in_place, read))
         return found
 
     def _read_parameter(self, work: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:

@@ -8,18 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from ..config.state_formats import Master
 from ..device.events import Done, Event, Waiting
 from ..device.trace import COMPUTE, UPDATE
-from ..dtypes import BY_NUMPY
+from ..dtypes import BY_NUMPY, ElementType
 from ..memory.host_memory import Lease
 from ..native import kernels
 from ..ranks.consistency import combine
-from ..rules import Scalars
+from ..rules import MASTER, Scalars
 from ..support.threads import Task
 from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
 from .buckets import LocalBuckets
 from .decision import Decision
-from .local_bucket import LocalBucket
+from .local_bucket import LocalBucket, Writes
 
 
 class Updates:
@@ -48,8 +49,7 @@ class Updates:
         """
 
         def update(work: LocalBucket) -> Event:
-            out = None if work.written_by_kernel else self._borrow(work)
-            self._run(work, decision.scalars, decision.tensors, out)
+            out = self._run(work, decision.scalars, work.writes, decision.tensors)
             work.owed = None
             work.forget_gradients(GradientEvent.END)
             if out is None:
@@ -57,6 +57,7 @@ class Updates:
             present = set(decision.present)
             return self._buckets.device.publish(work.bucket, out, decision.tensors, present, self._lease(work), after)
 
+        self._buckets.store.expect(work.bucket.index for work in works)
         for work in works:
             work.gradient.on(GradientEvent.USE)
             work.send(decision.present)
@@ -71,10 +72,11 @@ class Updates:
         """Update states only. The parameters were sent early, or :meth:`publish` sends them later."""
 
         def update(work: LocalBucket) -> None:
-            self._run(work, decision.scalars, None, None)
+            self._run(work, decision.scalars, Writes.STATES)
             work.owed = None
             work.forget_gradients(GradientEvent.END)
 
+        self._buckets.store.expect(work.bucket.index for work in works)
         for work in works:
             work.gradient.on(GradientEvent.USE)
             if work.publication.state is Publication.EARLY:
@@ -130,13 +132,15 @@ class Updates:
                 work.gradient.on(GradientEvent.USE)
             work.sent_early = sent
             work.publication.on(PublicationEvent.SEND_EARLY)
-            out = self._borrow(work)
-            self._run(work, scalars, None, out, among=sent, keep_states=keep_states)
+            out = self._run(work, scalars, Writes.STAGING, tensors, among=sent, keep_states=keep_states)
+            assert out is not None
             if not keep_states:
                 work.give_back()
             after = Done()  # the gradients arrived after all earlier reads of these parameters
             return self._buckets.device.publish(work.bucket, out, tensors, set(sent), self._lease(work), after)
 
+        if not keep_states:
+            self._buckets.store.expect([work.bucket.index])
         work.give(self._send(work, start))
 
     def _all_ranks(self, send: bool, present: frozenset[int], work: LocalBucket) -> frozenset[int] | None:
@@ -157,66 +161,78 @@ class Updates:
         self,
         work: LocalBucket,
         scalars: Scalars,
-        tensors: Sequence[Any] | None,
-        out: np.ndarray | None,
+        writes: Writes,
+        tensors: Sequence[Any] = (),
         *,
         among: frozenset[int] | None = None,
         keep_states: bool = False,
-    ) -> None:
-        """Update the pieces that have a gradient and scalars.
+    ) -> np.ndarray | None:
+        """Update the pieces that have a gradient and scalars. Return the staging that was written, if any.
 
-        Parameters are written to ``out`` if given, else to ``tensors`` if given, else nowhere. One that is its own
-        master weight, or its upper half, is always written.
+        A parameter that is its own master weight, or its upper half, is always written.
 
         Args:
+            writes: where other parameters are written.
+            tensors: the device parameters; not needed where only states are written.
             among: these parameters alone.
         """
         store = self._buckets.store
+        out = self._borrow(work) if writes is Writes.STAGING else None
         rows = scalars.rows[work.params]
         chosen = rows >= 0
         if among is not None and among != work.members:
             chosen &= np.isin(work.params, list(among))
         updated = {*work.params[chosen].tolist()}
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, updated)
-        in_place = work.without_master
         formats = {name: array.format.name for name, array in states.arrays.items()}
-        if in_place:
-            formats["master"] = work.bucket.dtype.name
-        in_tensors = tensors if in_place or (out is None and work.parameters_apart) else None
-        rounds = out is not None or (in_tensors is not None and not in_place)
+        formats.setdefault(MASTER, work.bucket.dtype.name)
+        param_dtype: ElementType | None
+        match writes, work.master:
+            case (Writes.STAGING, _) | (Writes.IN_PLACE, Master.APART):
+                param_dtype = work.bucket.dtype
+            case _:  # states alone, and a parameter may be one of them
+                param_dtype = None
         for dtype, pieces in work.held(chosen):
             segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
             segments["grad"] = work.gradients.addresses[pieces]
             segments["scalars"] = rows[pieces]
             segments["start"] = work.starts[pieces]
             segments["seed"] = work.seeds[pieces]
-            if in_tensors is not None:
-                segments["master" if in_place else "param"] = self._buckets.in_place(work, pieces, in_tensors)
-            if out is not None:
-                segments["param"] = kernels.address(out) + work.offsets[pieces] * out.itemsize
+            if work.master is Master.PARAMETER:
+                segments["master"] = self._buckets.in_place(work, pieces, tensors)
+            if param_dtype is not None:
+                segments["param"] = self._addresses(work, pieces, tensors, out)
             with self._buckets.trace.span(UPDATE, "", work.bucket.index):
                 work.rule.update(
                     segments,
                     scalars,
                     formats,
                     grad_dtype=dtype,
-                    param_dtype=work.bucket.dtype if rounds else None,
+                    param_dtype=param_dtype,
                     threads=self._buckets.threads,
                     keep_states=keep_states,
                 )
         if not keep_states:
             store.commit(states)
+        return out
+
+    def _addresses(
+        self, work: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: np.ndarray | None
+    ) -> np.ndarray:
+        """The addresses of these pieces of the parameters in staging; without staging, where they are."""
+        if out is None:
+            return self._buckets.in_place(work, pieces, tensors)
+        return kernels.address(out) + work.offsets[pieces] * out.itemsize
 
     def _round_and_publish(
         self, work: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
     ) -> Event:
         pieces = np.array([i for i, piece in enumerate(work.pieces) if piece.param in stale], np.int64)
-        master = self._buckets.store.read(work.bucket.index).arrays["master"].view
-        out = None if work.written_by_kernel else self._borrow(work)
-        if out is None:
-            to = self._buckets.in_place(work, pieces, tensors)
-        else:
-            to = kernels.address(out) + work.offsets[pieces] * out.itemsize
+        states = self._buckets.store.read(work.bucket.index)  # it holds the memory
+        master = states.arrays[MASTER].view
+        assert master is not None
+        out = self._borrow(work) if work.writes is Writes.STAGING else None
+        to = self._addresses(work, pieces, tensors, out)
         spans = kernels.spans(kernels.address(master) + work.offsets[pieces] * master.itemsize, to, work.numels[pieces])
         threads = self._buckets.threads
         with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
@@ -335,7 +351,8 @@ class Updates:
                     scalars, tensors = work.owed
                     if work.gradient.state is not Gradient.USED:
                         work.gradient.on(GradientEvent.USE)
-                    self._run(work, scalars, tensors if work.written_by_kernel else None, None)
+                    writes = work.writes if work.writes is Writes.IN_PLACE else Writes.STATES
+                    self._run(work, scalars, writes, tensors)
                     done.append(work)
         return done
 

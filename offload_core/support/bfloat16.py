@@ -7,11 +7,11 @@ from pathlib import Path
 _CPUINFO = Path("/proc/cpuinfo")
 _AVX512 = frozenset({"avx512f", "avx512bw", "avx512dq", "avx512vl"})
 _CONVERTS = frozenset({"avx_vnni_int8", "avx_ne_convert"})
-"""Of processors without AVX-512 that oneDNN has bf16 kernels for."""
+"""Features of the processors without AVX-512 for which oneDNN has bf16 kernels."""
 _CAPS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 """Environment variables that keep oneDNN from newer instructions; the first that is set counts."""
 _WITHOUT = ("SSE41", "AVX", "AVX2", "AVX2_VNNI")
-"""Values of theirs that leave no bf16 kernels."""
+"""Values of these variables that leave no bf16 kernels."""
 
 
 def why_bfloat16_is_slow(cpuinfo: Path = _CPUINFO, environ: Mapping[str, str] = os.environ) -> str | None:

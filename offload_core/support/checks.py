@@ -8,7 +8,7 @@ from collections.abc import Collection
 from ..errors import ConfigError
 
 LARGEST = 2**62
-"""No count that is asked for is larger: sums of a few of them still fit in 64 bits."""
+"""The largest count that a user may ask for: sums of a few of them still fit in 64 bits."""
 _SHOWN = 500
 
 
@@ -35,7 +35,7 @@ def number(
         if isinstance(value, str | bool):
             raise TypeError
         converted = float(value)  # type: ignore[arg-type]
-    except Exception:  # 10**400 overflows, an array of several elements raises what its library likes
+    except Exception:  # 10**400 overflows, an array of several elements raises its library's own error
         raise ConfigError(f"{name}: got {shown(value)}, expected a number") from None
     if not (math.isfinite(converted) and converted >= least and converted > above and converted < below):
         bounds = [

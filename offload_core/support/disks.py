@@ -1,4 +1,4 @@
-"""System calls about what is on the disk and what is in the page cache. macOS lacks some; they then do nothing."""
+"""System calls that move files between page cache and disk. Those that macOS lacks do nothing there."""
 
 import errno
 import fcntl

@@ -1,6 +1,6 @@
 """Opens files that somebody else may have made: regular ones only, and small ones up to a bound.
 
-A FIFO blocks whoever opens it, a socket cannot be read, and reading a device may change it or never end.
+Opening a FIFO blocks, a socket cannot be read, and reading a device may change it or never end.
 """
 
 import errno

@@ -20,7 +20,7 @@ _NAMES = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PO
 """The variables that torchrun sets. Those of other launchers are translated to these."""
 _PLACE = _NAMES[:4]
 _PORTS = range(61440, 65536)
-"""They lie above the ports that Linux chooses for outgoing connections."""
+"""Ports for the meeting point. They lie above the ports that Linux chooses for outgoing connections."""
 
 Environment = Mapping[str, str]
 
@@ -149,7 +149,8 @@ def share_of_cpus(cpus: int, environ: Environment = os.environ, *, together: int
     for all ranks together, and may have bound each rank to its own part.
 
     Args:
-        together: the processors of all ranks together, where Slurm does not say it; None: those that this one sees.
+        together: the processors of all ranks together, if Slurm does not give them; None: the processors that this
+            rank sees.
     """
     return max(1, min(cpus, (cpus_together(environ) or together or cpus) // local_processes(environ)))
 

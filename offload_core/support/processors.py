@@ -28,7 +28,7 @@ class Share:
     cpus: tuple[int, ...]
     """One of each physical core, in the order of nodes."""
     threads: int
-    """As many, or fewer if the control group or Slurm grants less."""
+    """The number of threads: one for each processor, or fewer if the control group or Slurm grants less."""
     allowed: frozenset[int]
     """The processors that the process may use."""
     nodes: tuple[int, ...]
@@ -90,8 +90,8 @@ def choose(
         allowed: the processors that this rank may use.
         near: the nodes of each rank's devices; empty: unknown.
         rank: its number among them; None: unknown. It then may use the processors of all.
-        own: ``allowed`` belongs to this rank alone, and is used as it is.
-        alike: all ranks have the same ``allowed``; False: those near the same node have.
+        own: True if ``allowed`` belongs to this rank alone; all of it is used.
+        alike: True if all ranks have the same ``allowed``; False if only the ranks near the same node have.
         limit: the most threads.
     """
     cores, nodes, sharing = topology.cores(allowed), frozenset[int](), list(range(ranks))
@@ -128,7 +128,7 @@ def nodes_of_ranks(
     """The nodes of each rank's devices, as far as this process can know; empty: not even its own.
 
     If this is rank ``r`` and trains on device number ``r``, so do the others. Otherwise (it sees its own devices only,
-    for example) it takes them all to be where it is: its part of the cores is nobody else's then, though it may be
+    for example) it assumes that all ranks are on its node. No other rank then has its part of the cores, which may be
     small.
     """
     own = {node_of(ordinal) for ordinal in ordinals}
@@ -155,7 +155,7 @@ def available_cpus() -> int:
 
 
 def _granted(cpus: int) -> int:
-    """So many processors, or fewer if the control groups or Slurm grant less."""
+    """Return ``cpus``, or fewer if the control groups or Slurm grant less."""
     return max(1, min(cpus, _quota() or cpus, launchers.granted_cpus() or cpus))
 
 

@@ -1,10 +1,10 @@
-"""Threads, and waits for them, that a signal finds in no wrong moment.
+"""Threads, and waits for them, that stay correct if a signal interrupts them anywhere.
 
 Python runs signal handlers in the main thread, between any two of its instructions. ``threading.Condition`` is written
-in Python, and so is what is made of it (``Event``, ``Semaphore``, ``Thread.start``, ``concurrent.futures``): an
-interrupt in the middle of one leaves its lock taken, and the other thread then waits for ever. Here nothing that two
-threads share is locked while Python code runs. A lock of C code in a ``with`` is safe: Python takes no signal between
-its acquisition and the block.
+in Python, and so are the classes built on it (``Event``, ``Semaphore``, ``Thread.start``, ``concurrent.futures``): an
+interrupt in the middle of one leaves its lock taken, and the other thread then waits for ever. Here no lock that two
+threads share is held while Python code runs. A lock of C code in a ``with`` is safe: Python takes no signal between its
+acquisition and the block.
 """
 
 import atexit
@@ -55,13 +55,13 @@ class Condition:
 
 
 class Task(Generic[T]):
-    """Something that is done once, in any thread, and its result, which any number of threads may wait for."""
+    """A call that is made once, in any thread, and its result, for which any number of threads may wait."""
 
     def __init__(self, act: Callable[[], T]) -> None:
         self._act: Callable[[], T] | None = act
         self._process = os.getpid()
         self._claim = threading.Lock()
-        """Taken by the thread that does the task, or that cancels it."""
+        """The lock that the thread takes that does the task or cancels it."""
         self._done = False
         self._ended = Condition()
         self._result: T | None = None
@@ -71,13 +71,13 @@ class Task(Generic[T]):
 
     @classmethod
     def ended(cls, result: T) -> "Task[T]":
-        """A task that was done already."""
+        """Return a task that is done already."""
         task = cls(lambda: result)
         task.run()
         return task
 
     def run(self) -> None:
-        """Do it, unless it was begun or cancelled."""
+        """Do the task, unless it was begun or cancelled."""
         if not self._claim.acquire(blocking=False):
             return
         assert self._act is not None
@@ -92,18 +92,18 @@ class Task(Generic[T]):
         self._ended.notify_all()
 
     def cancel(self) -> bool:
-        """Have it never done; False if it was begun."""
+        """Cancel the task, so that it never runs. Return False if it was begun."""
         return self._claim.acquire(blocking=False)
 
     def done(self) -> bool:
-        """True if it has ended. Never blocks."""
+        """True if the task has ended. Never blocks."""
         return self._done
 
     def wait(self) -> None:
-        """Return when it has ended.
+        """Return when the task has ended.
 
         Raises:
-            StateError: it never will, because this process is a fork of the one whose thread does it.
+            StateError: it never ends, because this process is a fork of the one whose thread does it.
         """
         self._ended.wait_for(self._done_here)
 
@@ -113,12 +113,12 @@ class Task(Generic[T]):
         return self._done
 
     def exception(self) -> BaseException | None:
-        """Its error, when it has ended; None: it had none."""
+        """Wait for the task, and return its error; None: it had no error."""
         self.wait()
         return self._error
 
     def result(self) -> T:
-        """Its result, when it has ended; its error is raised."""
+        """Wait for the task, and return its result or raise its error."""
         self.wait()
         if self._error is None:
             return cast(T, self._result)
@@ -153,7 +153,7 @@ class TaskThread:
         _SERVING[self._tasks] = self._thread
 
     def submit(self, act: Callable[[], T]) -> Task[T]:
-        """Have the thread do this.
+        """Have the thread call ``act`` after all that was submitted before.
 
         Raises:
             StateError: the thread was told to end, or this process is a fork of the one that it is in.
@@ -178,13 +178,13 @@ _SERVING: dict["SimpleQueue[Task[Any] | None]", threading.Thread] = {}
 def _serve(tasks: "SimpleQueue[Task[Any] | None]") -> None:
     while (task := tasks.get()) is not None:
         task.run()
-        del task  # else what it did stays alive until the next one comes
+        del task  # else its objects stay alive until the next task comes
     _SERVING.pop(tasks, None)
 
 
 @atexit.register
 def _end_tasks() -> None:
-    """Let what was submitted end before the interpreter does: other ranks may wait for it."""
+    """Wait for all submitted tasks before the interpreter ends: other ranks may wait for them."""
     for tasks, thread in [*_SERVING.items()]:
         last = Task(lambda: None)
         tasks.put(last)
@@ -193,14 +193,14 @@ def _end_tasks() -> None:
 
 
 def do_in_threads(acts: Sequence[Callable[[], object]]) -> None:
-    """Do these at the same time, in threads of their own; when all have ended, raise the first one's error.
+    """Make these calls at the same time, each in its own thread. When all have ended, raise the first one's error.
 
     An interrupt is raised when they have ended.
     """
     tasks = [Task(act) for act in acts]
 
     def do_all() -> None:
-        with suppress(RuntimeError):  # no thread can be started: this one does what is left
+        with suppress(RuntimeError):  # no thread can be started: this one makes the remaining calls
             for task in tasks[1:]:
                 start_new_thread(task.run, ())
         for task in tasks:
@@ -218,7 +218,7 @@ RUNNING_SECTIONS: list[Task[None]] = []
 
 
 def uninterrupted(section: Callable[[], object]) -> None:
-    """Run a section of code whole, or not at all, whatever signals the main thread gets; raise its error.
+    """Run a section of code completely or not at all, even if signals come, and raise its error.
 
     Python raises ``KeyboardInterrupt`` and the like in the main thread only, between any two of its instructions. So
     the section runs in another thread, while the caller waits; the first interrupt of this wait is raised when the
@@ -260,7 +260,7 @@ def _no_thread(error: BaseException) -> bool:
 
 
 def clear_up(act: Callable[[], object]) -> None:
-    """Do this, which may wait, when garbage is collected: in a thread of its own, for which the main thread waits.
+    """Make a call that may wait, when garbage is collected: in a new thread, for which the main thread waits.
 
     Python collects garbage in any thread, also in the very one whose tasks ``act`` waits for; and between any two
     instructions, also while a framework has switched that thread to tensors without values, to compile. ``act`` must
@@ -285,5 +285,5 @@ def await_sections() -> None:
 
 
 def forget_sections() -> None:
-    """In a forked process: their threads are not there, and new ones may get their identifiers."""
+    """Forget all sections in a forked process: it lacks their threads, and new threads may get their identifiers."""
     RUNNING_SECTIONS.clear()

@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 SYSFS = Path("/sys")
-"""The machine that functions without a ``root`` tell of."""
+"""The ``root`` of this machine, and the default of the functions here."""
 
 _GENERATIONS = {"2.5": 1, "5.0": 2, "8.0": 3, "16.0": 4, "32.0": 5, "64.0": 6}
 """PCI Express generations, by gigatransfers a second of a lane."""
@@ -16,7 +16,7 @@ _ACCELERATORS = ("0x03", "0x12")
 
 @dataclass(frozen=True)
 class Topology:
-    """The processors of a machine. One that is in none of these is a core of its own, on no known node."""
+    """The processors of a machine. A processor in no entry counts as a core by itself, on no known node."""
 
     nodes: Mapping[int, frozenset[int]]
     """The processors of each memory node, in the order of nodes. A node may have memory alone."""
@@ -50,13 +50,13 @@ class PciDevice:
     """An accelerator or a display controller."""
 
     address: str
-    """As ``0000:c1:00.0``."""
+    """The PCI address, such as ``0000:c1:00.0``."""
     kind: str
-    """Numbers of vendor and model, as in ``10de:2335``."""
+    """The numbers of vendor and model, such as ``10de:2335``."""
     node: int | None
     """The memory node that it is nearest to; None: unknown."""
     link: str | None
-    """Its connection as it is now (links slow down where they are idle), ``PCIe 4 x16``; None: unknown."""
+    """Its present connection, such as ``PCIe 4 x16`` (idle links slow down); None: unknown."""
 
 
 def pci_devices(root: Path | None = None) -> list[PciDevice]:
@@ -80,7 +80,7 @@ def node_of_device(address: str, root: Path | None = None) -> int | None:
 
 
 def numbers(text: str) -> frozenset[int]:
-    """The numbers of a list such as ``0-3,8``; nothing of one that is no such list."""
+    """Return the numbers in a list such as ``0-3,8``; none if the text is no such list."""
     found: set[int] = set()
     try:
         for part in filter(None, text.strip().split(",")):
@@ -92,7 +92,7 @@ def numbers(text: str) -> frozenset[int]:
 
 
 def ranges(cpus: Iterable[int]) -> str:
-    """Numbers as text that :func:`numbers` reads."""
+    """Return numbers as text that :func:`numbers` reads."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][1] == cpu - 1:

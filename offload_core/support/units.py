@@ -11,7 +11,7 @@ for _power, _letter in enumerate("KMGT", 1):
     _BYTES |= {_letter: 1000**_power, f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 _MOST = 1e36
-"""Products of some of them are finite floats."""
+"""The largest size, count or rate: products of a few of them are finite floats."""
 _MOST_DEVICES = 2**12
 _NUMBER = re.compile(r"\s*(\d{1,3}(?:,\d{3})+|\d+(?:\.\d*)?(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)\s*")
 

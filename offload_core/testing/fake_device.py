@@ -37,7 +37,7 @@ class _LaneEvent:
 
     @property
     def ran(self) -> tuple[int, int] | None:
-        """Its begin and end in nanoseconds; None before :meth:`wait`."""
+        """The task's begin and end in nanoseconds; None before :meth:`wait`."""
         return self._ran
 
     def wait(self) -> None:
@@ -144,7 +144,7 @@ class FakeDevice:
         return self._enqueue("to_device", host.nbytes, write)
 
     def compute(self, work: Callable[[], object]) -> Event:
-        """Run ``work`` in the compute lane, after all earlier work of that lane."""
+        """Call ``work`` in the compute lane, after all earlier tasks of that lane."""
         self._computing = self._lanes["compute"].submit(work)
         return _LaneEvent(self, self._computing)
 

@@ -40,7 +40,7 @@ class _Group:
                 raise CollectiveError(f"{what}: a rank was lost or did not come in time")
 
     def lose(self) -> None:
-        """Make present and later waits fail: a rank will not come."""
+        """Make present and later waits fail, because a rank is lost."""
         with self._condition:
             self._lose()
 

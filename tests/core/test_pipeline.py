@@ -24,6 +24,7 @@ from offload_core.step.update import Updates
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles
 from tests.support.kernel_calls import INSTRUCTION_SETS, using
+from tests.support.late_stores import over_both_stores
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import (
@@ -36,6 +37,7 @@ from tests.support.pipelines import (
     bits,
     cases,
     make,
+    overwrite,
     run,
 )
 from tests.support.strategies import element_types, float_arrays, law
@@ -48,6 +50,7 @@ def test_the_host_device_equals_the_naive_loop(case):
     assert_equal_runs(case, Subject.of(HostDevice(), case), naive)
 
 
+@over_both_stores
 @pytest.mark.quick
 @law(60)
 @given(cases(), st.integers(0, 1000))
@@ -202,6 +205,7 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     device.close()
 
 
+@over_both_stores
 @pytest.mark.quick
 @law(60)
 @given(cases(), st.integers(0, 3), st.sampled_from(["host", "fake"]))
@@ -319,7 +323,7 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
 
     def noting(updates, work, *args, **options):
         updated.append(work.bucket.index)
-        run_adam(updates, work, *args, **options)
+        return run_adam(updates, work, *args, **options)
 
     monkeypatch.setattr(Updates, "_run", noting)
     for gradients_are_there in (False, True):
@@ -367,10 +371,7 @@ def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
         StateAccess(subject.pipeline).adopt(0, changed)
 
     def write_states(subject):
-        access = StateAccess(subject.pipeline)
-        access.will_change([0])
-        [(_, views)] = access.states(0)
-        views["exp_avg"][:] = 7
+        overwrite(subject.pipeline, 0, 7, ["exp_avg"])
 
     def check_parameters(subject):
         for tensor, old in zip(subject.tensors, make().tensors, strict=True):
@@ -508,6 +509,7 @@ def test_a_pipeline_is_not_copied_with_its_addresses():
             attempt(make().pipeline)
 
 
+@over_both_stores
 @pytest.mark.parametrize("device", [HostDevice, FakeDevice])
 def test_a_change_from_outside_is_followed_and_the_rest_keeps_its_low_bits(device):
     subject = make(device())

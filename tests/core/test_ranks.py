@@ -31,6 +31,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
+from tests.support.late_stores import over_both_stores
 from tests.support.one_thread import Threads, ThreadsOfRanks
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import STATES, UNANNOUNCED, Case, Subject
@@ -44,6 +45,7 @@ def assert_equals_the_unsharded_run(ranks: list[Case], device_of=lambda rank: Ho
     assert_equal(results, naive, norms)
 
 
+@over_both_stores
 @pytest.mark.quick
 @law(100)
 @given(rank_cases())
@@ -132,6 +134,7 @@ def make(case, rank, scaler=None):
     return Subject(HostDevice(), *case_arguments(case), scaler, collectives=rank)
 
 
+@pytest.mark.states_in_memory
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_memory_and_bytes_sent_are_what_theory_says(dtype, world_size):

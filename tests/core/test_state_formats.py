@@ -40,6 +40,7 @@ def specs_of(*sizes, dtype=BFLOAT16):
     return [ParamSpec(f"p{i}", size, dtype) for i, size in enumerate(sizes)]
 
 
+@pytest.mark.states_in_memory
 @pytest.mark.parametrize(("fields", "each"), BYTES)
 def test_states_take_the_bytes_that_the_plan_says(fields, each):
     """Measured on a device with memory of its own, where bfloat16 parameters are never their own master weights."""
@@ -217,6 +218,7 @@ def test_in_the_same_format_training_goes_on_bit_for_bit_and_nothing_is_said(tmp
             assert_same_bits(name, mine, theirs)
 
 
+@pytest.mark.states_in_memory
 def test_a_model_that_does_not_fit_is_told_the_first_format_that_would():
     terms = BucketTerms(OffloadConfig(op_order="torch"), planned_device(1, addressable=False))
     plan = terms.plan(specs_of(50_000_000))

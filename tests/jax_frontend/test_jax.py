@@ -33,6 +33,7 @@ from tests.support.jax_models import (
     random_tree,
 )
 from tests.support.jax_modules import Net, Perceptron, regression, regression_data
+from tests.support.late_stores import over_both_stores
 from tests.support.strategies import law
 
 
@@ -125,6 +126,7 @@ def test_on_a_tree_of_one_leaf_optax_differs_by_a_few_ulps_of_the_update():
         assert_same_tree(states["exp_avg_sq"], state[0].nu)
 
 
+@over_both_stores
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_low_precision_parameters_are_the_rounded_masters_of_an_fp32_run(dtype):
     params = random_tree(4, dtype)
@@ -708,6 +710,7 @@ def test_loading_forgets_gradients_that_wait_for_their_update():
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
+@pytest.mark.states_in_memory
 def test_the_memory_report_agrees_with_the_plan():
     params = random_tree(25)
     numel = sum(x.size for x in jax.tree.leaves(params))

@@ -28,7 +28,7 @@ from offload_core.step.local_bucket import LocalBucket
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
-from tests.support import live_models
+from tests.support import late_stores, live_models
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import STATES, Delayed, Naive, Subject, held_states
@@ -739,6 +739,32 @@ def an_interrupt():
         twin.end()
 
 
+def states_that_are_kept_elsewhere():
+    """Each bucket is loaded as its last commit left it, in the order that was announced, and every update is committed;
+    a load that was announced and left out is not used after a change."""
+    for fields in ({}, {"schedule": "serial"}, DELAYED, {"update_in_backward": True}):
+        with late_stores.late():
+            twin = Twin(**fields)
+        store, step = twin.pipeline.buckets.store, twin.early_step if "update_in_backward" in fields else twin.step
+        for _ in range(3):
+            step(1, 0)
+        twin.pipeline.last_step.finish()
+        if fields is DELAYED:
+            twin.flush()
+        twin.check()
+        assert store.unforeseen == 0
+        assert store.asked >= 6 * len(twin.pipeline.buckets.all)
+        store.expect(work.bucket.index for work in twin.pipeline.buckets.all)
+        store.read(0)  # the thread has come so far
+        StateAccess(twin.pipeline).set_states(1, {"exp_avg": np.full(100, 7, np.float32)})
+        twin.naive.states[1][1][:] = 7
+        step(1, 0)
+        twin.pipeline.last_step.finish()
+        if fields is DELAYED:
+            twin.flush()
+        twin.check()
+
+
 def an_interrupt_after_a_wait():
     """A parameter that has arrived is waited for again."""
 
@@ -966,6 +992,7 @@ SCENARIOS = [
     a_parameter_that_is_lost_and_has_no_gradient_next,
     a_delayed_parameter_that_does_not_arrive,
     an_interrupt,
+    states_that_are_kept_elsewhere,
     an_interrupt_after_a_wait,
     an_event_that_its_reader_brings_about,
     ranks,
@@ -1009,6 +1036,16 @@ CORE_CHANGES = [
         ("step.update", "Updates.finish_states", "work.take()", "pass"),
         ("step.update", "Updates._send", "if len(self._travelling) == self._buckets.worker.depth:", "if False:"),
         ("step.update", "Updates._send", "work.written = self._buckets.worker.submit", "self._buckets.worker.submit"),
+        ("step.update", "Updates.start", "self._buckets.store.expect(", "iter("),
+        ("step.update", "Updates.start_ahead", "self._buckets.store.expect(", "iter("),
+        ("step.update", "Updates.send_early", "self._buckets.store.expect(", "iter("),
+        ("step.update", "Updates._run", "store.commit(states)", "pass"),
+        ("testing.late_store", "LateStore._put", "np.copyto(to, source)", "pass"),
+        ("testing.late_store", "LateStore.commit", "self._committed[block.bucket] = ", "_ = "),
+        ("testing.late_store", "LateStore._fetch", "self._settle(bucket)", "pass"),
+        ("testing.late_store", "LateStore.part", "self._settle(extent.bucket)", "pass"),
+        ("testing.late_store", "LateStore.put", "self._versions[extent.bucket] += 1", "pass"),
+        ("testing.late_store", "LateStore._begin", "tuple(self._expected), AHEAD", "sorted(self._expected), AHEAD"),
         ("step.reduction", "Reduction._reduce", "if len(buckets.in_staging) == buckets.worker.depth:", "if 0:"),
         ("step.reduction", "Reduction._reduce", "buckets.in_staging.append((work, landed))", "pass"),
         ("step.reduction", "Reduction._reduce", "work.give(", "(lambda task: None)("),

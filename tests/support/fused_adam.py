@@ -22,19 +22,6 @@ def follow_the_definition() -> None:
     """Have torch's fused Adam, AdamW and SGD compute what ``oracles.update`` does, in this process."""
     import torch
 
-    from tests.support import oracles
-
-    def adam(mode: str) -> StepOf:
-        def step_of(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> oracles.Step:
-            named = {name: float(given[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
-            return oracles.Adam(**named, step=int(lists[-1][i]), mode=mode)
-
-        return step_of
-
-    def sgd(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> oracles.Step:
-        named = {name: float(given[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
-        return oracles.Sgd(**named, nesterov=given["nesterov"], step=1 if given["is_first_step"] else 2)
-
     torch._fused_adamw_ = by_definition(torch._fused_adamw_, adam("adamw"))
     torch._fused_adam_ = by_definition(torch._fused_adam_, adam("adam"))
     torch._fused_sgd_ = by_definition(torch._fused_sgd_, sgd)
@@ -42,6 +29,26 @@ def follow_the_definition() -> None:
 
 StepOf = Callable[[Mapping[str, Any], Sequence[Any], int], Any]
 """A parameter's step, of the keywords and the lists that torch's function is given, and the parameter's number."""
+
+
+def adam(mode: str) -> StepOf:
+    """Adam's step: its last list has the numbers of updates."""
+
+    def step_of(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> Any:
+        from tests.support import oracles
+
+        named = {name: float(given[name]) for name in ("lr", "beta1", "beta2", "eps", "weight_decay")}
+        return oracles.Adam(**named, step=int(lists[-1][i]), mode=mode)
+
+    return step_of
+
+
+def sgd(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> Any:
+    """SGD's step: torch says whether it is a parameter's first one."""
+    from tests.support import oracles
+
+    named = {name: float(given[name]) for name in ("lr", "momentum", "dampening", "weight_decay")}
+    return oracles.Sgd(**named, nesterov=given["nesterov"], step=1 if given["is_first_step"] else 2)
 
 
 def by_definition(torchs: Callable[..., None], step_of: StepOf) -> Callable[..., None]:

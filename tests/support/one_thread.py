@@ -12,6 +12,7 @@ from concurrent.futures import Future
 
 import offload_core.step.worker
 import offload_core.testing.fake_device
+import offload_core.testing.late_store
 
 
 class Threads:
@@ -27,8 +28,9 @@ class Threads:
         return thread
 
     def play(self, monkeypatch, *modules) -> None:
-        """Take the place of the threads of pipelines and fake devices that are made from now on."""
-        for module in (offload_core.testing.fake_device, offload_core.step.worker, *modules):
+        """Take the place of the threads of pipelines, fake devices and late stores that are made from now on."""
+        testing = offload_core.testing
+        for module in (testing.fake_device, testing.late_store, offload_core.step.worker, *modules):
             monkeypatch.setattr(module, "TaskThread", self)
 
     def go_on(self) -> None:

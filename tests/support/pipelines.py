@@ -36,7 +36,7 @@ def as_float32(values):
 
 def held_states(pipeline, i):
     """A parameter's states as they are now, in fp32: nothing is waited for."""
-    return {name: as_float32(array.values()) for name, array in StateAccess(pipeline)._local_states(i).items()}
+    return {name: as_float32(run.values()) for name, run in StateAccess(pipeline)._local_runs(i).items()}
 
 
 def rule_of(config, hyper):
@@ -52,6 +52,15 @@ def oracle_of(rule, hyper, grad_scale, step):
         return oracles.Sgd(hyper.lr, *own, grad_scale, step)
     own = (*hyper.betas, hyper.eps, hyper.eps_root, hyper.weight_decay)
     return oracles.Adam(hyper.lr, *own, grad_scale, step, rule.mode)
+
+
+def overwrite(pipeline, i, value, names=STATES):
+    """Give a parameter's states this value, as a front end does."""
+    access = StateAccess(pipeline)
+    access.will_change([i])
+    for name, run in access.local_runs(i).items():
+        if name in names:
+            run.write(np.full(run.size, value, np.float32))
 
 
 class Naive:

@@ -43,7 +43,9 @@ def test_tests_compare_with_the_definition_where_torchs_own_adamw_is_not(monkeyp
         for replaced in (False, True):
             if replaced:
                 name = f"_fused_{adam_mode}_"
-                monkeypatch.setattr(torch, name, fused_adam.by_definition(getattr(torch, name), adam_mode))
+                monkeypatch.setattr(
+                    torch, name, fused_adam.by_definition(getattr(torch, name), fused_adam.adam(adam_mode))
+                )
             draw = torch.Generator().manual_seed(0)
             params = [torch.nn.Parameter(torch.randn(4, 8, generator=draw)) for _ in range(2)]
             optimizer = cls(params, lr=1e-2, weight_decay=0.1, maximize=True, fused=True)

@@ -413,6 +413,7 @@ def test_what_is_no_parameter_group_cannot_be_added():
         assert len(optimizer.param_groups) == 1
 
 
+@pytest.mark.states_in_memory
 @pytest.mark.parametrize("name", ["amsgrad", "maximize", "capturable", "differentiable"])
 def test_an_option_of_torchs_adamw_that_changes_what_is_computed_is_refused(name):
     said = rf"{name}=True is not supported; expected False \("
@@ -622,6 +623,7 @@ def test_names_are_saved_and_a_hook_can_map_states_by_them():
     assert unnamed.param_groups[0]["param_names"] == [name for name, _ in named]
 
 
+@pytest.mark.states_in_memory
 @pytest.mark.parametrize("damage", ["groups", "parameters", "shape", "master", "no step"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(damage):
     model = make()
@@ -723,6 +725,7 @@ def test_states_that_are_taken_away_begin_anew(reset, early_copy):
     assert mine.state_dict()["state"].keys() == yours.state_dict()["state"].keys()
 
 
+@pytest.mark.states_in_memory
 @everywhere
 def test_states_that_are_assigned_are_copied_to_where_they_are_held():
     (ours, mine), (_, yours) = runs = beside_torch(lr=0.01)
@@ -773,6 +776,7 @@ def of_kind(kind, model):
     return wrap(model, lr=0.01).optimizer if kind == "engine" else alone(model.parameters(), lr=0.01)
 
 
+@pytest.mark.states_in_memory
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(
     ("device", "saver", "loader", "dtype"),

@@ -182,6 +182,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path):
         step(engine, 1)
 
 
+@pytest.mark.states_in_memory
 def test_memory_is_that_of_the_states():
     def bytes_of(**fields):
         engine = wrap(nn.Linear(1024, 1024), param_dtype="bfloat16", **fields)

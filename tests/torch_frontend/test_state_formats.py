@@ -32,6 +32,7 @@ def test_stages_and_buckets_change_no_bit(fields):
         assert_equal(result(trained(**fields, **others)), expected)
 
 
+@pytest.mark.states_in_memory
 def test_bfloat16_states_are_views_that_may_be_written_to():
     engine = trained(state_format="bf16")
     state = engine.optimizer.state[engine.module[0].weight]
@@ -132,6 +133,7 @@ def test_fp32_states_of_torch_are_rounded_to_nearest():
             assert (got == state_formats.decode(stored)).all(), name
 
 
+@pytest.mark.states_in_memory
 def test_memory_report_shows_the_bytes_of_each_state():
     engine = trained(state_format="8bit", stage=3, offload_param="cpu", param_persistence_threshold=0)
     host = {row.what: row.held for row in engine.memory_report().rows if row.where == "host"}

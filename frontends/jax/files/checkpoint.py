@@ -43,8 +43,8 @@ def _is_key_of(kind: str, value: Any) -> bool:
 def _to_numpy(array: jax.Array) -> np.ndarray:
     if not (array.is_fully_addressable or array.is_fully_replicated):
         raise CheckpointError(
-            f"an array of {array.dtype}{list(array.shape)} that lies in several processes; expected one that each has "
-            "whole"
+            f"an array of {array.dtype}{list(array.shape)} that lies in several processes; expected an array that each "
+            "process has whole"
         )
     return np.asarray(array)
 
@@ -184,7 +184,8 @@ def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
 
 
 def _sources(name: str, leaf: Any, *, first: bool) -> list[Source]:
-    """Return this process's part of an array that is not trained: all of it in the first process, if that has all."""
+    """Return the parts of an untrained array that this process saves. The first process saves every array that it holds
+    whole."""
     shape, dtype = _form(name, leaf)
     if not isinstance(leaf, jax.Array):
         region = Region(shape, 0, int(np.prod(shape, dtype=np.int64)))

@@ -27,8 +27,8 @@ from ..tree.wrapped_tree import Leaf, WrappedTree
 class TreeStates:
     """Reads and replaces master weights, moments and step counts.
 
-    The argument ``flush`` brings parameters to the values of their master weights. Before methods that only read, the
-    caller has done so.
+    The argument ``flush`` brings parameters to the values of their master weights. The caller of a method that only
+    reads has done so before.
     """
 
     def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
@@ -193,7 +193,7 @@ class TreeStates:
         self._replace(take_over, masters=False)
 
     def _replace(self, take_over: Callable[[], None], *, masters: bool = True) -> None:
-        """As ``Pipeline.replacing_states``, whatever signals come."""
+        """As ``Pipeline.replacing_states``, and no signal can interrupt it."""
 
         def section() -> None:
             with self._pipeline.replacing_states(masters=masters):
@@ -221,7 +221,8 @@ class TreeStates:
                 self._pipeline.counts.steps[i][...] = steps[leaf.position]
 
     def _cut(self, leaf: Leaf, value: Any) -> list[np.ndarray]:
-        """States of each of a leaf's parameters; of an array that lies as the leaf only what this process has."""
+        """Return the states of each of a leaf's parameters. If the array lies as the leaf does, they are only this
+        process's parts."""
         if not lies_as(value, self._tree.leaves[leaf.position]):
             return self._placement.cut(leaf, np.asarray(value))
         parts = [np.asarray(part) for part in self._placement.parts(leaf, value)]

@@ -11,7 +11,7 @@ from offload_core.errors import StateError
 from offload_core.rules import Rule
 
 _NODES = {"adamw": ("ScaleByAdamState", "optax.adamw"), "sgd": ("TraceState", "optax.sgd with a momentum")}
-"""By rule the node of optax's states that holds ours, and the transformation that has it."""
+"""For each rule, the node of optax's states that holds its states, and the transformation that has this node."""
 _FIELDS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
 """The names of our states in those nodes."""
 

@@ -83,8 +83,8 @@ def transformation(
         if int(state.step) != count():
             raise StateError(
                 f"as_optax().update with the state of update {int(state.step)}, expected that of update {count()}, "
-                "where the states in host memory are: what the last update returned, or tx.init(params) anew; "
-                "load_pytree() and load_checkpoint() take the states to where an optax state was saved"
+                "where the states in host memory are: the state that the last update returned, or tx.init(params) "
+                "anew; load_pytree() and load_checkpoint() take the states back to the update of a saved optax state"
             )
         if params is None:
             raise ParameterError(_NONE)

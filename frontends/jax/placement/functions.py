@@ -38,7 +38,7 @@ class Compute(Protocol):
 
         Args:
             trained: the arrays with respect to which gradients are taken.
-            seen: makes of these arrays the leaves that the user's function sees.
+            seen: turns these arrays into the leaves that the user's function sees.
         """
         ...
 
@@ -81,7 +81,7 @@ def on_several_devices(compute: Compute) -> Compiled:
 
 
 class RankFunctions:
-    """Compiles programs in which each rank differentiates a function of its own part of the arguments.
+    """Compiles programs in which each rank differentiates a function of its part of the arguments.
 
     Parameters count as different on each rank there. Were they shared, their gradient would be the sum over ranks.
 
@@ -133,8 +133,8 @@ class RankFunctions:
     def _differentiated(
         self, trained: Sequence[jax.Array], layouts: Sequence[ShardLayout | None], *, varying: bool
     ) -> tuple[list[jax.Array], Callable[[list[Any]], list[Any]]]:
-        """Return the arrays with respect to which gradients are taken, and what makes of them the leaves that the
-        user's function sees."""
+        """Return the arrays with respect to which gradients are taken, and a function that turns them into the leaves
+        that the user's function sees."""
 
         def leaf_of(array: jax.Array, layout: ShardLayout | None) -> jax.Array:
             # Only its gradient is used. The value is NaN, so that a model which computes with it, and has not gathered
@@ -167,8 +167,8 @@ class RankFunctions:
             got = "" if first is None else f" (the first array is {first.dtype}{list(first.shape)})"
             if any(isinstance(leaf, jax.core.Tracer) for _, leaf in flat):
                 raise StateError(
-                    f"value_and_grad under jit: how its arguments lie on the mesh axis {axis!r} is not known there; "
-                    "expected a call outside jit (it is already compiled), or "
+                    f"value_and_grad under jit: the cut of its arguments over the mesh axis {axis!r} is not known "
+                    "there; expected a call outside jit (it is already compiled), or "
                     f"value_and_grad(fun, in_specs=P({axis!r}))"
                 )
             raise ParameterError(

@@ -1,6 +1,6 @@
 """Parameters on a mesh axis, whose devices are the ranks: replicated, or (stage 3) each rank has a slice.
 
-Each rank computes gradients of its own. A rank owns the optimizer states of exactly its slice of a sharded parameter.
+Each rank computes its gradients. A rank owns the optimizer states of exactly its slice of a sharded parameter.
 The gradients of that slice are the mean over all ranks already (``mesh/gather.py``), and an update sends nothing of it
 to other ranks.
 """
@@ -70,10 +70,10 @@ class OnMesh:
         return self._axis.put(leaf, self._axis.cut_along(dim), self._memory_kind)
 
     def _dim_of(self, leaf: Any) -> int | None:
-        """Return the dimension that a parameter is cut along, before :meth:`place` or after it; None: it is not cut.
+        """Return the dimension along which a parameter is cut, before :meth:`place` or after it; None: it is not cut.
 
-        It is the dimension that it is cut along already, or the first that the ranks divide. The very first of several
-        is left out, because it may be that of stacked layers.
+        A parameter that is cut already keeps its dimension. Otherwise it is the first dimension that the ranks divide,
+        without the very first of several, because that may be the dimension of stacked layers.
         """
         if self._config.stage < 3 or leaf.size == 0:
             return None

@@ -72,8 +72,8 @@ class Placement(Protocol):
         have it.
 
         Args:
-            parts: those that this process has: of each of the leaf's parameters, or of each of its ranks if the leaf
-                has a layout.
+            parts: this process's parts: one for each of the leaf's parameters, or for each of its ranks if the leaf has
+                a layout.
         """
         ...
 
@@ -153,7 +153,7 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
 
 
 def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
-    """Have the kernels' threads work near those of the devices that are this process's GPUs."""
+    """Have the kernels' threads run near this process's GPUs among these devices."""
     mine = [device for device in devices if device.process_index == jax.process_index() and device.platform == "gpu"]
     work_near(config, [device.local_hardware_id for device in mine], DRIVERS)
 
@@ -161,8 +161,8 @@ def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
 def _is_placed(mesh: Any, config: OffloadConfig, arrays: Sequence[jax.Array]) -> bool:
     """True if parameters stay as they lie on the mesh.
 
-    They do if they are sharded, and all on the mesh, except in stage 3 on a mesh of one axis: the model may gather
-    those itself.
+    They stay if they are sharded and all of them are on the mesh. The exception is stage 3 on a mesh of one axis, where
+    the model may gather them itself.
     """
     if not isinstance(mesh, Mesh) or all(array.is_fully_replicated for array in arrays):
         return False

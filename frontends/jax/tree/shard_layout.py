@@ -73,7 +73,7 @@ class ShardLayout:
         return {rank: padded[: self.local_numel].reshape(self.local_shape) for rank, padded in found.items()}
 
     def of_slices(self, slices: Mapping[int, np.ndarray]) -> np.ndarray:
-        """Return the elements in the core's order, of which only those of these ranks are set."""
+        """Return the elements in the core's order, with only these ranks' elements set."""
         first = next(iter(slices.values()))
         flat = np.empty(self.numel, first.dtype)  # the system gives memory only where it is written
         for start, stop in self._buckets():
@@ -88,7 +88,7 @@ class ShardLayout:
         """Find a run of elements among those that a process holds of the parameter (``Bucket.in_tensor``).
 
         Args:
-            n_ranks: how many ranks the process has.
+            n_ranks: the number of ranks of the process.
 
         Returns:
             ``(rank, start, stop)`` for each part of the run, in order: elements ``[start, stop)`` of that rank's padded

@@ -1,4 +1,4 @@
-"""The shards of an array, as its sharding cuts it: which part of the array each is, and which devices hold it."""
+"""The shards of an array, as its sharding cuts it: the part of the array in each, and the devices that hold it."""
 
 import functools
 import math
@@ -22,10 +22,10 @@ class Shard:
     this part."""
 
     shape: tuple[int, ...]
-    """The array's."""
+    """The array's shape."""
     box: Box
     devices: tuple[jax.Device, ...]
-    """In the mesh's order, not empty."""
+    """The devices that hold it, in the mesh's order; not empty."""
     primary: jax.Device
     """The one of them whose gradient is read. Shards of many arrays are spread over the devices that hold them."""
     counted: bool
@@ -60,7 +60,7 @@ def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number
     """Return the parts of an array that this process has, each once, however many devices hold it.
 
     Args:
-        number: that of the array in its tree: primary devices, and the processes that count, take turns.
+        number: the array's number in its tree, by which devices take turns at being primary, and processes at counting.
     """
     holders: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():

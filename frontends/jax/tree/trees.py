@@ -67,7 +67,7 @@ def dotted_names(tree: Any) -> list[str]:
 
 
 def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error: type[OffloadError], what: str) -> None:
-    """Raise ``error`` for the first leaf whose path differs. Trees of other node types pass if their paths agree.
+    """Raise ``error`` for the first leaf whose path differs. Trees of other node types pass if their paths are equal.
 
     One of the trees may have a leaf in a box, as in a flax.nnx Variable: ``['w']`` is the same as ``['w'].value``.
     """
@@ -211,7 +211,7 @@ def from_numpy(value: Any, like: Any) -> Any:
 
 
 def put(value: Any, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Place a value that this process has whole. With several processes all must have the same."""
+    """Place a value that this process has whole. All processes must have the same value."""
     if sharding.is_fully_addressable:
         return jax.device_put(value, sharding)
     places = sharding.addressable_devices_indices_map(value.shape)

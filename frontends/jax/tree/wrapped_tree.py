@@ -22,11 +22,11 @@ class Leaf:
     shape: tuple[int, ...]
     dtype: Any
     params: range
-    """The numbers of the core's parameters that it consists of."""
+    """The numbers of the core's parameters that make up this parameter."""
     layout: ShardLayout | None = None
     """The cut over ranks (stage 3 on a mesh axis); None: it has none."""
     shards: tuple[Shard, ...] = ()
-    """Where it stays as it was placed: its parts in this process, one for each of ``params``."""
+    """Its parts in this process, one for each of ``params``, if it stays as it was placed."""
 
 
 class WrappedTree:

@@ -198,7 +198,7 @@ class ModelCheckpoints:
         try:
             values = [groups[g] for g in paired(theirs, mine, len(own))]
             return [
-                checked_values(g, group, saved, optimizer.optimizer)
+                checked_values(g, group, saved, optimizer.rule_name)
                 for g, (group, saved) in enumerate(zip(own, values, strict=True))
             ]
         except Exception as error:

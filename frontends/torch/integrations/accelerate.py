@@ -22,8 +22,8 @@ def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *
 
     Call it once, after ``prepare``, on all ranks. Each rank then writes its part of master weights and moments to
     ``offload/`` in the folder that ``save_state`` was given, and any number of ranks can load them; all ranks must
-    share that folder. The rest is Accelerate's, as ever. Its file of the model has the frozen parameters, which the
-    shards leave out.
+    share that folder. The rest is Accelerate's, as without this call. Its file of the model has the frozen parameters,
+    which the shards leave out.
 
     Args:
         model, optimizer: as ``prepare`` returned them. From now on ``optimizer.state_dict()`` holds no states, but only
@@ -48,7 +48,7 @@ def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *
 
 
 class _States:
-    """Takes the place of an optimizer's ``state_dict`` and ``load_state_dict``: Accelerate calls these after hooks."""
+    """Replaces an optimizer's ``state_dict`` and ``load_state_dict``, which Accelerate calls after its hooks."""
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, folder: str) -> None:
         self._checkpoints = ModelCheckpoints(model, optimizer.optimizer)
@@ -75,7 +75,7 @@ class _States:
         elif not self._loaded:
             raise CheckpointError(
                 f"load_state: the states are in {states[IN_SHARDS]}/, which is not there; expected the folder that "
-                "save_state() wrote, whole, in accelerator.load_state()"
+                "save_state() wrote, with all its files, in accelerator.load_state()"
             )
         self._loaded = False
 

@@ -244,7 +244,7 @@ class OffloadStrategy(DDPStrategy):
         return dict(self._weights)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Empty once there is an engine: the states are in the shards."""
+        """Return the optimizer's states; none if there is an engine, because they are in the shards."""
         return super().optimizer_state(optimizer) if self.engine is None else {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:

@@ -50,7 +50,7 @@ _OF_SCHEDULE = {
 _OF_CHECKPOINTS = ("on_train_begin", "on_save")
 """Events in which ``OffloadCallback`` loads or saves."""
 _MANY_UPDATES = 2**31
-"""Of a run whose length is not known."""
+"""The number of updates of a run whose length is not known."""
 
 
 class OffloadTrainer(Trainer):
@@ -294,7 +294,7 @@ class _Schedule(torch.optim.lr_scheduler.LRScheduler):
         return [lr for lr, _ in values]
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers alone: functions come from the configuration."""
+        """Return only the schedule's numbers: its functions come from the configuration."""
         return {name: value for name, value in super().state_dict().items() if name != "_config"}
 
 
@@ -320,7 +320,8 @@ def _another_optimizer(got: str) -> ConfigError:
 
 
 def _check_arguments(args: TrainingArguments, others: Mapping[str, Any]) -> None:
-    """Raise :class:`ConfigError` if the arguments ask another for what the engine does, or for what it cannot do."""
+    """Raise :class:`ConfigError` if the arguments ask other code to do the engine's part, or ask for something that the
+    engine cannot do."""
     for name, asked in others.items():
         if asked:
             raise ConfigError(
@@ -356,7 +357,7 @@ def _scheduled(scheduler: Mapping[str, Any], args: TrainingArguments, updates: i
     """A configuration with the learning rate, and perhaps betas, of a DeepSpeed configuration's ``scheduler``.
 
     Args:
-        updates: of the run; None: not known yet.
+        updates: the number of updates of the run; None: not known yet.
     """
     given = scheduler.get("params") or {}
     total = given.get("total_num_steps")
@@ -391,8 +392,8 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
     """The engine's configuration: ``offload``, and what Trainer's arguments say.
 
     Args:
-        scaler: Accelerate's GradScaler, whose part the engine takes; None: there is none.
-        model: whose width sizes that are ``"auto"`` follow; None: it is not made yet.
+        scaler: Accelerate's GradScaler, which the engine replaces; None: there is none.
+        model: its width gives the sizes that are ``"auto"``; None: it is not made yet.
     """
     values: dict[str, Any] = {
         "lr": args.learning_rate,
@@ -424,7 +425,7 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
 
 
 def _given(offload: ConfigLike, args: TrainingArguments, model: Any) -> tuple[ConfigLike, dict[str, Any]]:
-    """The configuration, and its own values of what Trainer's arguments say, too."""
+    """Return the configuration, and its own values of the fields that Trainer's arguments give, too."""
     if isinstance(offload, OffloadConfig):
         own = {name: getattr(offload, name) for name in _BESIDE}
         return offload, {name: value for name, value in own.items() if value != getattr(OffloadConfig, name)}
@@ -454,7 +455,8 @@ def _given(offload: ConfigLike, args: TrainingArguments, model: Any) -> tuple[Co
 
 
 def _sizes(config: Any, stage: Any) -> dict[str, int]:
-    """What Trainer tells DeepSpeed of sizes, in elements, by the model's width; empty if that is not known."""
+    """Return the sizes, in elements, that Trainer would give to DeepSpeed for the model's width; empty if the width is
+    not known."""
     for each in (config, getattr(config, "text_config", None)):
         widths = getattr(each, "hidden_size", None), *(getattr(each, "hidden_sizes", None) or ())
         width = max((width for width in widths if isinstance(width, int)), default=0)

@@ -136,7 +136,7 @@ class OffloadCallback(TrainerCallback):
             )
         if state.is_hyper_param_search and args.save_strategy != "no":
             raise ConfigError(
-                "checkpoints in a search of hyper-parameters, of whose folders a callback knows nothing; expected "
+                "checkpoints in a search of hyper-parameters, whose folders a callback cannot know; expected "
                 'TrainingArguments(save_strategy="no")'
             )
         if state.global_step:

@@ -20,7 +20,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class TorchRanks:
     """The ranks of a process group, exchanging host memory.
 
-    Data moves as bytes, so every element type works. The ranks use a gloo group of their own (``OwnGroup``); making it
+    Data moves as bytes, so every element type works. The ranks use a separate gloo group (``OwnGroup``); making it
     is collective. Once the program has destroyed ``group``, only parameters are still gathered: an update that is
     running ends, and no other begins.
     """
@@ -56,7 +56,7 @@ class TorchRanks:
         self.sent_bytes += send.nbytes * (self.world_size - 1)
 
         def start(gloo: Any, received: torch.Tensor, send: torch.Tensor) -> Iterable[Any]:
-            # gloo's all-gather takes 2.5 times as long: it copies all data through a buffer of its own.
+            # gloo's all-gather takes 2.5 times as long: it copies all data through another buffer.
             parts = received.view(self.world_size, -1)
             parts[self.rank] = send
             return [gloo.broadcast(parts[rank], rank) for rank in range(self.world_size)]

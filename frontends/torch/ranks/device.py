@@ -41,9 +41,10 @@ Told = TypeVar("Told")
 
 
 def told_by_allocator(ask: Callable[[torch.device], Told], device: torch.device) -> Told | None:
-    """What a function of ``torch.accelerator`` says of a device's memory; None: its allocator keeps no statistics.
+    """Return the answer of a function of ``torch.accelerator`` about a device's memory; None: its allocator keeps no
+    statistics.
 
-    Torch then raises an internal error. A backend outside of torch's own need not have them.
+    A backend outside of torch need not keep them. Torch then raises an internal error.
     """
     try:
         return ask(device)
@@ -84,11 +85,11 @@ class TorchDevice(ABC):
 
     @abstractmethod
     def to_host_lane(self) -> AbstractContextManager[Lane]:
-        """Copies inside run after everything that this thread has asked of the device."""
+        """Return a context whose copies run after everything that this thread has asked of the device."""
 
     @abstractmethod
     def to_device_lane(self, after: Event) -> AbstractContextManager[Lane]:
-        """Copies inside run after a mark."""
+        """Return a context whose copies run after a mark."""
 
     @abstractmethod
     def mark(self) -> Event: ...
@@ -190,8 +191,8 @@ class _StreamLane:
 class AcceleratorDevice(TorchDevice):
     """A device with streams. A bucket is packed there and moves in one non-blocking copy from or to pinned memory.
 
-    Each direction has one stream. At most two buckets are on their way to the host: gradients that backward makes
-    faster than they leave would fill the device. Of those to the device no more are asked for.
+    Each direction has one stream. At most two buckets are on their way to the host, because gradients that backward
+    makes faster than they leave would fill the device. The pipeline bounds the copies to the device.
     """
 
     addressable = False
@@ -216,12 +217,12 @@ class AcceleratorDevice(TorchDevice):
 
     def synchronize(self) -> None:
         for stream in (self._to_host, self._to_device):
-            with suppress(RuntimeError):  # a copy that failed is an error of its own event
+            with suppress(RuntimeError):  # the event of a failed copy raises its error
                 stream.synchronize()
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         while len(self._leaving) >= _LEAVE_AT_ONCE:
-            with suppress(RuntimeError):  # a copy that failed is an error of its own bucket
+            with suppress(RuntimeError):  # the bucket of a failed copy raises its error
                 self._leaving.popleft().wait()
         return self._lane(self._to_host, self.mark(), self._leaving)
 

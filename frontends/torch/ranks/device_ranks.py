@@ -31,8 +31,8 @@ from .pinning import drivers_of
 
 
 class _Agreed:
-    """The end of an exchange, at which all ranks agree on what it was: not at its start, which is in another thread
-    than the host's exchanges."""
+    """The end of an exchange. Waiting for it compares the headers of all ranks. The start does not compare them,
+    because it runs in another thread than the host's exchanges."""
 
     def __init__(self, event: Event, agree: Callable[[], None]) -> None:
         self._event = event
@@ -58,8 +58,8 @@ class DeviceRanks(HostRanks):
 
     Args:
         group: a process group whose backend moves the device's memory.
-        publishing: another one for parameters, where they are sent in one thread while gradients are in another: a
-            group's exchanges must be asked for in the same order on all ranks. None: the same.
+        publishing: another group for parameters, if one thread sends them while another sends gradients. The exchanges
+            of a group must be asked for in the same order on all ranks. None: ``group``.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
     threads work near it from now on.
 
     Args:
-        apart: True gives it a group of its own, whose transfers neither wait for nor follow the order of the others.
+        apart: True gives it a separate group, whose transfers neither wait for the others nor follow their order.
 
     Raises:
         ConfigError, ParameterError: on all ranks, if they run different versions or have different settings.
@@ -196,7 +196,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
 
 
 def _moves(group: Any, device: torch.device) -> bool:
-    """Return whether the group has the device's own backend (nccl, xccl, …). Gloo would pass through the host."""
+    """True if the group has the device's own backend (nccl, xccl, …). Gloo would pass through the host."""
     try:
         own = dist.get_default_backend_for_device(device)
         return own != "gloo" and own in (group or dist.group.WORLD)._get_backend(device).name().lower()  # type: ignore[union-attr]

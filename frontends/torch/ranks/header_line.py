@@ -1,7 +1,7 @@
 """The headers of all ranks, over TCP connections to rank 0.
 
-A header is a small message that every exchange waits for, and that nothing hides. Gloo hands it from thread to thread;
-here it is two system calls of the thread that waits (on two processors 26 µs a header; with gloo's all-to-all 390 µs).
+Every exchange waits for the headers, and no other activity hides this wait. Gloo hands a header from thread to thread.
+Here the waiting thread makes two system calls (on two processors 26 µs a header; with gloo's all-to-all 390 µs).
 """
 
 import json
@@ -24,13 +24,13 @@ _ALIKE, _DIFFERENT, _FAILED = b"=", b"!", b"x"
 _TOKEN_BYTES = 16
 _RANK_BYTES = 4
 _STRANGERS = 100
-"""Connections of others that may stand before those of ranks: whoever scans the machine's ports."""
+"""The number of connections from strangers, such as port scanners, that may come before the ranks' connections."""
 _CONNECT_SECONDS = 3.0
-"""To each of rank 0's addresses; and for rank 0 to tell the ranks from strangers."""
+"""The time for a connection to each of rank 0's addresses, and for rank 0 to tell the ranks from strangers."""
 _LOOPBACK = "127.0.0.1"
 _LATER = 0.5
-"""Seconds that the others wait longer than rank 0, which can say who is missing. A rank that has failed waits longer
-than this to hear what others failed in."""
+"""Seconds that the others wait longer than rank 0, which can name the missing rank. A rank that has failed waits longer
+than this for the other ranks' errors."""
 
 
 class HeaderLine:
@@ -39,20 +39,20 @@ class HeaderLine:
     Making it is collective. Ranks that cannot reach rank 0 make it unusable on all: see :attr:`usable`.
 
     Args:
-        store: of these ranks alone.
-        timeout: how long ranks wait for each other.
+        store: a store that only these ranks use.
+        timeout: the time that ranks wait for each other.
 
     Raises:
-        RuntimeError: ranks did not come in time; the store's.
+        RuntimeError: ranks did not come in time. The store raises it.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, timeout: timedelta) -> None:
         self._rank, self._world_size, self._process = rank, world_size, os.getpid()
         self._seconds = timeout.total_seconds()
         self._peers: list[socket.socket] = []
-        """Rank 0's connections, by rank from 1 on; another rank's to rank 0."""
+        """On rank 0 the connections to ranks 1, 2, …; on another rank its connection to rank 0."""
         self.usable = world_size == 1
-        """False if messages must go another way; alike on all ranks."""
+        """False if messages must go another way; the same on all ranks."""
         with ExitStack() as undo:
             undo.callback(self.close)
             if world_size > 1:
@@ -97,7 +97,7 @@ class HeaderLine:
         """
         found: dict[int, socket.socket] = {}
         deadline, n_bytes = time.monotonic() + min(self._seconds, _CONNECT_SECONDS), _TOKEN_BYTES + _RANK_BYTES
-        server.setblocking(False)  # who connected may have gone before accept()
+        server.setblocking(False)  # a stranger may have gone before accept()
         with selectors.DefaultSelector() as ready:
             ready.register(server, selectors.EVENT_READ)
             while len(found) < self._world_size - 1 and (left := deadline - time.monotonic()) > 0:
@@ -233,7 +233,7 @@ def _machine_of(rank: int) -> str:
 
 
 def _machine() -> str:
-    """Equal in processes for which ``localhost`` is the same."""
+    """Return text that is equal in processes for which ``localhost`` is the same."""
     said = [socket.gethostname()]
     with suppress(OSError):
         said.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -242,7 +242,7 @@ def _machine() -> str:
 
 
 def _addresses() -> list[str]:
-    """Those at which other machines may reach this one, the likeliest first."""
+    """Return the addresses at which other machines may reach this one, the likeliest first."""
     return [*dict.fromkeys(_candidates())]
 
 

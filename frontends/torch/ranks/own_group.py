@@ -21,7 +21,7 @@ from offload_core.ranks.headers import HEADER_BYTES, Header, check_alike
 from .header_line import HeaderLine
 
 _PATIENCE = 1.0
-"""Seconds to wait for the group's thread to release a buffer, and for what other ranks failed in."""
+"""Seconds to wait for the group's thread to release a buffer, and for the other ranks' errors."""
 _SPARE_DESCRIPTORS = 16
 """File descriptors that a group takes, at most, besides two for each rank."""
 _MAKING = "making a group of the engine's ranks"
@@ -30,7 +30,7 @@ _NUMBERS: "weakref.WeakKeyDictionary[Any, count[int]]" = weakref.WeakKeyDictiona
 
 
 class OwnGroup:
-    """The ranks of a process group in a gloo group of their own, which exchange only what all of them expect.
+    """A separate gloo group of the ranks of a process group. All ranks compare headers before each exchange.
 
     The program may use ``group`` at the same time. The group is not one of ``torch.distributed``'s, so that an update
     that is running ends as it should when the program destroys those. It ends with :meth:`close`, or with its owner.
@@ -124,16 +124,16 @@ class OwnGroup:
             )
 
     def agree(self, what: str, n_bytes: int) -> None:
-        """Wait until all ranks are about to exchange the same.
+        """Compare the headers of all ranks.
 
         Raises:
-            CollectiveError: they are not, or a rank was lost; on all ranks.
+            CollectiveError: they differ, or a rank was lost; on all ranks.
         """
         with self._lock:
             self._guarded(what, lambda: self._agree(Header(what, n_bytes)))
 
     def run(self, what: str, start: Callable[..., Iterable[Any]], *arrays: np.ndarray) -> None:
-        """Exchange, when all ranks are about to do so.
+        """Exchange, after a comparison of all ranks' headers.
 
         Args:
             what: names the data, alike on all ranks.
@@ -174,7 +174,7 @@ class OwnGroup:
         check_alike(self._headers.numpy().reshape(self.world_size, HEADER_BYTES))
 
     def _guarded(self, what: str, act: Callable[[], None]) -> None:
-        """Do this unless an exchange has failed before; if it fails, none is done any more."""
+        """Call ``act``, unless an exchange has failed before. If it fails, no later exchange begins."""
         if self._failure is not None:
             raise CollectiveError(self._failure)
         if not self._gloo:
@@ -195,7 +195,8 @@ class OwnGroup:
             raise
 
     def _failed_elsewhere(self, what: str) -> str:
-        """Say what has failed here, and return what has failed on other ranks, which may wait in another group."""
+        """Tell the other ranks the exchange that failed here, and return their failures: they may wait in another
+        group."""
         said: list[str] = []
 
         def ask() -> None:
@@ -210,7 +211,7 @@ class OwnGroup:
                             self._failures.wait([str(rank)], left)
                             said.append(f"rank {rank} failed in {self._failures.get(str(rank)).decode()}")
 
-        # In a thread that may stay behind: where the network is gone, the store never answers, whatever the timeout.
+        # In a thread that may outlive this call: without a network the store never answers, with any timeout.
         asking = threading.Thread(target=ask, name="offload-failures", daemon=True)
         with suppress(RuntimeError):  # at the interpreter's end no thread can be started
             asking.start()
@@ -218,7 +219,7 @@ class OwnGroup:
         return ", ".join(said)
 
     def close(self) -> None:
-        """Free the connections and threads; nothing is exchanged any more."""
+        """Free the connections and threads. No exchange follows."""
         with self._lock:
             self._end()
 

@@ -1,4 +1,4 @@
-"""Drivers of torch's devices, and how host memory is pinned for them. Vendors have names here alone."""
+"""Drivers of torch's devices, and the pinning of host memory for them. Only this module names vendors."""
 
 from collections.abc import Sequence
 

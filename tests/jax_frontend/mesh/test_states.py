@@ -119,6 +119,7 @@ def test_another_model_in_another_process_is_named():
             wrap(params, mesh=mesh)
 
 
+@pytest.mark.states_in_memory
 @processes(1, 2)
 def test_bits_of_the_memory_report_and_of_what_is_sent():
     world_size = 8 if jax.process_count() == 1 else 4

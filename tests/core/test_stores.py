@@ -1,0 +1,231 @@
+"""The laws of the seam *store*, over each of its implementations."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from offload_core.commands.plan import _memory_table, _Tier
+from offload_core.config.options import OffloadConfig
+from offload_core.config.state_formats import SPLIT
+from offload_core.device.exchange_sizes import planned_device
+from offload_core.dtypes import BFLOAT16
+from offload_core.layout.partition import ParamSpec, build_buckets
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.rules.adam import AdamHyper
+from offload_core.states import STORES
+from offload_core.states.store import Extent
+from offload_core.step.bucket_terms import BucketTerms
+from offload_core.step.decision import StepArguments
+from offload_core.testing.fake_device import FakeDevice
+from offload_core.testing.late_store import AHEAD, LateStore
+from tests.support import late_stores
+from tests.support.oracles import assert_same_bits
+from tests.support.pipelines import bits, make
+from tests.support.strategies import law
+
+SIZES = (300, 40, 700)
+STATE_FORMATS = {name: {"state_format": name} for name in ("fp32", "bf16", "8bit")}
+HYPERS = [AdamHyper(1e-2)]
+
+
+class Both:
+    """A store, and the arrays that its states are to equal: by bucket and state, decoded."""
+
+    def __init__(self, kind, fields):
+        config = OffloadConfig(op_order="torch", **fields)
+        specs = [ParamSpec(f"p{i}", size, BFLOAT16) for i, size in enumerate(SIZES)]
+        self.buckets = build_buckets(specs, world_size=1, bucket_numel=512, block=config.state_block)
+        self.formats = config.state_formats(BFLOAT16)
+        self.store = kind(HostMemory(1), 1, 1)
+        self.store.allocate(self.buckets, lambda bucket: self.formats)
+        self.expected = [
+            {name: np.zeros(bucket.shard_numel, np.float32) for name in self.formats} for bucket in self.buckets
+        ]
+        self.rng = np.random.default_rng(0)
+
+    def drawn(self, numel):
+        """Values that every format keeps as they are: each block of 256 has one value."""
+        values = np.exp2(self.rng.integers(-3, 3, -(-numel // 256))).astype(np.float32)
+        return np.repeat(values, 256)[:numel]
+
+    def pieces(self, param):
+        found = [(bucket.index, piece) for bucket in self.buckets for piece in bucket.pieces if piece.param == param]
+        return sorted(found, key=lambda each: each[1].start)
+
+    def run(self, param):
+        return self.store.run([Extent(index, piece.offset, piece.numel) for index, piece in self.pieces(param)])
+
+    def update(self, buckets):
+        self.store.expect(buckets)
+        for index in buckets:
+            block = self.store.load(index, [piece.param for piece in self.buckets[index].pieces])
+            for name, array in block.arrays.items():
+                values = self.drawn(array.size)
+                array.write(values)
+                self.expected[index][name] = values
+            self.store.commit(block)
+
+    def write(self, param):
+        for name, run in self.run(param).items():
+            at = 0
+            values = self.drawn(run.size)
+            run.write(values)
+            for index, piece in self.pieces(param):
+                self.expected[index][name][piece.offset : piece.offset + piece.numel] = values[at : at + piece.numel]
+                at += piece.numel
+
+    def check(self):
+        for param in range(len(SIZES)):
+            for name, run in self.run(param).items():
+                mine = [self.expected[i][name][piece.offset :][: piece.numel] for i, piece in self.pieces(param)]
+                assert_same_bits(name, run.values().astype(np.float32), np.concatenate(mine))
+                part = np.empty(run.size // 2, np.float32)
+                run[1:].read(2, part[: run.size - 3])
+                assert_same_bits(name, part[: run.size - 3], np.concatenate(mine)[3 : 3 + part.size])
+
+    def check_blocks(self):
+        for bucket in self.buckets:
+            for name, array in self.store.read(bucket.index).arrays.items():
+                values, expected = array.values().astype(np.float32), self.expected[bucket.index][name]
+                for piece in bucket.pieces:  # what lies between them shares scales with them
+                    run = slice(piece.offset, piece.offset + piece.numel)
+                    assert_same_bits(name, values[run], expected[run])
+
+
+@pytest.mark.parametrize("kind", [*STORES.values(), LateStore], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("fields", STATE_FORMATS.values(), ids=STATE_FORMATS)
+@law(20)
+@given(acts=st.lists(st.sampled_from(["update", "some", "backwards", "write", "check", "expect"]), max_size=8))
+def test_a_store_gives_what_was_committed_and_written_last(kind, fields, acts):
+    both = Both(kind, fields)
+    order = [bucket.index for bucket in both.buckets]
+    for i, act in enumerate(acts):
+        match act:
+            case "update":
+                both.update(order)
+            case "some":
+                both.update(order[::2])
+            case "backwards":
+                both.update(order[::-1])
+            case "write":
+                both.write(i % len(SIZES))
+            case "check":
+                both.check()
+            case "expect":  # and then the step breaks off
+                both.store.expect(order)
+    both.check_blocks()
+    both.check()
+    both.store.close()
+
+
+def test_the_memory_of_a_late_store_is_another_each_time_and_nobodys_view():
+    both = Both(LateStore, {})
+    both.update([0])
+    first, second = (both.store.read(0).arrays["master"].view for _ in range(2))
+    assert not np.shares_memory(first, second)
+    assert both.run(0)["master"].view is None
+    with pytest.raises(ValueError, match="read-only"):
+        both.run(0)["master"].values()[0] = 1
+    block = both.store.load(0, [0])
+    held = block.arrays["master"].view
+    both.store.commit(block)
+    both.store.read(0)
+    assert np.isnan(held).all()  # who still reads it sees that
+    both.store.close()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "early"), [("serial", False), ("overlap", False), ("overlap", True), ("delayed", False)]
+)
+def test_buckets_are_loaded_in_the_order_that_was_announced(schedule, early):
+    with late_stores.late():
+        subject = make(
+            FakeDevice(), schedule=schedule, update_in_backward=early, reduce_bucket_size=16, delay_warmup_steps=1
+        )
+    for _ in range(4):
+        subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
+        for i in (1, 0):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+        subject.pipeline.last_step.finish()
+    store = subject.pipeline.buckets.store
+    assert store.asked > 4 * len(subject.pipeline.buckets.all) > 4 * AHEAD
+    assert store.unforeseen == 0
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlap"])
+@pytest.mark.parametrize("failing", range(0, 24, 3))
+def test_a_load_or_a_commit_that_fails_is_one_error_and_loses_no_update(schedule, failing):
+    def trained(fail):
+        with late_stores.late():
+            subject = make(FakeDevice(), schedule=schedule, reduce_bucket_size=16)
+        store = subject.pipeline.buckets.store
+        subject.pipeline.last_step.finish()
+        if fail:
+            store.fail_at = frozenset([store.asked + failing])
+        raised = []
+        for _ in range(3):
+            for i in (1, 0):
+                subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+            for act in (
+                lambda: subject.pipeline.step(StepArguments(HYPERS, subject.tensors)),
+                subject.pipeline.last_step.finish,
+            ):
+                try:
+                    act()
+                except OSError as error:
+                    raised.append(error)
+        subject.pipeline.flush(subject.tensors)
+        try:
+            subject.states(0)
+        except OSError as error:
+            raised.append(error)
+        return bits(subject), raised
+
+    (found, raised), (expected, none) = trained(True), trained(False)
+    assert len(raised) == 1
+    assert not none
+    assert found == expected
+
+
+def test_a_split_master_weight_is_only_in_a_store_whose_memory_stays():
+    config = OffloadConfig(op_order="torch", stage=3, offload_param="cpu", param_persistence_threshold=0)
+    spec = ParamSpec("p", 1000, BFLOAT16, partitioned=True)
+
+    def format_of_masters():
+        terms = BucketTerms(config, planned_device(1, addressable=False))
+        return terms.state_formats(terms.cut([spec])[0])["master"]
+
+    assert format_of_masters() is SPLIT
+    with late_stores.late():
+        assert format_of_masters().name == "float32"
+
+
+def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path):
+    with late_stores.late():
+        subject = make(FakeDevice())
+        terms = BucketTerms(subject.pipeline.config, planned_device(1, addressable=False))
+        plan = terms.plan(subject.specs)
+    assert plan.needs["late store"] == plan.bytes_in("late store") == 12 * 144  # 140 elements, padded
+    assert plan.host_bytes == sum(row.n_bytes for row in plan.rows if row.where == "host") > 0
+    assert not {row.what for row in plan.rows if row.where == "host"} & {"master", "exp_avg", "exp_avg_sq"}
+    assert "late store" not in plan.missing(0, 0)  # nobody has said what is free there
+    report = subject.pipeline.memory_report([], {})
+    assert {(row.what, row.planned, row.held) for row in report.rows if row.where == "late store"} == {
+        (name, 4 * 144, 4 * 144) for name in ("master", "exp_avg", "exp_avg_sq")
+    }
+    assert "late store  in all" in str(report)
+    pytest.importorskip("matplotlib")
+    report.plot(tmp_path / "report.svg")
+    assert "late store" in (tmp_path / "report.svg").read_text()
+
+
+def test_a_plan_of_three_places_needs_each():
+    rows = (PlanRow("a", "host", 100, "x"), PlanRow("b", "device", 50, "y"), PlanRow("c", "disk", 30, "z"))
+    assert MemoryPlan(rows, 1).needs == {"host": 100, "device": 50, "disk": 30}
+    assert MemoryPlan(rows, 1, shared=True).needs == {"host": 150, "disk": 30}
+    table = _memory_table([_Tier({"donate": True}, MemoryPlan(rows, 1), {}, None)])
+    assert table.split("\n")[0].split() == ["memory", "host", "device", "disk", "fits"]
+    assert "30 bytes" in table
