@@ -59,6 +59,9 @@ __all__ = ["Pipeline", "StepReport"]
 class Pipeline:
     """Composes the parts of one process's training steps, and decides in which order they act.
 
+    Callers ask the part: ``arrivals`` (gradients that came), ``reduction`` (their way), ``updates``, ``early`` (a step
+    that is announced), ``last_step`` (waiting for it), ``counts``, ``health`` (what may still be done), ``buckets``.
+
     Parameters are numbered in the order in which they were added. The tensors that cross this interface are
     the device's: one-dimensional and contiguous. An error in the last step's updates is raised by the next method that
     waits for them.
@@ -399,7 +402,8 @@ class Pipeline:
         self.counts.count(present)
         self.counts.updates += 1
         ahead = self._announced.end()
-        self.updates.owe([work for work in works if work not in ahead], decision)
+        rest = [work for work in works if work not in ahead]
+        self.updates.owe(rest, decision)
         for work in ahead:
             work.forget_gradients(GradientEvent.END)
             work.confirm()
@@ -413,7 +417,6 @@ class Pipeline:
             self.updates.publish(reversed(decision.order), decision.tensors, after)
             self.updates.start_ahead(works[::-1], decision)
             return
-        rest = [work for work in works if work not in ahead]
         early = [work for work in rest if work.publication.state is Publication.EARLY]
         self.updates.publish(reversed(decision.order), decision.tensors, after, but=present)
         self.updates.start([work for work in rest if work.publication.state is not Publication.EARLY], decision, after)

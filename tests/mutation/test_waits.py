@@ -1071,7 +1071,7 @@ NOTICED_BY = NoticedBy("core")
 def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
     NOTICED_BY.assert_names(MUTANTS)
-    assert len(SCENARIOS) == 44
+    assert len(SCENARIOS) == 45
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 
 
