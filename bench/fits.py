@@ -12,7 +12,8 @@ from offload_core.commands.model_shapes import gpt_of, specs_of
 from offload_core.config.options import OffloadConfig
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import BFLOAT16
-from offload_core.step.bucket_terms import BucketTerms
+from offload_core.plans.planner import Planner
+from offload_core.plans.terms import BucketTerms
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "pictures" / "fits.svg"
 DEVICE, HOST = 24e9, 256e9
@@ -28,7 +29,7 @@ def fits(numel: float, **fields: Any) -> tuple[bool, int]:
     gpt = gpt_of(round(numel))
     config = OffloadConfig(param_dtype="bfloat16", **fields)
     terms = BucketTerms(config, planned_device(1, addressable=False))
-    plan = terms.plan(specs_of(gpt.shapes, BFLOAT16, config, 1))
+    plan = Planner(terms).plan(specs_of(gpt.shapes, BFLOAT16, config, 1))
     return not plan.missing(int(HOST), int(DEVICE), processes=1), plan.numel
 
 

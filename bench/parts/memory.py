@@ -21,7 +21,8 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import FLOAT32
 from offload_core.memory.plan import MemoryPlan
-from offload_core.step.bucket_terms import BucketTerms
+from offload_core.plans.planner import Planner
+from offload_core.plans.terms import BucketTerms
 from offload_core.support.processors import available_cpus
 
 BUILT, BETWEEN, PEAK = "process, peak while it is built", "process, between steps", "process, peak of a step"
@@ -39,7 +40,7 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 def plan(gpt: GPTConfig, stage: int, *, on_host: bool) -> MemoryPlan:
     config = OffloadConfig(stage=stage, param_dtype="bfloat16", gradient_clipping=1.0)
     specs = specs_of(gpt.shapes, FLOAT32, config, 1)
-    return BucketTerms(config, planned_device(1, addressable=on_host)).plan(specs)
+    return Planner(BucketTerms(config, planned_device(1, addressable=on_host))).plan(specs)
 
 
 def measure(group: ProcessGroup) -> dict[str, int]:

@@ -57,7 +57,7 @@ from typing import Any
 
 from bench.parts.overlap_run import GB, SCHEDULES, Case, Run, Times, slow_kernels
 from bench.record import append, parser, ratio, row, versions
-from offload_core.step.bucket_terms import GRADIENT_SLOTS
+from offload_core.plans.terms import GRADIENT_SLOTS
 from offload_core.support.units import count
 
 TARGET = 0.08

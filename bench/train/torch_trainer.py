@@ -21,6 +21,7 @@ from frontends.torch.ranks.device import told_by_allocator
 from frontends.torch.ranks.launch import device_of
 from offload_core.errors import CollectiveError
 from offload_core.memory.report import MemoryReport
+from offload_core.plans.planner import Planner
 from offload_core.support.launchers import Launched
 from offload_core.support.processors import default_threads
 
@@ -131,7 +132,7 @@ class Offloaded(TorchTrainer):
     def __init__(self, settings: Settings, ranks: Ranks, device: torch.device):
         self.device = device
         terms, specs = terms_and_specs(settings, ranks.world_size, on_host=False)
-        self._accelerator_bytes = terms.plan(specs).device_bytes
+        self._accelerator_bytes = Planner(terms).plan(specs).device_bytes
         self.device_name = name_of(device)
         self.model = self.engine = wrap(
             make_model(settings, device, settings.init),

@@ -17,7 +17,8 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes, format_bytes
 from offload_core.memory.plan import PlanRow
 from offload_core.memory.report import MemoryReport
-from offload_core.step.bucket_terms import STAGING, BucketTerms
+from offload_core.plans.planner import Planner
+from offload_core.plans.terms import STAGING, BucketTerms
 
 
 @dataclass(frozen=True)
@@ -145,7 +146,7 @@ def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
     This is the least that the ranks on this machine need; what a front end adds, it checks by itself.
     """
     terms, specs = terms_and_specs(settings, ranks.world_size, on_host)
-    plan = terms.plan(specs)
+    plan = Planner(terms).plan(specs)
     least = [row for row in plan.rows if row.what != STAGING]
     if terms.config.takes_apart(ranks.world_size) and not settings.init:  # it is made whole, and then cut
         whole = sum(spec.numel * spec.dtype.itemsize for spec in specs)

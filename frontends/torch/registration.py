@@ -17,9 +17,10 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan
 from offload_core.memory.report import MemoryReport
+from offload_core.plans.planner import Planner
+from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine
 from offload_core.rules import Rule
-from offload_core.step.bucket_terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
@@ -441,7 +442,7 @@ class Registration:
         others: Sequence[torch.Tensor],
     ) -> MemoryPlan:
         params = [param for _, param in trained]
-        plan = self._pipeline.buckets.terms.plan(
+        plan = Planner(self._pipeline.buckets.terms).plan(
             [spec for spec, _ in trained],
             frozen=[spec for spec, _ in frozen],
             besides=sum(map(self._casts.n_bytes, others)),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..config.options import OffloadConfig
 from ..dtypes import ElementType
 from ..layout.partition import ParamSpec
-from ..step.at_once import Held, held_shards
+from ..plans.at_once import Held, held_shards
 from .model_shapes import Shapes
 
 Cuts = tuple[tuple[int, ...], ...]

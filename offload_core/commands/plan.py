@@ -17,16 +17,17 @@ from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..memory.host_memory import available_bytes, format_bytes
 from ..memory.plan import DEVICE, HOST, MemoryPlan, format_table
+from ..plans.at_once import rows_at_once
+from ..plans.planner import NARROWER, Planner
+from ..plans.prediction import Speeds, StepTime, predict
+from ..plans.terms import BucketTerms
 from ..rules import RULES
-from ..step.at_once import rows_at_once
-from ..step.bucket_terms import NARROWER, BucketTerms
 from ..step.loss_scale import scaler_for
 from ..support.processors import default_threads
 from ..support.units import count, mesh, rate, size
 from .jax_shapes import MeshPart
 from .machine import measure_bandwidths
 from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, shapes_of, specs_of
-from .prediction import Speeds, StepTime, predict
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
 EXAMPLE = """example: does a 7 B model train on a GPU of 24 GB?
@@ -280,7 +281,7 @@ def _plan(
     specs = specs_of(shapes, dtypes, config, args.world_size)
     scaled = scaler_for(config, [spec.dtype for spec in specs]) is not None
     terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
-    plan = terms.plan(specs)
+    plan = Planner(terms).plan(specs)
     step = predict(
         terms,
         specs,
@@ -308,10 +309,10 @@ def _jax_plan(
     on_host = args.device == "cpu"
     terms = BucketTerms(config, planned_jax_device(on_host=on_host))
     specs, arrays = part.specs_of(shapes, dtypes, config, on_host=on_host)
-    rows = [*terms.host_rows(specs), *rows_at_once(terms, specs, arrays, on_host=on_host, donate=donate)]
-    rows += terms.activations(part.devices)
+    rows = [*Planner(terms).host_rows(specs), *rows_at_once(terms, specs, arrays, on_host=on_host, donate=donate)]
+    rows += Planner(terms).activations(part.devices)
     numel = sum(spec.numel for spec in specs)
-    plan = MemoryPlan(tuple(rows), numel, shared=on_host, savings=terms.savings(specs))
+    plan = MemoryPlan(tuple(rows), numel, shared=on_host, savings=Planner(terms).savings(specs))
     step = predict(
         terms,
         specs,

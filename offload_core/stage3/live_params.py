@@ -17,8 +17,8 @@ from ..device.trace import COMPUTE
 from ..layout.partition import Bucket, ParamSpec
 from ..ranks.consistency import fingerprint
 from ..step.state_lock import StateLock, changes
-from ..step.worker import Background, Inline
 from ..support.threads import Task
+from ..support.worker import Background, Inline
 from .use_order import UseOrder
 
 

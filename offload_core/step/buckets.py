@@ -15,11 +15,12 @@ from ..layout.partition import Bucket, ParamSpec, Piece, cut
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
 from ..native import kernels
+from ..plans.planner import Planner
+from ..plans.terms import BucketTerms
 from ..ranks.consistency import agree
 from ..rules import MASTER
 from ..states.store import Extent
 from ..support.threads import Task
-from .bucket_terms import BucketTerms
 from .gradient_memory import GradientMemory
 from .local_bucket import LocalBucket, Writes
 
@@ -59,7 +60,7 @@ class LocalBuckets:
     ) -> list[LocalBucket]:
         """Take on parameters, as :meth:`Pipeline.add_parameters`; the new buckets."""
         terms = self.terms
-        planned = terms.host_rows(specs, frozen=frozen)
+        planned = Planner(terms).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
         self.store.allocate(buckets, terms.state_formats)

@@ -19,8 +19,8 @@ from ..dtypes import ElementType
 from ..errors import HostMemoryWarning
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory, format_bytes
+from ..plans.terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST, BucketTerms, as_it_stays
 from ..support.user_line import UserLine
-from .bucket_terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST, BucketTerms, as_it_stays
 from .local_bucket import LocalBucket
 
 

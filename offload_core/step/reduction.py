@@ -13,8 +13,8 @@ from ..dtypes import BY_NUMPY, FLOAT32
 from ..errors import GradientError
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
+from ..plans.terms import as_it_stays
 from .bucket_states import GradientEvent
-from .bucket_terms import as_it_stays
 from .buckets import LocalBuckets
 from .local_bucket import LocalBucket
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-import offload_core.step.worker
+import offload_core.support.worker
 from bench.parts import overlap_run
 from bench.parts.overlap import CASES, model
 from bench.parts.overlap_run import Times, slow_kernels
@@ -115,7 +115,7 @@ def step_time(case, **fields):
     times = Times.of(case, PARAMS, LAYERS, clips=False)
     with (
         mock.patch.object(overlap_run, "time", HostClock),
-        mock.patch.object(offload_core.step.worker, "TaskThread", ThreadsInTime()),
+        mock.patch.object(offload_core.support.worker, "TaskThread", ThreadsInTime()),
         simulated.in_turn(link=case.link / SCALE),
         slow_kernels(case.host / SCALE),
     ):

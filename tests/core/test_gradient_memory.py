@@ -14,8 +14,8 @@ from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CollectiveError
 from offload_core.layout.partition import ParamSpec
+from offload_core.plans.terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST
 from offload_core.rules.adam import AdamHyper
-from offload_core.step.bucket_terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST
 from offload_core.step.decision import StepArguments
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.state_access import StateAccess

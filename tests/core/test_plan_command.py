@@ -31,7 +31,6 @@ from offload_core import DeviceMemoryError, HostMemoryError
 from offload_core.__main__ import READER_GONE, main
 from offload_core.commands.jax_shapes import MeshPart, cuts_of
 from offload_core.commands.model_shapes import GPTS, LEAST, GPTConfig, gpt_of
-from offload_core.commands.prediction import Speeds, predict
 from offload_core.config.options import OffloadConfig
 from offload_core.device.exchange_sizes import planned_device, planned_jax_device
 from offload_core.device.host_ranks import HostRanks
@@ -39,9 +38,11 @@ from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.plans.at_once import held_shards, rows_at_once
+from offload_core.plans.planner import Planner
+from offload_core.plans.prediction import Speeds, predict
+from offload_core.plans.terms import BucketTerms
 from offload_core.ranks.consistency import VERSION
-from offload_core.step.at_once import held_shards, rows_at_once
-from offload_core.step.bucket_terms import BucketTerms
 from offload_core.support.units import count, rate, size
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.strategies import law
@@ -303,7 +304,7 @@ def test_gradients_are_counted_for_as_long_as_they_are_on_the_device() -> None:
     def gradients(world_size: int, addressable: bool, **fields: object) -> int:
         config = OffloadConfig(reduce_bucket_size=160, **fields)
         terms = BucketTerms(config, planned_device(world_size, addressable=addressable))
-        [row] = [row for row in terms.plan(specs).rows if (row.where, row.what) == ("device", "gradients")]
+        [row] = [row for row in Planner(terms).plan(specs).rows if (row.where, row.what) == ("device", "gradients")]
         return row.n_bytes // 320
 
     assert gradients(1, True) == 10  # read where they are, at the step

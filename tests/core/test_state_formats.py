@@ -16,8 +16,9 @@ from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, CheckpointWarning, ConfigError, HostMemoryError
 from offload_core.layout.partition import ParamSpec, build_buckets
+from offload_core.plans.planner import Planner
+from offload_core.plans.terms import BucketTerms
 from offload_core.states.arrays import StateArray
-from offload_core.step.bucket_terms import BucketTerms
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from tests.support import state_formats
@@ -49,7 +50,7 @@ def test_states_take_the_bytes_that_the_plan_says(fields, each):
     subject = Subject(FakeDevice(), [np.zeros(numel, np.float32)], [BFLOAT16], [0], config)
     held = {name: n for name, n in subject.pipeline.memory.report().items() if name in STATES}
     assert sum(held.values()) == each * numel
-    rows = BucketTerms(config, planned_device(1, addressable=False)).host_rows(subject.specs)
+    rows = Planner(BucketTerms(config, planned_device(1, addressable=False))).host_rows(subject.specs)
     assert {row.what: row.n_bytes for row in rows if row.what in STATES} == held
 
 
@@ -221,7 +222,7 @@ def test_in_the_same_format_training_goes_on_bit_for_bit_and_nothing_is_said(tmp
 @pytest.mark.states_in_memory
 def test_a_model_that_does_not_fit_is_told_the_first_format_that_would():
     terms = BucketTerms(OffloadConfig(op_order="torch"), planned_device(1, addressable=False))
-    plan = terms.plan(specs_of(50_000_000))
+    plan = Planner(terms).plan(specs_of(50_000_000))
     assert [setting for setting, _ in plan.savings] == [
         "state_format='bf16'",
         "state_format='8bit'",
@@ -243,7 +244,9 @@ def test_a_model_that_does_not_fit_is_told_the_first_format_that_would():
 def test_states_name_the_format_that_makes_them_smaller():
     def remedies(fields, dtype=BFLOAT16):
         terms = BucketTerms(OffloadConfig(**fields), planned_device(1, addressable=False))
-        return {row.what: row.remedy for row in terms.host_rows(specs_of(1000, dtype=dtype)) if row.what in STATES}
+        return {
+            row.what: row.remedy for row in Planner(terms).host_rows(specs_of(1000, dtype=dtype)) if row.what in STATES
+        }
 
     fp32, bf16 = "state_format='bf16'", "state_format='8bit'"
     assert remedies({}) == {"master": "master_dtype='bfloat16'", "exp_avg": fp32, "exp_avg_sq": fp32}

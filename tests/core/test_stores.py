@@ -13,10 +13,11 @@ from offload_core.dtypes import BFLOAT16
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.plans.planner import Planner
+from offload_core.plans.terms import BucketTerms
 from offload_core.rules.adam import AdamHyper
 from offload_core.states import STORES
 from offload_core.states.store import Extent
-from offload_core.step.bucket_terms import BucketTerms
 from offload_core.step.decision import StepArguments
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.late_store import AHEAD, LateStore
@@ -207,7 +208,7 @@ def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path):
     with late_stores.late():
         subject = make(FakeDevice())
         terms = BucketTerms(subject.pipeline.config, planned_device(1, addressable=False))
-        plan = terms.plan(subject.specs)
+        plan = Planner(terms).plan(subject.specs)
     assert plan.needs["late store"] == plan.bytes_in("late store") == 12 * 144  # 140 elements, padded
     assert plan.host_bytes == sum(row.n_bytes for row in plan.rows if row.where == "host") > 0
     assert not {row.what for row in plan.rows if row.where == "host"} & {"master", "exp_avg", "exp_avg_sq"}

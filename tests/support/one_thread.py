@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from concurrent.futures import Future
 
-import offload_core.step.worker
+import offload_core.support.worker
 import offload_core.testing.fake_device
 import offload_core.testing.late_store
 
@@ -30,7 +30,7 @@ class Threads:
     def play(self, monkeypatch, *modules) -> None:
         """Take the place of the threads of pipelines, fake devices and late stores that are made from now on."""
         testing = offload_core.testing
-        for module in (testing.fake_device, testing.late_store, offload_core.step.worker, *modules):
+        for module in (testing.fake_device, testing.late_store, offload_core.support.worker, *modules):
             monkeypatch.setattr(module, "TaskThread", self)
 
     def go_on(self) -> None:

@@ -18,6 +18,7 @@ from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
+from offload_core.plans.planner import Planner
 from tests.support.experts import Experts, mixture, rows
 from tests.support.late_stores import over_both_stores
 from tests.support.partitioned_models import external, external_loss, gpt, gpt_loss, llama, llama_loss
@@ -837,7 +838,7 @@ def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
         assert report.device_bytes == 0
         assert report.host["parameters on the host"] >= 4 * report.numel
         assert report.host_bytes == report.planned_host_bytes
-        plan = engine.optimizer.pipeline.buckets.terms.plan(engine.optimizer.pipeline.params)
+        plan = Planner(engine.optimizer.pipeline.buckets.terms).plan(engine.optimizer.pipeline.params)
         [window] = [row for row in plan.rows if row.what == "gathered parameters"]
         assert 0.8 * 4 * 4000 < window.n_bytes <= 4 * 4000  # beside the most gradients
         assert peaks[layers] <= 4 * 4000

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import offload_core.step.worker
+import offload_core.support.worker
 from frontends.torch import init, wrap
 from frontends.torch.ranks.own_group import timeout_of
 from offload_core.device.trace import TO_HOST, UPDATE
@@ -299,7 +299,7 @@ def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
 
 def in_turn(device, rank, ahead, **fields):
     """As :func:`train`, alike in every run; and the number of copies that the host waited for."""
-    offload_core.step.worker.TaskThread = Threads()
+    offload_core.support.worker.TaskThread = Threads()
     with simulated.in_turn(ahead=ahead):
         engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, **fields)
         inputs, norms = [batch(seed, rank).to(device) for seed in range(3)], []

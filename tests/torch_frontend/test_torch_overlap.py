@@ -19,7 +19,7 @@ from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import HostMemoryWarning, StateError
-from offload_core.step.bucket_terms import GRADIENT_SLOTS
+from offload_core.plans.terms import GRADIENT_SLOTS
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.torch_models import batch, loss_of, make, on, place, same_bits, step
 

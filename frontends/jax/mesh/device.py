@@ -23,7 +23,7 @@ from offload_core.layout.partition import Bucket, ParamSpec
 from offload_core.memory.host_memory import Lease
 from offload_core.native import kernels
 from offload_core.ranks.collectives import Collectives
-from offload_core.step.worker import Background
+from offload_core.support.worker import Background
 
 from ..device import ArrayMemory, free_bytes, read
 from ..launch import meeting

@@ -17,8 +17,8 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
+from offload_core.plans.at_once import Held, held_shards
 from offload_core.ranks.collectives import Collectives, SingleRank
-from offload_core.step.at_once import Held, held_shards
 
 from ..device import JaxDevice, ParameterBuffers, beside_its_device, in_device_memory
 from ..mesh.axis import MeshAxis

@@ -9,8 +9,9 @@ import jax
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan, PlanRow
-from offload_core.step.at_once import SHARDS, rows_at_once
-from offload_core.step.bucket_terms import PARAMETERS
+from offload_core.plans.at_once import SHARDS, rows_at_once
+from offload_core.plans.planner import Planner
+from offload_core.plans.terms import PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.launchers import local_processes
 
@@ -46,8 +47,8 @@ def checked_plan(
     there = [] if placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
     held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
     numel = sum(spec.numel for spec in specs)
-    rows = (*terms.host_rows(specs), *planned, *terms.activations(len(device.ranks)))
-    plan = MemoryPlan(rows, numel, shared=placement.on_host, held=held, savings=terms.savings(specs))
+    rows = (*Planner(terms).host_rows(specs), *planned, *Planner(terms).activations(len(device.ranks)))
+    plan = MemoryPlan(rows, numel, shared=placement.on_host, held=held, savings=Planner(terms).savings(specs))
     processes = min(local_processes(), device.collectives.world_size)
     plan.check(available_bytes(), device.free_bytes(), processes=processes)
     return planned

@@ -18,7 +18,7 @@ from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec, round_up, shard_unit
 from offload_core.layout.regions import InMemory
-from offload_core.step.at_once import SHARDS, Held, held_shards
+from offload_core.plans.at_once import SHARDS, Held, held_shards
 
 from ..device import HOST_MEMORY, beside_its_device, in_host_memory
 from ..mesh.axis import REPLICATED, MeshAxis

@@ -14,7 +14,7 @@ from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.near import work_near
 from offload_core.memory.pinning import DRIVERS
-from offload_core.step.at_once import Held
+from offload_core.plans.at_once import Held
 
 from ..device import on_cpu
 from ..mesh.axis import MeshAxis

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..layout.partition import ParamSpec
-from ..step.bucket_terms import BucketTerms, Traffic
+from .planner import Planner, Traffic
+from .terms import BucketTerms
 
 _FLOPS_A_TOKEN = 6
 _FLOPS_A_TOKEN_CHECKPOINTED = 8
@@ -73,7 +74,7 @@ def predict(
         tokens: the tokens of a rank's whole step, or of each device's.
         checkpointing: True if activations are computed again in backward.
     """
-    whole, last = terms.traffic(specs)
+    whole, last = Planner(terms).traffic(specs)
 
     def over_link(n_bytes: float) -> float | None:
         return 0.0 if not n_bytes else None if speeds.link is None else n_bytes / (devices * speeds.link)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..dtypes import FLOAT32
 from ..layout.partition import Bucket, ParamSpec
 from ..memory.plan import PlanRow
-from .bucket_terms import GRADIENTS, PARAMETERS, BucketTerms
+from .terms import GRADIENTS, PARAMETERS, BucketTerms
 
 SHARDS = "shards of parameters"
 DONATE = "update(grads, donate=True)"

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..support.threads import Task, TaskThread
+from .threads import Task, TaskThread
 
 T = TypeVar("T")
 

@@ -1,0 +1,288 @@
+"""Plans: the bytes of each consumer of memory, and what a step moves."""
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.options import OffloadConfig
+from ..config.state_formats import Master
+from ..dtypes import BFLOAT16, FLOAT32
+from ..layout.partition import Bucket, Kinds, ParamSpec
+from ..memory.plan import DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
+from ..rules import MASTER, Rule
+from .terms import GATHERED, GRADIENT_SLOTS, GRADIENTS, GRADIENTS_ON_HOST, PARAMETERS, STAGING, BucketTerms
+
+_NARROWER = "param_dtype='bfloat16'"
+_RANKS = "more ranks, on other machines"
+NARROWER: dict[str, dict[str, Any]] = {
+    "state_format='bf16'": {"state_format": "bf16"},
+    "state_format='8bit'": {"state_format": "8bit"},
+    "state_format='8bit', master_dtype='bfloat16'": {"state_format": "8bit", "master_dtype": "bfloat16"},
+}
+"""Settings that store states in fewer bytes, most bytes first."""
+_NEXT = {"float32": ("bf16", "bfloat16"), "bfloat16": ("8bit", "float8")}
+"""The next narrower format of a moment: its short name, and its own."""
+
+
+def _narrower_states(config: OffloadConfig, rules: Iterable[Rule], specs: Sequence[ParamSpec]) -> dict[str, str]:
+    """By state the setting that stores it in fewer bytes."""
+    formats = {state: str(format) for rule in rules for state, format in config.state_formats(BFLOAT16, rule).items()}
+    narrower = {}
+    if formats.pop(MASTER, None) == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
+        narrower[MASTER] = "master_dtype='bfloat16'"
+    for state, format in formats.items():
+        if format in _NEXT:
+            short, long = _NEXT[format]
+            alone = getattr(config, f"{state}_dtype", None) is not None
+            narrower[state] = f"{state}_dtype='{long}'" if alone else f"state_format='{short}'"
+    return narrower
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes that one process moves in a step."""
+
+    update: float
+    """To and from the host's memory, by the kernel."""
+    to_host: float
+    to_device: float
+
+
+class Planner:
+    """Plans by the rules with which a process allocates.
+
+    Sizes on the device follow from the order in which gradients are expected: last parameter first.
+    """
+
+    def __init__(self, terms: BucketTerms) -> None:
+        self._terms = terms
+
+    def plan(
+        self,
+        specs: Sequence[ParamSpec],
+        *,
+        frozen: Sequence[ParamSpec] = (),
+        besides: int = 0,
+        gradients_stay: bool = False,
+    ) -> MemoryPlan:
+        """What training ``specs`` takes where gradients come one by one, as in torch.
+
+        Args:
+            frozen: parameters that are not trained.
+            besides: bytes on the device of what belongs to the model and stays as it is (buffers).
+            gradients_stay: all gradients are on the device till the update, whatever becomes of them.
+        """
+        host = self.host_rows(specs, frozen=frozen, one_by_one=not gradients_stay)
+        rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay), *self.activations()]
+        return MemoryPlan(
+            tuple(rows),
+            sum(spec.numel for spec in specs),
+            shared=self._terms.device.addressable,
+            savings=self.savings(specs, frozen=frozen),
+        )
+
+    def activations(self, devices: int = 1) -> list[PlanRow]:
+        """What was declared of activations, of a process with so many devices."""
+        declared = {
+            DEVICE: devices * self._terms.config.activation_memory,
+            HOST: self._terms.config.host_activation_memory,
+        }
+        return [PlanRow("activations", where, n, "smaller micro-batches") for where, n in declared.items() if n]
+
+    def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
+        """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,
+        least first."""
+
+        def host_bytes(terms: BucketTerms) -> int:
+            return sum(row.n_bytes for row in Planner(terms).host_rows(specs, frozen=frozen) if row.where == HOST)
+
+        mine = host_bytes(self._terms)
+        saved = {setting: mine - host_bytes(self._terms.with_(**fields)) for setting, fields in NARROWER.items()}
+        return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
+
+    def host_rows(
+        self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = (), one_by_one: bool = False
+    ) -> list[PlanRow]:
+        """What is allocated on the host and in the store when ``specs`` are taken on, and for the shards of ``frozen``.
+
+        Args:
+            one_by_one: gradients come during backward, so that updates can follow them.
+        """
+        kinds = self._terms.kinds(specs)
+        rules = dict.fromkeys(self._terms.rule_of(bucket) for bucket, _ in kinds) or {self._terms.rule: None}
+        states = dict.fromkeys(name for rule in rules for name in rule.state_names)
+        kept, host = dict.fromkeys(states, 0), dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
+        for bucket, n in kinds:
+            numel = len(self._terms.device.ranks) * bucket.shard_numel
+            for name, format in self._terms.state_formats(bucket).items():
+                kept[name] += n * format.n_bytes(numel)
+        lent = self._terms.slot_bytes_of_kinds(kinds)
+        if lent is not None:
+            host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self._terms.lent_bytes)
+        elif self._terms.has_home:
+            host[GRADIENTS_ON_HOST] = sum(n * self._terms.home_bytes(bucket) for bucket, n in kinds)
+        if not self._terms.direct:
+            slot_bytes = self._terms.slot_bytes([bucket for bucket, _ in kinds])
+            host[STAGING] = self._terms.staging_slots * max(slot_bytes - self._terms.ring_bytes, 0)
+        if self._terms.config.offload_param is not None:
+            host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self._terms.kinds(frozen))
+        smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
+        remedies = {
+            **_narrower_states(self._terms.config, rules, specs),
+            GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
+            STAGING: "reduce_bucket_size",
+            PARAMETER_SHARDS: smaller,
+        }
+        return [
+            PlanRow(what, where, n_bytes, remedies.get(what, _RANKS))
+            for where, of in ((self._terms.store.place, kept), (HOST, host))
+            for what, n_bytes in of.items()
+        ]
+
+    def _fewer_gradients(self, one_by_one: bool) -> str | None:
+        """The setting with which gradients take less of the host, if there is one."""
+        if self._terms.lends_gradient_memory:
+            return "reduce_bucket_size"
+        if self._terms.accumulates:
+            return "gradient_accumulation_steps=1"
+        may_lend = one_by_one and self._terms.with_(update_in_backward=True).lends_gradient_memory
+        return "update_in_backward=True" if may_lend else None
+
+    def _device_rows(
+        self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec], besides: int, gradients_stay: bool
+    ) -> list[PlanRow]:
+        every = [*specs, *frozen]
+        buckets = self._terms.cut(specs)
+        parameters = besides + sum(_bytes(spec) for spec in every if not spec.partitioned)
+        if self._terms.config.offload_param is None:
+            parameters += _shard_bytes(self._terms.kinds(specs)) + _shard_bytes(self._terms.kinds(frozen))
+        gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
+        wide = any(spec.dtype is FLOAT32 for spec in every)
+        if not self._terms.has_home:
+            sooner = _NARROWER if wide else _RANKS
+        else:
+            sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
+        if self._terms.config.stage < 3:
+            smaller = "stage=3, offload_param='cpu'"
+        else:
+            smaller = (
+                "offload_param='cpu'" if self._terms.config.offload_param is None else "param_persistence_threshold"
+            )
+        rows = {
+            PARAMETERS: (parameters, _NARROWER if wide else smaller),
+            GATHERED: (gathered, "max_live_parameters, max_reuse_distance"),
+            GRADIENTS: (gradients, sooner),
+        }
+        rows_of = [
+            PlanRow(what, DEVICE, n_bytes, remedy, brief=what != PARAMETERS) for what, (n_bytes, remedy) in rows.items()
+        ]
+        each = [self._terms.way_bytes(bucket) for bucket, _ in self._terms.kinds(specs)]
+        on_way = min(self._terms.depth, len(buckets)) * max(each, default=0)
+        return [*rows_of, PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True)]
+
+    def _most_together(
+        self,
+        specs: Sequence[ParamSpec],
+        frozen: Sequence[ParamSpec],
+        buckets: Sequence[Bucket],
+        gradients_stay: bool,
+    ) -> tuple[int, int]:
+        """Bytes of gathered parameters and of gradients when they are the most together.
+
+        In backward parameters are released while gradients appear. The order of uses that decides what stays whole
+        is not known: as much does as may, of what backward has not passed yet.
+        """
+        parted = [spec for spec in (*specs, *frozen) if spec.partitioned]
+        numel, n_bytes = sum(spec.numel for spec in parted), sum(map(_bytes, parted))
+        largest = max((spec.numel for spec in parted), default=0)
+        # What forward used last backward uses first: half the distance is on the way there, half on the way back.
+        kept = max(self._terms.config.max_reuse_distance // 2, self._terms.config.prefetch_bucket_size) + largest
+        live = max(min(self._terms.config.max_live_parameters, kept), largest)
+        bound = int(min(1.0, live / max(numel, 1)) * n_bytes)
+        ahead, most = n_bytes, (bound, 0)
+        for param, gradients in self._gradients_held(specs, buckets, gradients_stay):
+            gathered = min(bound, ahead)
+            most = max(most, (gathered, gradients), key=sum)
+            if specs[param].partitioned:
+                ahead -= _bytes(specs[param])
+        return most
+
+    def _gradients_held(
+        self, specs: Sequence[ParamSpec], buckets: Sequence[Bucket], stay: bool
+    ) -> list[tuple[int, int]]:
+        """The bytes of gradients on the device when each parameter's has come, in the order in which they come.
+
+        One leaves when all buckets that hold a part of it have left: when they are full, or where copies take their
+        time when as many others are as may be on their way. Those that are settled together wait for one another.
+        """
+        stay = stay or not self._terms.has_home
+        missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
+        of: dict[int, set[int]] = {}
+        for bucket in buckets:
+            for param in missing[bucket.index]:
+                of.setdefault(param, set()).add(bucket.index)
+        members = {index: frozenset(params) for index, params in missing.items()}
+        missing_of = Counter(spec.settled_with for spec in specs)
+        waiting: dict[int | None, list[int]] = {}
+        behind = 0 if self._terms.device.addressable else self._terms.depth
+        leaving: deque[int] = deque()
+        held, seen = 0, []
+        for param in reversed(range(len(specs))):
+            held += _bytes(specs[param])
+            seen.append((param, held))
+            number = specs[param].settled_with
+            waiting.setdefault(number, []).append(param)
+            missing_of[number] -= 1
+            for settled in waiting.pop(number) if number is None or not missing_of[number] else ():
+                for index in sorted(of.get(settled, ())):
+                    missing[index].discard(settled)
+                    if not missing[index]:
+                        leaving.append(index)
+            while len(leaving) > behind and not stay:
+                index = leaving.popleft()
+                for member in members[index]:
+                    of[member].discard(index)
+                    held -= 0 if of[member] else _bytes(specs[member])
+        return seen
+
+    def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
+        """What a step moves, and what its last bucket does.
+
+        An update reads a gradient, reads and writes three states, and writes the parameter, which it also reads where
+        that is a master weight or its upper half: with fp32 states 28 bytes an element in bf16 (26.25 from shards on
+        the host), and in fp32 where parameters are updated in place. Gradients cross to the host in every micro-step,
+        parameters back once, or, from shards on the host, for each forward and each backward; for one of them where
+        they may stay whole in between.
+        """
+        partitioned = sum(spec.numel for spec in specs if spec.partitioned)
+        each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in self._terms.kinds(specs)]
+        sums = [sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")]
+        last = self._terms.cut(specs)[-1:]
+        return Traffic(*sums), self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
+
+    def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
+        steps = self._terms.config.gradient_accumulation_steps
+        gradient = self._terms.home_dtype(bucket) if self._terms.has_home else bucket.dtype
+        formats = self._terms.state_formats(bucket)
+        apart = Master.of(formats) is Master.APART
+        numel = len(self._terms.device.ranks) * bucket.shard_numel
+        states = sum(format.n_bytes(numel) for format in formats.values())
+        update = numel * (gradient.itemsize + (1 if apart else 2) * bucket.dtype.itemsize) + 2 * states
+        if self._terms.device.addressable:
+            return Traffic(update, 0, 0)
+        crossing = self._terms.device.sizes.link_numel(bucket)
+        to_host = steps * crossing * self._terms.device.sizes.leaves_as(self._terms.wire(bucket)).itemsize
+        times = 1
+        if bucket.partitioned and self._terms.config.offload_param is not None:
+            stays = partitioned <= min(self._terms.config.max_live_parameters, self._terms.config.max_reuse_distance)
+            times = steps * (1 if stays else 2)
+        return Traffic(update, to_host, times * crossing * bucket.dtype.itemsize)
+
+
+def _bytes(spec: ParamSpec) -> int:
+    return spec.numel * spec.dtype.itemsize
+
+
+def _shard_bytes(kinds: Kinds) -> int:
+    return sum(n * bucket.shard_numel * bucket.dtype.itemsize for bucket, n in kinds if bucket.partitioned)

@@ -1,0 +1,182 @@
+"""Which buffers a process has of its buckets, and how large: what follows from configuration, device and sizes alone.
+
+``LocalBuckets`` allocates by the same rules that the plan is made with, so that the plan cannot be another. Sizes of
+what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ..config.options import OffloadConfig
+from ..config.state_formats import SPLIT, StateFormat
+from ..device.protocols import Arrival, DeviceTerms
+from ..dtypes import BY_NAME, FLOAT16, FLOAT32, ElementType
+from ..layout.partition import Bucket, Kinds, ParamSpec, planned
+from ..rules import MASTER, Rule
+from ..states import STORES
+from ..support.worker import Background, Inline
+
+STAGING = "staging"
+GRADIENTS_ON_HOST = "gradients on the host"
+PARAMETERS = "parameters"
+GATHERED = "gathered parameters"
+GRADIENTS = "gradients"
+GRADIENT_SLOTS = 4
+"""Buckets whose gradients are on the host at a time, where memory is lent to them: one whose update is under way, two
+on their way, and one more, so that none waits for the others."""
+
+
+class BucketTerms:
+    """The rules for one process.
+
+    Args:
+        scaled: True if losses are scaled.
+    """
+
+    def __init__(self, config: OffloadConfig, device: DeviceTerms, *, scaled: bool = False) -> None:
+        self.config = config
+        self.device = device
+        self._scaled = scaled
+        self.rule = config.rule()
+        self.store = STORES[str(config.offload_optimizer)]
+        """The kind of store that keeps the states."""
+        self.direct = device.addressable and device.world_size == 1
+        """Nothing is moved: kernels read gradients and write parameters where they are."""
+        self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
+        """Gradients are summed on the host, in fp32."""
+        self.host_shards = device.addressable or config.offload_param == "cpu"
+        """What this process holds of partitioned parameters is host memory."""
+        self.sends_early = config.update_in_backward and config.schedule == "overlap"
+        """Parameters may leave for the device before their step."""
+        if self.direct or config.stage == 3:  # stage 3 gathers them in backward
+            self.sends_early = False
+        self.worker = Inline if self.direct or config.schedule == "serial" else Background
+        """The kind of worker that the tasks of a step are given to."""
+        self.examines = _examines(config, device, scaled)
+        """A step looks at all gradients before it updates anything."""
+        self.lends_gradient_memory = self.sends_early and not (self.examines or config.gradient_accumulation_steps > 1)
+        """Gradients pass through a few slots on the host, for their update comes as soon as they arrive."""
+        self.ring_bytes = 0
+        self.lent_bytes = 0
+        """The size of the slots of gradients that there are."""
+
+    def ring_was_made(self, slot_bytes: int) -> None:
+        """There are staging buffers of this size now: plans count what more would take."""
+        self.ring_bytes = slot_bytes
+
+    def slots_were_made(self, slot_bytes: int) -> None:
+        """The same of slots of gradients."""
+        self.lent_bytes = slot_bytes
+
+    def with_(self, **fields: Any) -> "BucketTerms":
+        """Return these terms with other settings."""
+        terms = BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
+        terms.ring_was_made(self.ring_bytes)
+        terms.slots_were_made(self.lent_bytes)
+        return terms
+
+    # --- small decisions, each made here only --------------------------------------------------------
+
+    def cut(self, specs: Sequence[ParamSpec]) -> Sequence[Bucket]:
+        """The buckets of parameters that are alone."""
+        return self._planned(specs)[0]
+
+    def kinds(self, specs: Sequence[ParamSpec]) -> Kinds:
+        """The kinds of these buckets: what they take follows from that alone."""
+        return self._planned(specs)[1]
+
+    def _planned(self, specs: Sequence[ParamSpec]) -> tuple[Sequence[Bucket], Kinds]:
+        config = self.config
+        return planned(
+            tuple(specs),
+            world_size=self.device.world_size,
+            bucket_numel=config.reduce_bucket_size,
+            block=config.state_block,
+        )
+
+    def rule_of(self, alike: Bucket | ParamSpec) -> Rule:
+        """The update rule of a bucket, or of a parameter."""
+        return alike.rule or self.rule
+
+    def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
+        """The formats of the states that a bucket's parameters have; no master weight where they are their own.
+
+        Master weights are split where the parameters lie on the host, nobody but this package writes to them, and the
+        store can hold them so.
+        """
+        formats = dict(self.config.state_formats(bucket.dtype, self.rule_of(bucket)))
+        if self.config.schedule == "delayed" or self.sends_early:  # parameter and master may be of different steps
+            return formats
+        in_place = self.host_shards if bucket.partitioned else self.device.updates_in_place
+        if in_place and bucket.dtype is formats[MASTER].values:
+            del formats[MASTER]
+        elif bucket.partitioned and self.config.offload_param == "cpu" and bucket.dtype is SPLIT.upper:
+            formats[MASTER] = SPLIT if self.store.holds(SPLIT) else formats[MASTER]
+        return formats
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether copies, reduction and the update run behind the device's work."""
+        return self.worker.behind
+
+    @property
+    def depth(self) -> int:
+        return self.worker.depth
+
+    @property
+    def staging_slots(self) -> int:
+        ways = 2 if self.sends_early else 1  # at a time; else there is one after the other
+        return ways * self.device.sizes.staging_slots * self.depth
+
+    @property
+    def accumulates(self) -> bool:
+        return self.config.gradient_accumulation_steps > 1 and self.device.world_size == 1
+
+    @property
+    def has_home(self) -> bool:
+        return self.sums or not self.direct
+
+    def wire(self, bucket: Bucket) -> ElementType:
+        """The element type in which gradients travel."""
+        asked = self.config.communication_dtype
+        return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
+
+    def way_bytes(self, bucket: Bucket) -> int:
+        """What the bucket takes on the device on its way, besides gradients and parameters."""
+        return self.device.sizes.way_bytes(bucket, self.wire(bucket))
+
+    def home_bytes(self, bucket: Bucket) -> int:
+        """What the gradients of the bucket's shards take on the host."""
+        return len(self.device.ranks) * bucket.shard_numel * self.home_dtype(bucket).itemsize
+
+    def gradient_slot_bytes(self, buckets: Sequence[Bucket]) -> int | None:
+        """The size of the slots that the gradients of these buckets pass through, as of the largest one; None: each has
+        memory of its own, which takes no more, or needs none."""
+        return self.slot_bytes_of_kinds([(bucket, 1) for bucket in buckets])
+
+    def slot_bytes_of_kinds(self, kinds: Kinds) -> int | None:
+        if not self.lends_gradient_memory:
+            return None
+        sizes = [(self.home_bytes(bucket), n) for bucket, n in kinds]
+        largest = max([self.lent_bytes, *(size for size, _ in sizes)])
+        own = sum(n * size for size, n in sizes)
+        return largest if GRADIENT_SLOTS * (largest - self.lent_bytes) < own else None
+
+    def home_dtype(self, bucket: Bucket) -> ElementType:
+        return FLOAT32 if self.sums else self.device.sizes.arrival(self.wire(bucket)).dtype
+
+    def slot_bytes(self, buckets: Sequence[Bucket]) -> int:
+        return max((self.device.sizes.slot_bytes(bucket, self.wire(bucket)) for bucket in buckets), default=0)
+
+
+def _examines(config: OffloadConfig, device: DeviceTerms, scaled: bool) -> bool:
+    skip = config.skip_nonfinite
+    narrow = config.communication_dtype == FLOAT16.name and device.world_size > 1  # may overflow
+    wanted = (skip is None and narrow) or bool(skip)
+    return wanted or config.gradient_clipping is not None or scaled
+
+
+def as_it_stays(home: ElementType) -> Arrival:
+    """What can arrive where gradients wait, nothing left to be done."""
+    return Arrival(1, home, 1.0)
