@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import frontends.torch.optimizer as optimizer_module
+import frontends.torch.parts as parts_module
 from bench.train.gpt_jax import init_params
 from bench.train.gpt_torch import GPT
 from frontends.jax import wrap as wrap_jax
@@ -313,10 +313,10 @@ def test_gradients_are_counted_for_as_long_as_they_are_on_the_device() -> None:
     assert gradients(1, False, schedule="serial") == 2  # one copy on its way
     assert gradients(1, False) == 3  # two
     wide = BucketTerms(OffloadConfig(reduce_bucket_size=160), planned_device(2, addressable=True))
-    stay = wide.plan(specs, gradients_stay=True)
+    stay = Planner(wide).plan(specs, gradients_stay=True)
     assert max(row.n_bytes for row in stay.rows if row.what == "gradients") == 3200
     together = [replace(spec, settled_with=i // 4 if i < 8 else None) for i, spec in enumerate(specs)]
-    assert max(row.n_bytes for row in wide.plan(together).rows if row.what == "gradients") == 4 * 320
+    assert max(row.n_bytes for row in Planner(wide).plan(together).rows if row.what == "gradients") == 4 * 320
 
 
 def test_what_is_missing_is_what_is_more_than_there_is() -> None:
@@ -490,7 +490,7 @@ def allocated(monkeypatch: pytest.MonkeyPatch) -> list:
 
 def test_a_device_too_small_is_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch, allocated) -> None:
     device = SlowTorchDevice()
-    monkeypatch.setattr(optimizer_module, "device_for", lambda *args, **kw: HostRanks(device))
+    monkeypatch.setattr(parts_module, "device_for", lambda *args, **kw: HostRanks(device))
     model = GPT(SMALL)
     before = [(id(p), p.detach().clone(), p.dtype) for p in model.parameters()]
     monkeypatch.setattr(device, "free_bytes", lambda: 0, raising=False)

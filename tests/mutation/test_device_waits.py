@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-import frontends.torch.optimizer as optimizer_module
+import frontends.torch.parts as parts_module
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import pinning
@@ -395,11 +395,11 @@ def on_ranks(body):
     def device_for(device, group, config):
         return HostRanks(AcceleratorDevice(device), RANK.collectives)
 
-    original, optimizer_module.device_for = optimizer_module.device_for, device_for
+    original, parts_module.device_for = parts_module.device_for, device_for
     try:
         run_ranks(2, of_rank)
     finally:
-        optimizer_module.device_for = original
+        parts_module.device_for = original
 
 
 def bytes_sent():

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import frontends.torch.optimizer as optimizer_module
+import frontends.torch.parts as parts_module
 from frontends.torch import wrap
 from frontends.torch.ranks import own_group
 from frontends.torch.ranks.collectives import TorchRanks
@@ -83,9 +83,7 @@ def test_an_update_ends_after_its_process_group_was_destroyed_and_none_begins():
 def test_where_the_process_group_carries_buckets_its_end_is_final_also_after_another_was_made():
     @on_ranks(2)
     def _(rank):
-        optimizer_module.device_for = lambda device, group, config: DeviceRanks(
-            memory_of(device), TorchRanks(group), group
-        )
+        parts_module.device_for = lambda device, group, config: DeviceRanks(memory_of(device), TorchRanks(group), group)
         engine = trained(rank, [0])
         go = begin_late_update(engine, rank)
         destroy_groups_and_make_another(rank)

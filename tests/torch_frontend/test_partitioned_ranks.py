@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import frontends.torch.optimizer as optimizer_module
+import frontends.torch.parts as parts_module
 from frontends.torch import gathered_parameters, wrap
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
@@ -92,7 +92,7 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
             whole_bits(trained()),
             whole_bits(trained(**STAGE_3, **NARROW, offload_param="cpu")),
         ]
-        optimizer_module.device_for = partitioned_module.device_for = between_devices
+        parts_module.device_for = partitioned_module.device_for = between_devices
         result.append(whole_bits(trained(**STAGE_3, **NARROW)))
         result.append(whole_bits(engine := trained(**STAGE_3, **NARROW, offload_param="cpu")))
         engine.close()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-import frontends.torch.optimizer as optimizer_module
+import frontends.torch.parts as parts_module
 from frontends.torch import init, wrap
 from frontends.torch.ranks import own_group
 from frontends.torch.ranks.collectives import TorchRanks
@@ -69,7 +69,7 @@ def test_buckets_that_stay_on_the_device_give_the_same_bits():
 
         result = {}
         for reduction in ("ordered", "native"):
-            for optimizer_module.device_for in (device_for, between_devices):
+            for parts_module.device_for in (device_for, between_devices):
                 engine = wrap(make(), lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.05, reduction=reduction,
                               gradient_accumulation_steps=2, reduce_bucket_size=1000)  # fmt: skip
                 norms = [report.grad_norm for report in train(engine, rank, range(6))]
