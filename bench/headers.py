@@ -27,7 +27,7 @@ def rank_of(rank: int, port: int, stage: int, layers: int, width: int, bucket: i
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    agree, seen = OwnGroup._agree, 0
+    agree, seen = OwnGroup._compare_headers, 0
 
     def with_header(group: OwnGroup, header: object) -> None:
         nonlocal seen
@@ -45,7 +45,7 @@ def rank_of(rank: int, port: int, stage: int, layers: int, width: int, bucket: i
     busy: dict[bool, list[float]] = {True: [], False: []}
     for number in range(WARM_UP + STEPS):
         headers = number % 2 == 0
-        OwnGroup._agree = with_header if headers else (lambda group, header: None)  # type: ignore[method-assign]
+        OwnGroup._compare_headers = with_header if headers else (lambda group, header: None)  # type: ignore[method-assign]
         dist.barrier()
         seen = seen if not headers else 0
         start, used = time.perf_counter(), time.process_time()

@@ -1,11 +1,13 @@
 /* Adam and AdamW for kernels_simd.h.
  *
- * The header of a rule NAME defines these, in all of which `rule` is a constant:
+ * The header of a rule NAME defines three functions. `rule` is a constant in all of them.
  *
- *   NAME_constants(c, s, rule)         sets what c holds beside the rounded scalars
- *   NAME_moments(g, p, m, c, rule)     the first half of an element's update: m becomes the new moments. p is read only
- * if c->reads_master. What it returns is handed to the second half NAME_master(p, m, carry, c, rule)  the second half:
- * returns the new master
+ * NAME_constants(c, s, rule) sets what c holds beside the rounded scalars.
+ *
+ * NAME_moments(g, p, m, c, rule) is the first half of an element's update. It writes the new moments to m, and reads p
+ * only if c->reads_master. The second half gets what it returns.
+ *
+ * NAME_master(p, m, carry, c, rule) is the second half. It returns the new master.
  *
  * All operations are those of the definition in docs/numerics.md, in its order.
  */

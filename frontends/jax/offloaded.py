@@ -21,7 +21,7 @@ from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec as CoreParam
 from offload_core.memory.report import MemoryReport
-from offload_core.ranks.consistency import agree
+from offload_core.ranks.consistency import check_start
 from offload_core.rules import Hyper
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
@@ -114,7 +114,7 @@ class OffloadedParams:
         positions = parameter_positions(paths, leaves, trained)
         target = self.config.target_dtype
         self._placement = placement_for(self.config, mesh, axis, [leaves[i] for i in positions])
-        agree(self._placement.device.collectives, self.config)
+        check_start(self._placement.device.collectives, self.config)
         if self._placement.device.collectives.world_size == 1:
             warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
         specs: list[CoreParam] = []

@@ -278,7 +278,9 @@ class OffloadConfig:
         given = {name: getattr(self, name) for name in names_of(rule)}
         rule.hyper(**{"lr": 0.0, **{name: value for name, value in given.items() if not callable(value)}}).check()
         for other in RULES.values():
-            for name in other.settings if other is not rule else ():
+            for name in other.settings:
+                if name in rule.settings:
+                    continue
                 if getattr(self, name) != _DEFAULTS[name]:
                     raise ConfigError(
                         f"{name}={checks.shown(getattr(self, name))} has no place in optimizer={self.optimizer!r}; "
@@ -364,11 +366,8 @@ class OffloadConfig:
             updates: an integer of the type that the functions take.
         """
         lr, betas = self.hyperparameters(updates)
-        return (
-            {name: getattr(self, name) for name in names_of(RULES[self.optimizer])}
-            | {"lr": lr}
-            | ({"betas": betas} if self.optimizer == "adamw" else {})
-        )
+        names = names_of(RULES[self.optimizer])
+        return {name: {"lr": lr, "betas": betas}.get(name, getattr(self, name)) for name in names}
 
     def hyperparameters(self, updates: Any, own_lr: float | None = None) -> tuple[float, tuple[float, float]]:
         """``lr`` and ``betas`` of the update that follows ``updates`` others. Values that functions return are not

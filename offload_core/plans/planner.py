@@ -136,7 +136,7 @@ class Planner:
         }
         return [
             PlanRow(what, where, n_bytes, remedies.get(what, _RANKS))
-            for where, of in ((self._terms.store.place, kept), (HOST, host))
+            for where, of in ((self._terms.store_kind.place, kept), (HOST, host))
             for what, n_bytes in of.items()
         ]
 

@@ -39,7 +39,7 @@ class BucketTerms:
         self.device = device
         self._scaled = scaled
         self.rule = config.rule()
-        self.store = STORES[str(config.offload_optimizer)]
+        self.store_kind = STORES[str(config.offload_optimizer)]
         """The kind of store that keeps the states."""
         self.direct = device.addressable and device.world_size == 1
         """Nothing is moved: kernels read gradients and write parameters where they are."""
@@ -112,7 +112,7 @@ class BucketTerms:
         if in_place and bucket.dtype is formats[MASTER].values:
             del formats[MASTER]
         elif bucket.partitioned and self.config.offload_param == "cpu" and bucket.dtype is SPLIT.upper:
-            formats[MASTER] = SPLIT if self.store.holds(SPLIT) else formats[MASTER]
+            formats[MASTER] = SPLIT if self.store_kind.holds(SPLIT) else formats[MASTER]
         return formats
 
     @property

@@ -1,8 +1,8 @@
 """Decisions that all processes make together: each adds its words to one sum of integers, and all read the same result.
 
-:func:`combine` is that sum. :func:`together` makes an error of one process an error of all. :func:`agree` sends the
-first message of the processes of a group: their version, their settings, and the parameters that they are about to take
-on.
+:func:`combine` is that sum. :func:`together` makes an error of one process an error of all. :func:`check_start` sends
+the first message of the processes of a group: their version, their settings, and the parameters that they are about to
+take on.
 
 [Note: the first message] A row of sixteen little-endian int64 words a process, in the order of the processes; each
 process fills its own row and leaves the others zero, so that the sum has all rows. Its layout never changes, so that a
@@ -141,7 +141,7 @@ class _Row(NamedTuple):
         return cls(int(words[0]), version, *map(int, words[9:12]))
 
 
-def agree(
+def check_start(
     collectives: Collectives, config: OffloadConfig, specs: Sequence[ParamSpec] = (), given: Sequence[str] = ()
 ) -> None:
     """Check that all processes have the same version, the same settings and the same new parameters. The first exchange

@@ -67,7 +67,7 @@ class Rule(ABC):
     hyper: ClassVar[type[Any]]
     """The class of its hyperparameters, a :class:`Hyper`."""
     settings: ClassVar[tuple[str, ...]]
-    """The fields of ``OffloadConfig`` that only this class of rules has."""
+    """The fields of ``OffloadConfig`` that this class of rules reads, and not every one: others refuse them."""
     every_state: ClassVar[tuple[State, ...]]
     """All states that any rule of this class keeps beside the master weight, in the order of the kernel's moments."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket, Key
 from ..memory.host_memory import HostMemory
@@ -21,8 +22,8 @@ class StatesInMemory(Store):
 
     place = HOST
 
-    def __init__(self, memory: HostMemory, n_ranks: int, threads: int) -> None:
-        super().__init__(memory, n_ranks, threads)
+    def __init__(self, config: OffloadConfig, memory: HostMemory, n_ranks: int) -> None:
+        super().__init__(config, memory, n_ranks)
         self._arena: dict[int, dict[str, StateArray]] = {}
         self._offset: dict[int, int] = {}
         self._blocks: dict[int, StateBlock] = {}

@@ -6,6 +6,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
@@ -38,10 +39,11 @@ class Store(ABC):
     place: ClassVar[str]
     """The place of the states in plans: ``"host"``, or a name that tells it from other memory."""
 
-    def __init__(self, memory: HostMemory, n_ranks: int, threads: int) -> None:
+    def __init__(self, config: OffloadConfig, memory: HostMemory, n_ranks: int) -> None:
+        self.config = config
         self.memory = memory
         self.n_ranks = n_ranks
-        self.threads = threads
+        self.threads = config.threads
         self._before_change: Callable[[Iterable[int]], None] | None = None
         self._replaced: dict[int, dict[Extent, dict[int, np.ndarray]]] = {}
         """By parameter: what :meth:`follow` has replaced since its states last changed."""

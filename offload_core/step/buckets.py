@@ -17,7 +17,7 @@ from ..memory.plan import PlanRow
 from ..native import kernels
 from ..plans.planner import Planner
 from ..plans.terms import BucketTerms
-from ..ranks.consistency import agree
+from ..ranks.consistency import check_start
 from ..rules import MASTER
 from ..states.store import Extent
 from ..support.threads import Task
@@ -50,7 +50,7 @@ class LocalBuckets:
         self.staging: StagingRing | None = None
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
-        self.store = self.terms.store(self.memory, len(device.ranks), config.threads)
+        self.store = self.terms.store_kind(config, self.memory, len(device.ranks))
         self.worker = self.terms.worker()
 
     # --- parameters and states ---------------------------------------------------------------------
@@ -94,7 +94,9 @@ class LocalBuckets:
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         if self.device.world_size > 1 or self.device.collectives.world_size == 1:  # else processes have their own
-            agree(self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors])
+            check_start(
+                self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors]
+            )
         whole = [i for i, spec in enumerate(specs) if not spec.partitioned]
         self.device.start_alike([specs[i] for i in whole], [tensors[i] for i in whole])
 

@@ -105,7 +105,7 @@ class StateAccess:
         """The memory of this process's part of a partitioned parameter whose master weight holds it, its padding
         included; None: there is no such master weight, and the tensor is the caller's.
 
-        Only this package's own methods may write to it.
+        Only the update and this class may write to it.
         """
         buckets, n_ranks = [work.bucket for work in self._buckets.of[param]], len(self._pipeline.device.ranks)
         whole = [Extent(bucket.index, 0, n_ranks * bucket.shard_numel) for bucket in buckets]

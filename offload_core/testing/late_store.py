@@ -14,6 +14,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
@@ -37,8 +38,8 @@ class LateStore(Store):
     max_delay = 0.0
     """The longest delay of a load or a commit, in seconds."""
 
-    def __init__(self, memory: HostMemory, n_ranks: int, threads: int) -> None:
-        super().__init__(memory, n_ranks, threads)
+    def __init__(self, config: OffloadConfig, memory: HostMemory, n_ranks: int) -> None:
+        super().__init__(config, memory, n_ranks)
         self.fail_at: frozenset[int] = frozenset()
         """The numbers of the loads and commits that fail, counted from 0, both together in the order of asking."""
         self.asked = 0

@@ -20,7 +20,7 @@ from offload_core.errors import CollectiveError, ConfigError, ParameterError, St
 from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.ranks import consistency
 from offload_core.ranks.collectives import SingleRank
-from offload_core.ranks.consistency import agree, combine, fingerprint, together
+from offload_core.ranks.consistency import check_start, combine, fingerprint, together
 from offload_core.rules.adam import AdamHyper
 from offload_core.rules.sgd import SGD
 from offload_core.step.bucket_states import Gradient
@@ -310,7 +310,7 @@ def test_a_setting_that_differs_is_named_on_every_rank_unless_it_may_differ(name
     values = [getattr(config, name), OTHER_VALUES[name], getattr(config, name)]
     expected = "expected the same model and configuration on every rank"
     said = run_ranks(
-        3, lambda rank: told(lambda: agree(rank, replace(config, **{name: values[rank.rank]})), ParameterError)
+        3, lambda rank: told(lambda: check_start(rank, replace(config, **{name: values[rank.rank]})), ParameterError)
     )
     if name in MAY_DIFFER:
         assert said == [None] * 3
@@ -322,8 +322,11 @@ def test_a_setting_that_differs_is_named_on_every_rank_unless_it_may_differ(name
 def test_functions_are_compared_by_their_values_at_a_step_and_not_before():
     functions = [lambda updates: 1e-2, lambda updates: 1e-3]
     configs = [OffloadConfig(lr=lr) for lr in (*functions, 1e-2)]
-    assert run_ranks(2, lambda rank: told(lambda: agree(rank, configs[rank.rank]), ParameterError)) == [None, None]
-    said = run_ranks(3, lambda rank: told(lambda: agree(rank, configs[rank.rank]), ParameterError))
+    assert run_ranks(2, lambda rank: told(lambda: check_start(rank, configs[rank.rank]), ParameterError)) == [
+        None,
+        None,
+    ]
+    said = run_ranks(3, lambda rank: told(lambda: check_start(rank, configs[rank.rank]), ParameterError))
     assert "lr is 0.01 here and differs from rank 0's" in said[2]
     assert all("lr is <function" in each for each in said[:2])
 
@@ -391,7 +394,7 @@ def test_the_first_message_is_one_sum_whose_layout_never_changes(n_params):
 
     def body(rank):
         rank = Read(rank)
-        agree(rank, config, specs, ["float32"] * n_params)
+        check_start(rank, config, specs, ["float32"] * n_params)
         assert rank.done == ["layout"]
         return rank.mine
 
@@ -430,7 +433,7 @@ def test_ranks_of_another_version_are_told_on_every_rank_before_anything_else(ve
     def body(rank, ours):
         if rank.rank == ours:
             rank = Counted(rank)
-            error = told(lambda: agree(rank, OffloadConfig()), ConfigError)
+            error = told(lambda: check_start(rank, OffloadConfig()), ConfigError)
             assert len(rank.done) == 1
             return error
         rows = bytearray(128 * n)
@@ -462,8 +465,11 @@ def test_a_step_makes_one_sum_and_a_start_two_messages_at_most():
             subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
         subject.pipeline.last_step.finish()
         steps, rank.done = rank.done, []
-        told(lambda: agree(rank, OffloadConfig(lr=1.0 + rank.rank)), ParameterError)
-        told(lambda: agree(rank, OffloadConfig(), [ParamSpec(f"of {rank.rank}", 1, FLOAT32)], [""]), ParameterError)
+        told(lambda: check_start(rank, OffloadConfig(lr=1.0 + rank.rank)), ParameterError)
+        told(
+            lambda: check_start(rank, OffloadConfig(), [ParamSpec(f"of {rank.rank}", 1, FLOAT32)], [""]),
+            ParameterError,
+        )
         return start, steps, rank.done
 
     for start, steps, differing in run_ranks(3, body):

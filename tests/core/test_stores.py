@@ -39,7 +39,7 @@ class Both:
         specs = [ParamSpec(f"p{i}", size, BFLOAT16) for i, size in enumerate(SIZES)]
         self.buckets = build_buckets(specs, world_size=1, bucket_numel=512, block=config.state_block)
         self.formats = config.state_formats(BFLOAT16)
-        self.store = kind(HostMemory(1), 1, 1)
+        self.store = kind(OffloadConfig(num_threads=1), HostMemory(1), 1)
         self.store.allocate(self.buckets, lambda bucket: self.formats)
         self.expected = [
             {name: np.zeros(bucket.shard_numel, np.float32) for name in self.formats} for bucket in self.buckets

@@ -74,7 +74,7 @@ def give_up(what, *, after=0, all_do=False):
     """
     from frontends.torch.ranks import own_group  # not in the code of earlier commits, which tests/fixtures runs
 
-    agree, before = own_group.OwnGroup._agree, iter(range(after))
+    agree, before = own_group.OwnGroup._compare_headers, iter(range(after))
 
     def hastily(group, header):
         if re.search(what, header.what) is None or next(before, None) is not None:
@@ -85,7 +85,7 @@ def give_up(what, *, after=0, all_do=False):
         sys.stdout.flush()
         os._exit(1)
 
-    own_group.OwnGroup._agree = hastily
+    own_group.OwnGroup._compare_headers = hastily
     if all_do:
         own_group._PATIENCE = SECONDS
 

@@ -283,7 +283,7 @@ def test_an_exchange_that_is_not_waited_for_shows():
 
 RANKS = "frontends.torch.ranks.device_ranks"
 UNNOTICED = {
-    f"{RANKS}._Agreed.order: self._event.order()": "the host alone waits for gradients that arrive",
+    f"{RANKS}._Compared.order: self._event.order()": "the host alone waits for gradients that arrive",
     f"{RANKS}.DeviceRanks._publish: copies of lane.event(copies)": "the model has them, and readers wait for them",
     f"{RANKS}.DeviceRanks._gather: whole of lane.event(whole)": "its storage is freed after what waited for it",
 }

@@ -62,13 +62,13 @@ class Torch:
     def hurry(self):
         from frontends.torch.ranks.own_group import OwnGroup
 
-        agree = OwnGroup._agree
+        agree = OwnGroup._compare_headers
 
         def hastily(group, header):
             group._line._seconds = CUT_OFF
             agree(group, header)
 
-        OwnGroup._agree = hastily
+        OwnGroup._compare_headers = hastily
 
     def part(self):
         self.torch.distributed.destroy_process_group()

@@ -53,6 +53,7 @@ def _transformation(config: OffloadConfig, masked: bool) -> Any:
     if config.optimizer == "sgd":
         sgd = optax.sgd(lr, config.momentum or None, config.nesterov)
         return optax.chain(optax.add_decayed_weights(config.weight_decay, mask), sgd) if config.weight_decay else sgd
+    assert config.optimizer == "adamw", f"no optax transformation of {config.optimizer}"
     b1, b2 = values["betas"]
     terms = {"b1": b1, "b2": b2, "eps": config.eps, "eps_root": config.eps_root}
     if config.adam_mode == "adamw":

@@ -30,7 +30,7 @@ class TorchRanks:
         self.rank = self._own.rank
         self.world_size = self._own.world_size
         self.close = self._own.close
-        self.agree = self._own.agree
+        self.compare_headers = self._own.compare_headers
         self.refuse_if_gone = self._own.refuse_if_gone
         self.sent_bytes = 0
         """Bytes of gradients and parameters that this rank sent to others."""

@@ -21,7 +21,7 @@ from offload_core.errors import CollectiveError
 from offload_core.layout.partition import Bucket
 from offload_core.memory.host_memory import Lease
 from offload_core.memory.near import work_near
-from offload_core.ranks.consistency import agree
+from offload_core.ranks.consistency import check_start
 
 from ..tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
@@ -30,18 +30,18 @@ from .own_group import timeout_of
 from .pinning import drivers_of
 
 
-class _Agreed:
+class _Compared:
     """The end of an exchange. Waiting for it compares the headers of all ranks. The start does not compare them,
     because it runs in another thread than the host's exchanges."""
 
-    def __init__(self, event: Event, agree: Callable[[], None]) -> None:
+    def __init__(self, event: Event, compare: Callable[[], None]) -> None:
         self._event = event
-        self._agree: Callable[[], None] | None = agree
+        self._compare: Callable[[], None] | None = compare
 
     def wait(self) -> None:
-        if self._agree is not None:
-            self._agree()
-            self._agree = None
+        if self._compare is not None:
+            self._compare()
+            self._compare = None
         self._event.wait()
 
     def order(self) -> None:
@@ -85,7 +85,7 @@ class DeviceRanks(HostRanks):
         what = f"bucket {bucket.index}: exchange of gradients"
         start = partial(self._reduce, bucket, wire, copies, out, what)
         arrived = traced(self.trace, TO_HOST, bucket.index, out.nbytes, start)
-        return _Agreed(arrived, partial(self._ranks.agree, what, bucket.padded_numel * wire.itemsize))
+        return _Compared(arrived, partial(self._ranks.compare_headers, what, bucket.padded_numel * wire.itemsize))
 
     def _reduce(self, bucket: Bucket, wire: ElementType, copies: Sequence[Copy], out: np.ndarray, what: str) -> Event:
         with self._memory.to_host_lane() as lane:
@@ -130,7 +130,7 @@ class DeviceRanks(HostRanks):
             mine.copy_(as_torch(shards), non_blocking=True)
             gathered = self._empty(bucket.padded_numel, bucket.dtype)
             what = f"bucket {bucket.index}: gathering of parameters"
-            self._ranks.agree(what, gathered.nbytes)
+            self._ranks.compare_headers(what, gathered.nbytes)
             self._run(what, all_gather, gathered, mine, group=self._publishing)
             spread(gathered, copies)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
@@ -147,7 +147,7 @@ class DeviceRanks(HostRanks):
     def _gather(self, mine: torch.Tensor, whole: torch.Tensor, after: Event, what: str) -> Event:
         with self._memory.to_device_lane(after) as lane:
             mine = mine.to(self._memory.device, non_blocking=True)
-            self._ranks.agree(what, whole.nbytes)
+            self._ranks.compare_headers(what, whole.nbytes)
             self._run(what, all_gather, whole, mine)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
             return lane.event(whole)
@@ -179,7 +179,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
     if group is None or dist.get_world_size(group) == 1:
         return HostRanks(memory)
     collectives = TorchRanks(group)
-    agree(collectives, replace(config, op_order=config.op_order or "torch"))
+    check_start(collectives, replace(config, op_order=config.op_order or "torch"))
     if device.type != "cpu" and _moves(group, device):
         another = partial(
             dist.new_group,

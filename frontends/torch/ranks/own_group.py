@@ -123,14 +123,14 @@ class OwnGroup:
                 "parameters are those of the last step"
             )
 
-    def agree(self, what: str, n_bytes: int) -> None:
+    def compare_headers(self, what: str, n_bytes: int) -> None:
         """Compare the headers of all ranks.
 
         Raises:
             CollectiveError: they differ, or a rank was lost; on all ranks.
         """
         with self._lock:
-            self._guarded(what, lambda: self._agree(Header(what, n_bytes)))
+            self._guarded(what, lambda: self._compare_headers(Header(what, n_bytes)))
 
     def run(self, what: str, start: Callable[..., Iterable[Any]], *arrays: np.ndarray) -> None:
         """Exchange, after a comparison of all ranks' headers.
@@ -146,7 +146,7 @@ class OwnGroup:
         readers: list[weakref.ref[np.ndarray]] = []
 
         def transfer() -> None:
-            self._agree(Header(what, arrays[0].nbytes))
+            self._compare_headers(Header(what, arrays[0].nbytes))
             # Made here: where the compiler evaluates frames, a caller keeps its arguments until the call returns.
             views = [array.reshape(-1).view(np.uint8) for array in arrays]
             readers.extend(map(weakref.ref, views))
@@ -161,7 +161,7 @@ class OwnGroup:
             while any(reader() is not None for reader in readers) and time.monotonic() < deadline:
                 time.sleep(0)
 
-    def _agree(self, header: Header) -> None:
+    def _compare_headers(self, header: Header) -> None:
         mine = self._header.numpy().reshape(self.world_size, HEADER_BYTES)
         header.write(mine[0])
         if self._line.usable:

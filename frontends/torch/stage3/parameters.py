@@ -17,7 +17,7 @@ from offload_core.device.protocols import GatheringDevice
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
 from offload_core.memory.plan import PARAMETER_SHARDS, PlanRow
-from offload_core.ranks.consistency import agree
+from offload_core.ranks.consistency import check_start
 from offload_core.stage3.live_params import LiveParams, PartitionedParam
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -203,7 +203,7 @@ class PartitionedParameters:
         found = {param: self.records.get(id(param)) for spec, param in entries if spec.partitioned}
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
         given = [f"{param.dtype}{' in shards' * in_shards(param)}" for _, param in new]
-        agree(self._world.collectives, self._config, [spec for spec, _ in new], given)
+        check_start(self._world.collectives, self._config, [spec for spec, _ in new], given)
         with torch.no_grad():
             for spec, param in new:
                 words, built = self._owners[id(param)][2], shards_of(param)

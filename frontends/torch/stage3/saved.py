@@ -31,6 +31,7 @@ class _Saved:
     """A tensor that a graph has saved; of a gathered parameter, without its memory ([Note: saved parameters])."""
 
     tensor: torch.Tensor
+    """It may share memory with a master weight: it is only read."""
     version: int
     gather: Gather | None = None
     """Makes the parameter whole; None: the tensor shares no memory with a gathered parameter."""
