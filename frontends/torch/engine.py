@@ -207,8 +207,10 @@ class Engine(nn.Module):
         parts = self.optimizer.parts
         span = parts.pipeline.device.trace.span(COMPUTE, "backward")
         try:
-            with span, parts.intake.scaled_backward(average=average) as scale:
-                (loss if scale is None else loss.float() * scale).backward(**kwargs)
+            with span:
+                parts.intake.run_backward(
+                    lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs), average=average
+                )
         except BaseException:
             self._release()
             raise

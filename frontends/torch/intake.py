@@ -2,9 +2,9 @@
 
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
 
@@ -21,16 +21,19 @@ from .tensors import TakenGradient, check_gradient, flat_like
 
 
 @dataclass(eq=False)
-class _Running:
-    """An engine's ``backward`` that has not ended."""
+class _Backward:
+    """An engine's ``backward``."""
 
-    thread: int
-    average: bool
+    thread: int = 0
+    average: bool = False
     """True if it averages over the accumulation steps."""
-    scaled: bool
+    scaled: bool = False
+    runs: threading.Lock = field(default_factory=threading.Lock)
+    """Taken until it has ended. C code takes and frees it in ``with``, so that no interrupt leaves it taken."""
 
 
-_RUNNING: list[_Running] = []
+_STARTED: list[_Backward] = []
+"""Backwards that run, and some that have ended."""
 
 
 class Intake:
@@ -65,9 +68,8 @@ class Intake:
         """True if a gradient has arrived in this micro-step."""
         self._reduces = False
         """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
-        self.in_backward = False
-        """True inside :meth:`scaled_backward`, in any thread."""
-        self._averaging = False
+        self._backward = _Backward()
+        """The last one of the engine."""
         self._deferring = False
         """True while gradients stay in ``p.grad`` (``Engine.no_sync``)."""
         self._handles: list[Any] = []
@@ -125,7 +127,7 @@ class Intake:
         if not (plain or self._columns.fit({i: gradient})):
             check_gradient(slot.name, slot.param, gradient)
             self._registration.check_unchanged()
-        if self._pipeline.scaler is not None and not self.in_backward:
+        if self._pipeline.scaler is not None and not self._backward.runs.locked():
             raise GradientError(
                 f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                 "unscaled without having been scaled; expected engine.backward(loss)"
@@ -142,7 +144,7 @@ class Intake:
             as_it_is = plain and self._direct
             self._take({i: gradient if as_it_is else flat_like(gradient, slot.param)})
         self._arrived[i] = self._arrived.get(i, 0) + 1
-        if self._averaging if self.in_backward else self._averages_plain(slot):
+        if self._backward.average if self._backward.runs.locked() else self._averages_plain(slot):
             self._averaged[i] = self._averaged.get(i, 0) + 1
 
     def _averages_plain(self, slot: Slot) -> bool:
@@ -155,7 +157,11 @@ class Intake:
             GradientError: that loss is scaled.
         """
         here = threading.get_ident()  # on an accelerator, autograd has threads of its own
-        others = [other for other in _RUNNING if here == other.thread or slot.param.device.type != "cpu"]
+        others = [
+            other
+            for other in _STARTED
+            if other.runs.locked() and (here == other.thread or slot.param.device.type != "cpu")
+        ]
         if any(other.scaled for other in others):
             raise GradientError(
                 f"parameter {slot.name!r}: its gradient comes from the backward() of another engine, under that "
@@ -195,23 +201,27 @@ class Intake:
         deferred = self._deferred.get(i)
         return gradient is not None and deferred is not None and (gradient is deferred or gradient.requires_grad)
 
-    @contextmanager
-    def scaled_backward(self, *, average: bool = True) -> Iterator[float | None]:
-        """Accept gradients of a loss multiplied by the yielded loss scale (None: no loss scaling).
+    @property
+    def in_backward(self) -> bool:
+        """True inside :meth:`run_backward`, in any thread."""
+        return self._backward.runs.locked()
+
+    def run_backward(self, act: Callable[[float | None], object], *, average: bool) -> None:
+        """Call ``act`` with the loss scale (None: no loss scaling), and accept gradients of a loss multiplied by it.
 
         Args:
             average: True averages the gradients over the accumulation steps, False sums them.
         """
-        self.in_backward, self._averaging = True, average
+        for other in [*_STARTED]:
+            if not other.runs.locked():
+                with suppress(ValueError):  # another thread may have removed it
+                    _STARTED.remove(other)
         scale = None if self._pipeline.scaler is None else self._pipeline.scaler.scale
-        running = _Running(threading.get_ident(), average, scale not in (None, 1))
-        try:
-            _RUNNING.append(running)
-            yield scale
-        finally:
-            with suppress(ValueError):  # an interrupt may have come before it was added
-                _RUNNING.remove(running)
-            self.in_backward = self._averaging = False
+        started = _Backward(threading.get_ident(), average, scale not in (None, 1))
+        with started.runs:
+            _STARTED.append(started)
+            self._backward = started
+            act(scale)
 
     @contextmanager
     def deferring(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from frontends.torch import wrap
+from frontends.torch import intake, wrap
 from frontends.torch.ranks import device_ranks
 from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
 from tests.support.slow_torch_device import SlowTorchDevice
@@ -76,6 +76,7 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(c
         except FewerLines:
             engine.close()
             return
+        assert not any(backward.runs.locked() for backward in intake._STARTED), f"line {number}"
         engine.optimizer.zero_grad()
         outcome = end(engine)
         assert outcome in allowed, f"line {number}"
