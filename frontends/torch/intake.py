@@ -59,7 +59,7 @@ class Intake:
         self._arrived: dict[int, int] = {}
         """The number of gradients taken in backwards since the last update, by parameter."""
         self._averaged: dict[int, int] = {}
-        """How many of these are averaged over the accumulation steps, by parameter."""
+        """The number of these that are averaged over the accumulation steps, by parameter."""
         self._counted = 0
         """The number of backwards in earlier micro-steps of this update."""
         self._deferred: dict[int, torch.Tensor] = {}

@@ -135,5 +135,5 @@ class Foundation:
 
 
 def trained(named: Sequence[NamedParam]) -> list[NamedParam]:
-    """Those of the parameters that require a gradient."""
+    """Return the parameters that require a gradient."""
     return [entry for entry in named if entry[1].requires_grad]

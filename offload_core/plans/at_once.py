@@ -50,7 +50,7 @@ def held_shards(params: Sequence[int], specs: Sequence[ParamSpec], copies: Seque
 def rows_at_once(
     terms: BucketTerms, specs: Sequence[ParamSpec], arrays: Sequence[Held], *, on_host: bool, donate: bool = True
 ) -> list[PlanRow]:
-    """What a process's parameters and gradients take at the moment of an update when they take the most together.
+    """Plan a process's parameters and gradients at the moment of an update when they take the most together.
 
     All gradients are there before the first one leaves. One that is donated is gone when its last bucket has been
     packed; all are before the first new parameter comes. One that is kept stays beside the new parameters. Where the

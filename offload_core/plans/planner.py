@@ -66,7 +66,7 @@ class Planner:
         besides: int = 0,
         gradients_stay: bool = False,
     ) -> MemoryPlan:
-        """What training ``specs`` takes where gradients come one by one, as in torch.
+        """Plan the training of ``specs`` where gradients come one by one, as in torch.
 
         Args:
             frozen: parameters that are not trained.
@@ -83,7 +83,7 @@ class Planner:
         )
 
     def activations(self, devices: int = 1) -> list[PlanRow]:
-        """What was declared of activations, of a process with so many devices."""
+        """Return the memory that was declared for the activations of a process with so many devices."""
         declared = {
             DEVICE: devices * self._terms.config.activation_memory,
             HOST: self._terms.config.host_activation_memory,
@@ -104,7 +104,7 @@ class Planner:
     def host_rows(
         self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = (), one_by_one: bool = False
     ) -> list[PlanRow]:
-        """What is allocated on the host and in the store when ``specs`` are taken on, and for the shards of ``frozen``.
+        """Plan the memory of the host and of the store for ``specs``, and for the shards of ``frozen``.
 
         Args:
             one_by_one: gradients come during backward, so that updates can follow them.
@@ -247,7 +247,7 @@ class Planner:
         return seen
 
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
-        """What a step moves, and what its last bucket does.
+        """Return the bytes that a step moves, and those of its last bucket.
 
         An update reads a gradient, reads and writes three states, and writes the parameter, which it also reads where
         that is a master weight or its upper half: with fp32 states 28 bytes an element in bf16 (26.25 from shards on

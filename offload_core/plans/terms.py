@@ -1,4 +1,4 @@
-"""Which buffers a process has of its buckets, and how large: what follows from configuration, device and sizes alone.
+"""The buffers of a process for its buckets, and their sizes, from the configuration, the device and the sizes alone.
 
 ``LocalBuckets`` allocates by the same rules that the plan is made with, so that the plan cannot be another. Sizes of
 what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
@@ -46,7 +46,7 @@ class BucketTerms:
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
         """Gradients are summed on the host, in fp32."""
         self.host_shards = device.addressable or config.offload_param == "cpu"
-        """What this process holds of partitioned parameters is host memory."""
+        """True if this process holds its shards of partitioned parameters in host memory."""
         self.sends_early = config.update_in_backward and config.schedule == "overlap"
         """Parameters may leave for the device before their step."""
         if self.direct or config.stage == 3:  # stage 3 gathers them in backward
@@ -66,7 +66,7 @@ class BucketTerms:
         self.ring_bytes = slot_bytes
 
     def slots_were_made(self, slot_bytes: int) -> None:
-        """The same of slots of gradients."""
+        """Record the size of the gradient slots, so that plans count only what more they would take."""
         self.lent_bytes = slot_bytes
 
     def with_(self, **fields: Any) -> "BucketTerms":
@@ -117,7 +117,7 @@ class BucketTerms:
 
     @property
     def overlaps(self) -> bool:
-        """Whether copies, reduction and the update run behind the device's work."""
+        """True if copies, reduction and the update run behind the device's work."""
         return self.worker.behind
 
     @property
@@ -143,11 +143,11 @@ class BucketTerms:
         return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 
     def way_bytes(self, bucket: Bucket) -> int:
-        """What the bucket takes on the device on its way, besides gradients and parameters."""
+        """The bytes of a travelling bucket on the device, besides gradients and parameters."""
         return self.device.sizes.way_bytes(bucket, self.wire(bucket))
 
     def home_bytes(self, bucket: Bucket) -> int:
-        """What the gradients of the bucket's shards take on the host."""
+        """The bytes of the bucket's gradients on the host."""
         return len(self.device.ranks) * bucket.shard_numel * self.home_dtype(bucket).itemsize
 
     def gradient_slot_bytes(self, buckets: Sequence[Bucket]) -> int | None:
@@ -178,5 +178,5 @@ def _examines(config: OffloadConfig, device: DeviceTerms, scaled: bool) -> bool:
 
 
 def as_it_stays(home: ElementType) -> Arrival:
-    """What can arrive where gradients wait, nothing left to be done."""
+    """The arrival format that needs no further sum or cast where gradients wait."""
     return Arrival(1, home, 1.0)

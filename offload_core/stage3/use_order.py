@@ -47,7 +47,7 @@ class UseOrder:
         self._followed = _Recording([], [])
         self._position = 0
         self._came: Counter[int] = Counter()
-        """How many more predicted uses of a parameter have come than have been skipped, within ``_SURE``."""
+        """The number of predicted uses of a parameter that came, less those that were skipped, within ``_SURE``."""
 
     def begin(self, kind: Hashable) -> None:
         """Begin a round. Rounds of the same ``kind`` are expected to use parameters in the same order."""

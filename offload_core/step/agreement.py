@@ -1,4 +1,4 @@
-"""What ranks tell each other before an update: one sum of integers, which decides for all of them alike."""
+"""The exchange of all ranks before an update: one sum of integers, from which each makes the same decision."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

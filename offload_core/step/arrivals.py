@@ -78,7 +78,7 @@ class Arrivals:
         self._apart: set[int] = set()
         """Parameters that are settled ([Note: settled parameters])."""
         self._late: set[int] = set()
-        """Those that are settled at the end of a backward."""
+        """Parameters that are settled at the end of a backward."""
 
     # --- the order -----------------------------------------------------------------------------------
 

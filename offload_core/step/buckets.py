@@ -1,4 +1,4 @@
-"""What a process holds of all buckets: states, gradients' homes, staging; and who may touch them when."""
+"""All buckets of a process: their states, the homes of their gradients, their staging, and the thread that may touch each."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -45,7 +45,7 @@ class LocalBuckets:
         """The buckets that hold a part of each parameter."""
         self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
         self.planned: list[PlanRow] = []
-        """What was to be allocated on the host, each time that parameters were taken on."""
+        """The planned memory of the host, for each time that parameters were taken on."""
         self.gradient_memory = GradientMemory(self.memory, device, self.terms)
         self.staging: StagingRing | None = None
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()

@@ -45,7 +45,7 @@ class LocalBucket:
     specs: InitVar[Mapping[int, ParamSpec]]
     """Of each parameter."""
     rule: Rule
-    """How its parameters are updated."""
+    """The update rule of its parameters."""
     wire: ElementType
     """The element type in which gradients travel."""
     own: np.ndarray | None
@@ -89,11 +89,11 @@ class LocalBucket:
         self.params = np.array([piece.param for piece in self.pieces], np.int64)
         """The parameter of each piece."""
         self.offsets = np.array([piece.offset for piece in self.pieces], np.int64)
-        """Where each piece begins among this process's shards, in elements."""
+        """The offset of each piece among this process's shards, in elements."""
         self.starts = np.array([piece.start for piece in self.pieces], np.int64)
-        """Where each piece begins within its parameter."""
+        """The offset of each piece in its parameter, in elements."""
         self.in_tensor = np.array([self.bucket.in_tensor(piece) for piece in self.pieces], np.int64)
-        """Where each piece begins within its parameter's tensor."""
+        """The offset of each piece in its parameter's tensor, in elements."""
         self.numels = np.array([piece.numel for piece in self.pieces], np.int64)
         seeds = {param: specs[param].seed for param in self.members}
         self.seeds = np.array([seeds[piece.param] for piece in self.pieces], np.uint64)
@@ -110,7 +110,7 @@ class LocalBucket:
 
     @property
     def has_landed(self) -> bool:
-        """Whether gradients of this or of earlier micro-steps are on the host."""
+        """True if gradients of this or of earlier micro-steps are on the host."""
         return bool(self.gradients.addresses.any())
 
     def at_home(self) -> HostArrays:
@@ -130,7 +130,7 @@ class LocalBucket:
         self.gradients = HostArrays(addresses, codes, owners)
 
     def held(self, among: np.ndarray) -> Iterator[tuple[ElementType, np.ndarray]]:
-        """Those of the pieces that are chosen (True) which have a host gradient, by its element type."""
+        """Yield the chosen pieces (True) that have a host gradient, by its element type."""
         return self.gradients.by_type((self.gradients.addresses != 0) & among)
 
     def forget_gradients(self, event: GradientEvent) -> None:
@@ -141,7 +141,7 @@ class LocalBucket:
         self.gradient.on(event)
 
     def give_back(self) -> None:
-        """Nobody reads the host gradients any more: memory that was lent is free."""
+        """Release the host gradients and the memory borrowed for them."""
         self.gradients = HostArrays.none(len(self.pieces))
         self.home = self.own
 

@@ -1,4 +1,4 @@
-"""Who may use a pipeline's states when: one thread at a time, and no save in the middle of a change.
+"""The lock of a pipeline's states: one thread at a time, and no save in the middle of a change.
 
 A save that another thread asks for waits until the change (a step, a gradient's arrival, a load) has ended, and the
 next change waits for the save. A signal handler runs in the main thread in the middle of whatever that thread does; if
@@ -32,7 +32,7 @@ class StateLock:
         self._change = ""
         """The change, as users call it."""
         self._tears = False
-        """Whether a copy of the states is of no step while it lasts."""
+        """True if a snapshot taken during this change would mix two steps."""
         self._torn = ""
         """In a forked process: the change that another thread was in the middle of."""
         _LOCKS.add(self)
@@ -52,7 +52,7 @@ class StateLock:
             return act(*args, **kwargs)
 
     def is_changing(self) -> bool:
-        """Whether this thread is in the middle of a change, so that a part of it need not ask for the lock."""
+        """True if this thread is in the middle of a change: a part of the change need not ask for the lock."""
         return self._of_change.locked() and self._of_thread._is_owned() and not RUNNING_SECTIONS  # type: ignore[attr-defined]
 
     def change(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:

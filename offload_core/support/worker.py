@@ -1,4 +1,4 @@
-"""Where a step's tasks run: in the caller, or in one thread in the order in which they were asked for."""
+"""Workers run a step's tasks: in the caller, or in one thread in the order in which they were asked for."""
 
 from collections.abc import Callable
 from typing import TypeVar
@@ -12,7 +12,7 @@ class Inline:
     """The caller does each task at once (``schedule="serial"``)."""
 
     behind = False
-    """Whether the caller goes on meanwhile."""
+    """True if the caller goes on meanwhile."""
     depth = 1
     """Buckets on their way at a time, each way."""
 
