@@ -1,4 +1,4 @@
-"""All buckets of a process: their states, the homes of their gradients, their staging, and the thread that may touch each."""
+"""All buckets of a process: states, homes of gradients, staging, and the thread that may touch each."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
