@@ -18,7 +18,7 @@ seconds = st.integers(0, 20).map(float)
 
 
 def through(jobs, stages):
-    """When each job leaves the last of the stages; each takes one job at a time, for so long, in order."""
+    """Return when each job leaves the last stage. A stage takes one job at a time, for its duration, in order."""
     ready = list(jobs)
     for stage in stages:
         free = 0.0

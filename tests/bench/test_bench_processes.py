@@ -87,7 +87,7 @@ def module(folder, monkeypatch, text):
 
 
 def all_ended(pids):
-    """Whether they have, or do so now; whoever adopted them may not have asked yet how."""
+    """True if all end within 10 s. A zombie counts, because its new parent may not have reaped it yet."""
     deadline = time.monotonic() + 10
     while not all(map(has_ended, pids)):
         if time.monotonic() > deadline:

@@ -139,7 +139,7 @@ SCHEDULES = {
 }
 RUNS = [(schedule, stage) for schedule in SCHEDULES for stage in (2, 3) if (schedule, stage) != ("in backward", 3)]
 HIDES_ALL = {("compute", "overlap"), ("compute", "in backward"), ("compute", "delayed")}
-"""Where a step takes the limit, by what dominates and the schedule; ``bench.parts.overlap`` says why others do not."""
+"""Cases, by what dominates and the schedule, that reach the limit. ``bench.parts.overlap`` says why others do not."""
 
 
 @pytest.mark.parametrize(("schedule", "stage"), RUNS)

@@ -61,7 +61,7 @@ def command(*arguments: str, out: Path) -> list[str]:
 
 
 def run(*arguments: str, out: Path, log: Path | None = None) -> tuple[str, list[dict], dict]:
-    """What a run printed, its metrics and its summary."""
+    """Run ``bench.train``. Return its output, its metrics and its summary."""
     [done] = server().run(command(*arguments, out=out)[1:])
     assert done.returncode == 0, f"{arguments} ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
     return done.stdout, records_of(log or out / "metrics.jsonl"), json.loads((out / "summary.json").read_text())

@@ -1,4 +1,4 @@
-"""What is saved while training goes on is of the moment of the call, and training goes on as if it were not saved."""
+"""Saves while training goes on: they hold the moment of the call, and training goes on as if nothing were saved."""
 
 import gc
 import subprocess
@@ -228,7 +228,7 @@ def test_an_interrupt_of_waiting_leaves_the_save_and_its_moment(tmp_path, monkey
 
 
 def test_an_interrupt_of_save_gives_it_up(tmp_path, monkeypatch):
-    """What anybody may change has not been copied."""
+    """The save cannot go on, because the caller may change tensors that have not been copied."""
     subject, slow, tensor = subject_of(), Slow(monkeypatch), np.ones(4000, np.float32)
     wait_for = Condition.wait_for
 

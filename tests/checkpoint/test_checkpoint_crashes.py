@@ -14,7 +14,7 @@ PHASES = {"begin", "blocks", "part", "manifest", "rename", "latest", "rotation"}
 
 
 def hits(folder, act, count, seed=0):
-    """How often each phase of a save was hit."""
+    """Return the number of times that each phase of a save was hit."""
     command = [sys.executable, ROOT / "tests/workers/checkpoint_crash_worker.py", act, folder, str(count), str(seed)]
     done = subprocess.run(command, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,4 @@
-"""What torch saves JAX loads, and the other way: names, shapes, states and counts are the same."""
+"""Checkpoints of torch load in JAX, and the other way: names, shapes, states and counts are the same."""
 
 import jax
 import jax.numpy as jnp

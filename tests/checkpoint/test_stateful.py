@@ -210,7 +210,7 @@ class Anything(RuleBasedStateMachine):
         self.failing = True
 
     def succeeds(self, call, update=None):
-        """Whether the call did; where a copy failed, all is as ``Pipeline.step`` says, and a whole step repairs it.
+        """True if the call succeeds. If a copy failed, check what ``Pipeline.step`` promises, then do a whole step.
 
         ``update`` is what the naive loop does where the call began an update before it failed.
         """

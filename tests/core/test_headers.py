@@ -1,4 +1,4 @@
-"""What ranks compare before an exchange."""
+"""Headers that ranks compare before an exchange."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Who may import whom, and that nothing needs a framework it does not use."""
+"""Rules of imports between packages; nothing needs a framework that it does not use."""
 
 import ast
 import json
@@ -133,7 +133,7 @@ FINALIZERS = {
     "_WAITS.pop": "forgets an entry",
     "_end": "closes sockets and gloo's threads, which run no Python",
 }
-"""What is called when garbage is collected, and why it does not wait for another thread of Python: the thread that
+"""Functions that garbage collection calls, and why each waits for no other Python thread. The thread that
 collects may be that very one."""
 
 

@@ -240,7 +240,7 @@ def test_ranks_on_a_machine_share_its_processors(seen, environment, share):
 
 
 def test_a_slurm_task_takes_no_more_than_it_was_given(monkeypatch, tmp_path):
-    """Where Slurm does not bind it to them."""
+    """Slurm does not bind the task to its processors here."""
     for name in {**TORCHRUN, **OPEN_MPI, **SLURM, **BATCH}:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)), raising=False)

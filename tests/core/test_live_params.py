@@ -66,7 +66,7 @@ def test_ranks_gather_the_same_from_shards_wherever_those_are(rounds, config, wo
 
 
 def sizes_gathered(config, uses, rounds=2):
-    """What is gathered, and before which use, in the last of equal rounds."""
+    """Return each parameter gathered in the last of equal rounds, after the index of the use that gathered it."""
     model = Model(replace(config, schedule="serial"), HostDevice())
     gathered = []
     gather = model.live._gather

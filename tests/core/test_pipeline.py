@@ -238,7 +238,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
 @law(80)
 @given(cases(), st.integers(0, 2**32 - 1), st.data())
 def test_updating_in_backward_gives_the_bits_of_the_serial_schedule(case, seed, data):
-    """Whether steps are clipped, skipped or neither, and whatever was written to the device by then."""
+    """Steps may be clipped, skipped or neither, and any part may have been written to the device by then."""
     clipping = data.draw(st.sampled_from([None, 0.5, 1e3]))
     scale = data.draw(st.sampled_from([None, 4.0])) if clipping else None
     kinds = [data.draw(st.sampled_from(["small", "small", "as it is", "inf"])) for _ in range(4)]

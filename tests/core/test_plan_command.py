@@ -249,7 +249,7 @@ def test_each_axis_of_a_mesh_cuts_the_largest_dimension_that_is_left(shape, mesh
 
 @pytest.mark.parametrize("processes", [1, 2, 4])
 def test_shards_are_those_that_jax_has(processes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which device's gradient is read, and which processes have a part, on a mesh of eight."""
+    """The plan knows the device whose gradient is read and the processes that have a part, on a mesh of eight."""
     mesh, n = (2, 4), 8 // processes
     part = MeshPart(mesh, processes)
     for number, cuts in enumerate([((0,), (1,)), ((1,), ()), ((), (0,)), ((), ())]):

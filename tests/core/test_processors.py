@@ -1,4 +1,4 @@
-"""Which processors a rank's kernels run on: on fake machines the choice, on this one the threads' own affinity."""
+"""Processors that a rank's kernels run on: on fake machines the choice, on this one the threads' own affinity."""
 
 import json
 import os
@@ -350,7 +350,7 @@ def test_a_device_is_found_by_its_number_among_those_that_are_visible(visible, n
 
 
 def in_process(code, folder, **environment):
-    """What a process prints as JSON; ``affinity()`` is that of its workers and of its main thread."""
+    """Return the JSON that a process prints. ``affinity()`` is that of its workers and of its main thread."""
     prelude = """if True:
         import json, os
         from pathlib import Path
@@ -409,7 +409,7 @@ print("]")
 
 @pytest.fixture(scope="module")
 def affinities(tmp_path_factory):
-    """Where threads may run after one step of a torch model, in processes that are forks of one."""
+    """The processors that threads may use after one step of a torch model, in processes forked from one."""
     pytest.importorskip("torch")
     return dict(zip(WRAPPED, in_process(WRAP, tmp_path_factory.mktemp("wrapped")), strict=True))
 
@@ -489,7 +489,7 @@ print(json.dumps(seen))
 
 @pytest.fixture
 def shown(alone, monkeypatch, tmp_path, capsys):
-    """What ``info`` prints on a fake machine, and its JSON."""
+    """The text and the JSON that ``info`` prints on a fake machine."""
 
     def show(root, driver=None):
         monkeypatch.setattr(machine, "DRIVERS", [driver] if driver else [])

@@ -268,7 +268,7 @@ def test_ranks_whose_models_differ_are_told_where(change, match):
 
 
 def told(act, *errors):
-    """What an act raises, as text; None where it succeeds."""
+    """Return the text of the error that an act raises, or None if it succeeds."""
     try:
         act()
     except errors as error:

@@ -23,7 +23,7 @@ HYPERS = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)]
 
 @dataclass
 class Turn:
-    """What happens in backward between two gatherings, in which all ranks meet."""
+    """The events in backward between two gathers, in which all ranks meet."""
 
     given: list[list[tuple[int, np.ndarray]]]
     """Each rank's gradients, in the order in which they come."""

@@ -1,4 +1,4 @@
-"""What steps report, written down: whole lines, valid JSON, files that TensorBoard reads, runs that go on."""
+"""Reports of steps, written down: whole lines, valid JSON, files that TensorBoard reads, runs that go on."""
 
 import json
 import math
@@ -251,7 +251,7 @@ def test_of_a_record_that_the_disk_does_not_take_nothing_stays(tmp_path):
 
 
 def scalars(folder):
-    """What TensorBoard's own reader finds, by tag."""
+    """Return the values that TensorBoard's own reader finds, by tag."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of its imports
         module = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

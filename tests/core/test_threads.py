@@ -14,7 +14,7 @@ from tests.support.processes import ROOT, environment_of
 
 
 def in_time(act):
-    """What another thread gets of this, for this one would wait for ever if it were broken."""
+    """Return the result of ``act`` in another thread. This thread would wait forever if ``act`` hung."""
     got = []
     other = threading.Thread(target=lambda: got.append(act()), daemon=True)
     other.start()

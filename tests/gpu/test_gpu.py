@@ -1,4 +1,4 @@
-"""What an accelerator gets: a CUDA device where there is one (bench/on_gpu.sh), the simulated one elsewhere."""
+"""Tests on an accelerator: a CUDA device where there is one (bench/on_gpu.sh), the simulated one elsewhere."""
 
 from contextlib import ExitStack
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a GPU of JAX gets; no process has torch's CUDA and JAX's at once (bench/on_gpu.sh)."""
+"""Tests of JAX on a GPU. No process has torch's CUDA and JAX's at once (bench/on_gpu.sh)."""
 
 import jax
 import numpy as np

@@ -308,7 +308,7 @@ LABELS = {"embed": "sgd", "layers": "adam"}
 
 
 def hidden(params):
-    """What ``optax.multi_transform`` shows to the transformation that is called adam."""
+    """Return the tree that ``optax.multi_transform`` shows to the transformation that is called adam."""
     return {**params, "embed": optax.MaskedNode()}
 
 

@@ -551,7 +551,7 @@ def test_manual_optimization_under_the_strategy(tmp_path, stage):
 
 
 def test_half_precision_starts_from_the_values_that_the_module_was_built_with(tmp_path):
-    """Where Lightning rounds them first; scaling losses is the engine's."""
+    """Lightning alone would round them first. The engine scales losses."""
     model = fitted(tmp_path, Model(engines), OffloadStrategy(), precision="bf16-true", max_epochs=1)
     engine = wrap(Model(engines), lr=lambda update: LR / (1 + update), weight_decay=DECAY, param_dtype="bfloat16")
     torch.manual_seed(2)

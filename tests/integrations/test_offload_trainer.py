@@ -555,7 +555,7 @@ def test_a_plugin_of_accelerate_launch_is_refused(tmp_path, name):
 
 
 def test_accumulation_that_accelerate_is_told_of_is_the_engines_and_twice_is_transformers_own_error(tmp_path):
-    """That error names both; ours would come later."""
+    """The error of transformers names both settings. The engine's error would come later."""
     settings = {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}, "save_strategy": "no"}
     make = partial(trainer_of, tmp_path, {"offload": {}}, kind=OffloadTrainer, learning_rate=LR, **settings)
     assert make(gradient_accumulation_steps=1).engine.offload_config.gradient_accumulation_steps == 4

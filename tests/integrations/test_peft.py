@@ -62,7 +62,7 @@ def test_merged_at_once_inside_gathered_parameters_the_weights_are_the_same(stag
 
 
 def test_an_adapter_is_merged_for_an_evaluation_and_trains_on(stage):
-    """What merging and taking apart again rounds, it rounds as with torch."""
+    """Merging and unmerging round as they do with torch."""
     expected, engine = adapted(), wrap(adapted(), lr=LR, **stage)
     optimizer = with_torch(expected, range(2))
     on_engine(engine, range(2))

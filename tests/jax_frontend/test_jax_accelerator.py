@@ -383,7 +383,7 @@ def many_buckets():
 
 
 class Recorder:
-    """What is asked of the device, in the order in which it happens."""
+    """A record of the requests to the device, in the order in which they happen."""
 
     def __init__(self, offloaded):
         self.events = []

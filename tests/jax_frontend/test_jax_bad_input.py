@@ -1,4 +1,4 @@
-"""What the JAX front end refuses: the error says what is wrong and where, and nothing has changed."""
+"""Input that the JAX front end refuses. The error says what is wrong and where, and nothing has changed."""
 
 import re
 from contextlib import contextmanager

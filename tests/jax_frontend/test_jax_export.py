@@ -1,4 +1,4 @@
-"""What leaves ``OffloadedParams`` for other programs: safetensors, optax's own states, orbax."""
+"""Exports of ``OffloadedParams`` to other programs: safetensors, optax's own states, orbax."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Where the elements of a sharded JAX parameter are in the core's order."""
+"""Positions of a sharded JAX parameter's elements in the core's order."""
 
 import itertools
 

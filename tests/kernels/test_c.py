@@ -35,7 +35,7 @@ def check(folder: Path, *flags: str, sources=C_SRC, compiler="gcc", runner=(), s
 
 
 def test_calls_are_checked_and_shared_among_threads_and_the_instruction_set_is_chosen(tmp_path):
-    """What the other files of this folder, which call the kernels from Python, do not see."""
+    """The other files of this folder call the kernels from Python and do not see these parts."""
     check(tmp_path, "-O0", sources=not_inlined(tmp_path), sections=("isa", "entry", "fork", "pool", "bind"))
 
 

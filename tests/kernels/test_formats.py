@@ -296,7 +296,7 @@ def test_the_second_moment_decays_without_gradients(name):
 
 
 def fields(update: int) -> dict[str, np.ndarray]:
-    """What rounds each state, as fractions of one, of 2^12 blocks of a parameter."""
+    """Return the random values that round each state, as fractions of one, of 2^12 blocks of a parameter."""
     bits = formats.random_bits(11, update, 0, 2**20)
     return {
         f"{STATES[i]} in {name}": formats.random_of(i, name, bits) / 2.0 ** (20 if name == "float8" else 16)

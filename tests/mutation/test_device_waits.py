@@ -247,7 +247,7 @@ def an_engine_that_is_closed_or_dropped():
 
 
 def dies(act):
-    """Whether a child that does this dies of it."""
+    """True if a forked child that runs ``act`` dies or raises."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which it does not need
         warnings.simplefilter("ignore", RuntimeWarning)  # JAX's, where an earlier test has imported it
@@ -493,7 +493,7 @@ UNNOTICED = {
     "memory is freed in the order of a stream that waited",
     "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies), number 2": "likewise",
 }
-"""What no scenario misses, and why."""
+"""Mutants that no scenario notices, and why."""
 
 
 ENDS = {

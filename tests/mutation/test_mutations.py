@@ -331,7 +331,7 @@ COUNTS = {
 
 
 def includes(source: Path, file: str) -> bool:
-    """Whether a source is a file of this name, or includes it."""
+    """True if a source is a file of this name or includes it."""
     text = source.read_text()
     headers = [line.split('"')[1] for line in text.splitlines() if line.startswith('#include "')]
     return source.name == file or file in headers or any(includes(source.parent / h, file) for h in headers)

@@ -101,7 +101,7 @@ class Twin:
 
     @contextmanager
     def backward_reads(self, *params):
-        """What was launched before may still be reading, when it gets round to it."""
+        """Launch reads of these parameters, which may run late. Check that they see the values before the update."""
         before, seen = {i: self.tensors[i].memory.copy() for i in params}, {i: [] for i in params}
         for i in params:
             self.device.compute(lambda i=i: seen[i].append(self.tensors[i].memory.copy()))

@@ -173,7 +173,7 @@ def options_of(parser: argparse.ArgumentParser, command: str) -> Iterator[str]:
 
 
 def attributes() -> Iterator[str]:
-    """What instances hold by a public name."""
+    """Yield the public attributes of instances."""
     import numpy
     import torch
 

@@ -46,7 +46,7 @@ def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
 
 @dataclass(frozen=True)
 class Job:
-    """What is run of a page."""
+    """A block or a command of a page, to be run."""
 
     page: Path
     line: int
@@ -83,7 +83,7 @@ JOBS = [job for page in PAGES for job in jobs(page)]
 
 
 LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "flax.nnx", "optax")
-"""What several blocks import, at most 4 s each: the process that blocks are forks of has done so already."""
+"""Imports of several blocks, at most 4 s each. The process that blocks are forks of has done them already."""
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +150,7 @@ TOGETHER = {
     ),
     "lightning": "assert trainer(1).world_size == 2",
 }
-"""What follows the last block of a page, in its names: the libraries know of both ranks."""
+"""Code that follows the last block of a page, in its names. It checks that the libraries know of both ranks."""
 
 
 def launched(n_ranks: int) -> list[dict[str, str]]:

@@ -45,7 +45,7 @@ def on_engine(engine, steps, rank=0, ranks=1):
 
 
 def each_layer(model, act):
-    """What ``act`` does to every layer that has an adapter, of which only that layer's weights are whole."""
+    """Call ``act`` on every layer that has an adapter, with the weights of that layer alone gathered."""
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             with gathered_parameters(layer.parameters(), modifier_rank=0):

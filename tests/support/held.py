@@ -1,4 +1,4 @@
-"""What a process holds, and what steps add to it."""
+"""Memory, threads and files that a process holds, and their growth over steps."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ def held():
 
 
 def growth_of(step, steps=STEPS):
-    """What these many calls add to them, after those that warm up."""
+    """Return the growth of each value of ``held()`` over these many calls, after a warm-up."""
     for _ in range(WARM_UP):
         step()
     before = held()

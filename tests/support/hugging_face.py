@@ -1,4 +1,4 @@
-"""What tests with Hugging Face's libraries share."""
+"""Helpers that tests with Hugging Face's libraries share."""
 
 from types import SimpleNamespace
 
@@ -27,7 +27,7 @@ STAGES = {
     "2, early": {"stage": 2, "update_in_backward": True},
     "3": {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 100},
 }
-"""What ``OffloadTrainer`` is given."""
+"""Settings of ``OffloadTrainer``."""
 
 
 @pytest.fixture(scope="module", autouse=True)

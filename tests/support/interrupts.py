@@ -20,7 +20,7 @@ class Interrupt(KeyboardInterrupt):
 
 
 def lines_of(act: Callable[[], object]) -> int:
-    """How many lines of the project the main thread runs in an act."""
+    """Return the number of lines of the project that the main thread runs in an act."""
     return len(_run(act, -1))
 
 

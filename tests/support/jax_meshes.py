@@ -1,4 +1,4 @@
-"""What laws of the JAX front end on a mesh share: meshes, and comparisons."""
+"""Helpers that laws of the JAX front end on a mesh share: meshes and comparisons."""
 
 from contextlib import contextmanager
 
@@ -102,7 +102,7 @@ def addresses(tree):
 
 
 def published_bytes(offloaded):
-    """What this process's ranks send to publish all buckets once."""
+    """Return the bytes that this process's ranks send to publish all buckets once."""
     device = offloaded._pipeline.device
     shards = [w.bucket.shard_numel * w.bucket.dtype.itemsize for w in offloaded._pipeline.buckets.all]
     return len(device.ranks) * (device.world_size - 1) * sum(shards)

@@ -113,7 +113,7 @@ class Pair:
                 process.wait()
 
     def codes(self) -> list[int | None]:
-        """How each process has ended; None: it lives."""
+        """Return the exit code of each process, or None while it lives."""
         return [process.poll() for process in self._processes]
 
 

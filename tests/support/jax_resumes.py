@@ -44,7 +44,7 @@ def tree_of(seed):
 
 
 def gradients_of(offloaded, xs):
-    """What ``value_and_grad`` would give for these micro-batches, one a rank."""
+    """Return the gradients that ``value_and_grad`` would give for these micro-batches, one a rank."""
     dtype = np.dtype(offloaded._tree.trained[0].dtype)
     scale = offloaded._pipeline.loss_scale
     tree = [None] * len(offloaded._tree.leaves)
@@ -117,7 +117,7 @@ def outcome(offloaded, loader):
 
 @functools.cache
 def straight(kind):
-    """What becomes of all steps at a stretch, on one device."""
+    """Return the outcome of all steps without a break, on one device."""
     offloaded, loader = begin(kind)
     train(offloaded, loader, STEPS)
     return outcome(offloaded, loader)
@@ -145,7 +145,7 @@ def resume(folder, kind, *place, **fields):
 
 
 def differences(found, kind):
-    """What differs from the run of this kind that was neither saved nor stopped."""
+    """Return the names of outcomes that differ from the run of this kind that was neither saved nor stopped."""
     expected = straight(kind)
     assert found.keys() == expected.keys()
     return [name for name in expected if found[name] != expected[name]]

@@ -44,7 +44,7 @@ def cut(array, mesh, dim):
 
 
 def gradients_of(stacked, mesh):
-    """What ``value_and_grad`` gives for these gradients of all ranks."""
+    """Return the result of ``value_and_grad`` for these gradients of all ranks."""
 
     def one(name, g):
         dim = dim_of(name, mesh.devices.size)

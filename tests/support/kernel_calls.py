@@ -94,7 +94,7 @@ def update(
 
 
 def accumulate(src: np.ndarray, dst: np.ndarray, *, threads: int = 1, offset: int = 0) -> np.ndarray:
-    """What ``dst`` becomes when ``src`` is added."""
+    """Return ``dst`` after ``src`` is added."""
     src, dst = placed(src, offset), placed(dst, offset)
     spans = kernels.spans_of([(src.ctypes.data, dst.ctypes.data, src.size)])
     kernels.accumulate(spans, BY_NUMPY[src.dtype], threads=threads)
@@ -120,7 +120,7 @@ def sum_of_squares(*parts: np.ndarray, threads: int = 1, offset: int = 0) -> Sum
 def reduce(
     parts: Sequence[np.ndarray], dst: np.ndarray, *, divisor: float, add: bool, threads: int = 1, offset: int = 0
 ) -> np.ndarray:
-    """What ``dst`` becomes when the ranks' equal parts are summed in order and divided."""
+    """Return ``dst`` after the ranks' equal parts are summed in order and divided."""
     src, dst = placed(np.concatenate(parts), offset), placed(dst, offset)
     kernels.reduce(src, len(parts), BY_NUMPY[src.dtype], dst, divisor=divisor, add=add, threads=threads)
     return dst

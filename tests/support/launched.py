@@ -1,4 +1,4 @@
-"""What launchers set in the environment of a process, and the run over two hosts that Slurm launches."""
+"""Environment variables that launchers set in a process, and the run over two hosts that Slurm launches."""
 
 TORCHRUN = {
     "RANK": "3",

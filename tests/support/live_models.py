@@ -81,7 +81,7 @@ class Model:
             self.params[i].updated = lambda i=i: self.pipeline.updates.update_of(i)
 
     def read_later(self, used):
-        """What a module that uses these parameters sees; to be looked at when the device has computed."""
+        """Read these parameters as a module does. Call the result to see the values when the device has computed."""
         params = [self.params[i] for i in used]
         self.live.acquire(params)
         found = [np.empty(p.numel, p.spec.dtype.numpy) for p in params]
@@ -131,7 +131,7 @@ def expected(rounds, config):
 
 
 def run(model, rounds, *, at_once=False):
-    """What is read in these rounds, each with a step at its end; looked at when all are over, or at once."""
+    """Return the values read in these rounds, each with a step at its end. Look at them after all, or at once."""
     seen = []
     for step, uses in enumerate(rounds):
         model.live.begin_round("forward")
@@ -205,4 +205,4 @@ SCENARIOS = [
     parameters_of_ranks,
     a_task_among_the_gathers,
 ]
-"""Those in which a wait of the core that is missing shows (``test_waits.py``)."""
+"""Scenarios in which a missing wait of the core shows (``test_waits.py``)."""

@@ -38,18 +38,18 @@ class Machine:
             raise NotPossible(self._holder.stderr.read().decode().strip())
 
     def enter(self, *namespaces: str) -> list[str]:
-        """What starts a command in these namespaces of it."""
+        """Return the prefix of a command that starts in these namespaces of the machine."""
         credentials = ["--preserve-credentials"] * ("--user" in namespaces)
         return ["nsenter", f"--target={self._holder.pid}", *namespaces, *credentials, "--"]
 
     @property
     def inside(self) -> list[str]:
-        """What starts a command on it."""
+        """The prefix of a command that starts on the machine."""
         user = [] if os.geteuid() == 0 else ["--user"]
         return self.enter(*user, "--net", "--uts", "--mount")
 
     def run(self, *command: str) -> str:
-        """What a command that must succeed printed on it."""
+        """Run a command that must succeed on the machine, and return its output."""
         try:
             done = subprocess.run([*self.inside, *command], capture_output=True, text=True)
         except FileNotFoundError as error:

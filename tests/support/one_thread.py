@@ -42,7 +42,7 @@ class Threads:
 
 
 class ThreadsOfRanks(threading.local, Threads):
-    """Where ranks are threads: those that each of them makes are played by ``here``, which it sets."""
+    """Threads of ranks that are threads. Each rank sets ``here``, which plays the threads that it makes."""
 
     here: Threads
 

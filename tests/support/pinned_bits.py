@@ -70,7 +70,7 @@ def after_steps(kind: dict, state: State, scalars: list[np.ndarray]) -> State:
 
 
 def digest(instruction_set: str) -> str:
-    """What all kernels of an instruction set make of the pinned vector."""
+    """Return a digest of the results of all kernels of an instruction set for the pinned vector."""
     found = hashlib.sha256()
     values = pinned("values", NUMEL, exponents=range(-30, 14))
     with using(instruction_set):

@@ -1,4 +1,4 @@
-"""What wrapped models really take, beside what was planned."""
+"""Memory that wrapped models really take, beside the plan."""
 
 import ctypes
 import gc

@@ -246,7 +246,7 @@ def update_of(values: State, formats: Sequence[str], *, start: int = 0, seed: in
 def expected(
     before: Update, step: oracles.Step, *, rule: str, param_dtype: ElementType | None, keep_states: bool
 ) -> Update:
-    """What the update gives: fp32's, on decoded values, rounded to the formats."""
+    """Return the result of fp32's update on decoded values, rounded to the formats."""
     bits = random_bits(before.seed, step.step, before.start, before.grad.size)
     after = oracles.update(before.decoded(), step, rule=rule, param_dtype=None)
     states = tuple(

@@ -20,7 +20,7 @@ from frontends.torch import gathered_parameters
 from offload_core import OffloadError
 
 SECONDS = 120
-"""That ranks wait for each other: no rank of a busy machine comes so late."""
+"""The timeout of ranks that wait for each other. No rank of a busy machine comes so late."""
 
 
 def make(seed=0):

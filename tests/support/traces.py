@@ -21,7 +21,7 @@ def read(path):
 
 
 def ends(spans, bucket):
-    """What was done to a bucket, in the order in which it ended, less what waited for it."""
+    """Return a bucket's activities in the order in which they ended, without the compute that waited for it."""
     of_bucket = [s for s in spans if s["args"].get("bucket") == bucket and s["cat"] != COMPUTE]
     prefix = f"bucket {bucket}"
     assert all(s["name"].startswith(prefix) for s in of_bucket)

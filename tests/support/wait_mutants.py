@@ -148,7 +148,7 @@ def orders_of(module: str) -> Iterator[Other]:
 
 
 def keepers_of(module: str) -> Iterator[Other]:
-    """What keeps memory alive until a copy has ended: each argument of a call of ``event``."""
+    """Yield mutants of what keeps memory alive until a copy has ended: each argument of a call of ``event``."""
     for node, _, function in nodes_of(module):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "event":
             for argument in node.args:
@@ -158,7 +158,7 @@ def keepers_of(module: str) -> Iterator[Other]:
 
 
 def pins_of(module: str) -> Iterator[Other]:
-    """What lets copies run while the host goes on: pinned memory, and copies that do not block."""
+    """Yield mutants of pinned memory and of copies that do not block, which let copies run while the host goes on."""
     for node, statement, function in nodes_of(module):
         if isinstance(node, ast.keyword) and node.arg in ("pinned", "pin_memory", "non_blocking"):
             yield _other(module, function, node.value, "False", ast.unparse(statement))

@@ -158,7 +158,7 @@ class JaxRun:
 
 
 def going_on(run: TorchRun | JaxRun, folder: Path) -> list[Any]:
-    """What the steps after the checkpoint say, and their bits."""
+    """Return the reports and the bits of the steps after the checkpoint."""
     return [[run.step(step), run.bits(folder / str(step))] for step in range(SAVED, SAVED + STEPS)]
 
 

@@ -201,7 +201,7 @@ def graphs_of(compile_model, device, fields=None, steps=4, backend="aot_eager"):
 
 @cache
 def plain_graphs(compile_model, backend="aot_eager"):
-    """Those of torch's own training on the CPU."""
+    """Return the graphs and the tensors of torch's own training on the CPU."""
     return graphs_of(compile_model, "cpu", backend=backend)
 
 

@@ -510,7 +510,7 @@ def test_two_ranks_build_a_model_in_half_its_memory():
 
 
 def test_two_ranks_train_a_model_that_they_built_in_shards_to_the_bits_of_a_whole_one():
-    """What each rank would build differs, and rank 0's counts."""
+    """Each rank would build different values, and rank 0's count."""
     stage_3 = {**STAGE_3, "offload_param": None}
 
     @on_ranks(2)

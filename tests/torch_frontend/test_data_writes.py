@@ -195,7 +195,7 @@ def test_the_optimizer_alone_follows():
 
 @pytest.mark.parametrize("clipping", [None, 1.0])
 def test_where_what_p_data_gave_is_kept_no_parameter_is_sent_early(monkeypatch, clipping):
-    """Who keeps it can write to it between backward and step, and cannot be made to wait."""
+    """Code that keeps it can write to it between backward and step, and cannot be made to wait."""
     monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice())
     options = {"lr": 1e-2, "param_dtype": "bfloat16", "gradient_clipping": clipping}
     engine = wrap(make(), update_in_backward=True, **options)

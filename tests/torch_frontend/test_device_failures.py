@@ -1,4 +1,4 @@
-"""What a device cannot do, or not now: one clear error, and states and parameters of one step."""
+"""Failures of a device, lasting or not: one clear error, and states and parameters of one step."""
 
 import gc
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""What training computes does not depend on the device, nor on when its kernels and copies run."""
+"""Results of training do not depend on the device, nor on when its kernels and copies run."""
 
 import pytest
 import torch

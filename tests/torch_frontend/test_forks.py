@@ -34,7 +34,7 @@ def slow_device():
 
 
 def in_child(*acts):
-    """What each of these returns, or raises, in a forked process, which is ended if it hangs."""
+    """Return the result or the error of each act in a forked process, which is ended if it hangs."""
     reads, writes = os.pipe()
     child = os.fork()
     if child == 0:

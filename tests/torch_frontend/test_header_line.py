@@ -17,7 +17,7 @@ from offload_core.ranks.headers import HEADER_BYTES, Header
 
 
 def on_threads(world_size, act, make=HeaderLine):
-    """What ``act(rank, line)`` gives, or its error, on each rank."""
+    """Return the result of ``act(rank, line)``, or its error, on each rank."""
     store, results = dist.HashStore(), [None] * world_size
 
     def run(rank):

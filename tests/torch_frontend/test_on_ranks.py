@@ -1,4 +1,4 @@
-"""What a test on ranks is told of them, and that nothing of them stays behind."""
+"""Results and errors that a test on ranks gets. Ranks leave nothing behind."""
 
 import os
 import random

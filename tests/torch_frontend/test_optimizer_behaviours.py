@@ -1,4 +1,4 @@
-"""What PyTorch's own tests ask of an optimizer, side by side with torch.optim.AdamW; docs/optimizer.md has the list."""
+"""Demands of PyTorch's own optimizer tests, side by side with torch.optim.AdamW; docs/optimizer.md has the list."""
 
 import copy
 import pickle
@@ -115,7 +115,7 @@ FOUND = sorted(
 
 
 def advance(schedule, n_step):
-    """Which ``ReduceLROnPlateau`` does by a metric: it gets worse in the middle."""
+    """Advance the schedule; ``ReduceLROnPlateau`` by a metric that gets worse in the middle."""
     schedule.step(*([abs(n_step - 4.0)] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
 
 
@@ -201,7 +201,7 @@ def test_averaged_models_are_those_of_torchs_optimizer(early_copy):
 
 
 def step_hooks(optimizer, model):
-    """What is said by hooks of this optimizer and of all, one of which gives the step its closure."""
+    """Return the calls of hooks of this optimizer and of all. One hook gives the step its closure."""
     said = []
 
     def say(what):

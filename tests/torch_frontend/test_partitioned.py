@@ -74,7 +74,7 @@ def train(engine, loss_of, steps, first=0):
 
 
 class Leaf(nn.Linear):
-    """What a tree is made of; wider ones are more parameters."""
+    """A leaf of a tree. A wider one has more parameters."""
 
     def __init__(self, hidden):
         super().__init__(WIDTH, hidden)
@@ -115,7 +115,7 @@ class Node(nn.Module):
 
 @st.composite
 def trees(draw):
-    """How to build a tree, as nested tuples; a leaf or a node may occur several times."""
+    """Draw the plan of a tree, as nested tuples. A leaf or a node may occur several times."""
     made = []
 
     def build(depth):
@@ -680,7 +680,7 @@ def evaluated_between(engine, x):
 @everywhere
 @pytest.mark.parametrize("between", [trained_between, evaluated_between, lambda engine, x: 0])
 def test_what_a_graph_may_read_again_is_kept_over_other_forwards(between):
-    """Where no hook tells: a gradient penalty is differentiated twice, and an output is hidden."""
+    """No hook reports these reads: a gradient penalty is differentiated twice, and an output is hidden."""
 
     def make():
         torch.manual_seed(0)

@@ -160,7 +160,7 @@ def routed_steps(engine, rank):
 
 @pytest.mark.parametrize("again", [None, "block", "expert"])
 def test_ranks_run_other_experts_of_a_leaf_module(again):
-    """What backward computes again is run there, too."""
+    """Also with a block or an expert that backward recomputes."""
 
     @on_ranks(2)
     def found(rank):

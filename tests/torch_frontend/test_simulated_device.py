@@ -223,7 +223,7 @@ def arguments_of(op, draw, dtype, size, second):
 
 
 def outcome(op, arguments, device):
-    """What it returns and what it has written to its arguments."""
+    """Return the operator's results, or its arguments if it returns None."""
     move = partial(tree_map_only, torch.Tensor, lambda t: t.clone().to("cpu" if t.dtype == torch.float64 else device))
     placed = move(arguments)
     returned = op(*placed[0], **placed[1])

@@ -179,7 +179,7 @@ class OnRankZeroAlone:
 
 
 def test_what_one_rank_cannot_save_none_does_and_gradients_that_were_not_sent_count(tmp_path):
-    """What stops one rank stops all, at once, and they go on together."""
+    """An error on one rank stops all ranks at once, and they go on together."""
 
     @on_ranks(2)
     def _(rank):

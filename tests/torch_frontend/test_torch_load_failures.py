@@ -235,7 +235,7 @@ def test_weights_alone_of_a_damaged_file_say_that_they_are_mixed(saved):
 
 @pytest.mark.parametrize("extras", [None, 3, {}, {"global_step": "3"}, {"global_step": 4}])
 def test_the_checkpoint_of_another_step_is_refused_before_anything_changes(tmp_path, extras):
-    """Those that callbacks load for other libraries, whose own count of steps is in the extras."""
+    """Callbacks load such checkpoints for other libraries, whose own count of steps is in the extras."""
 
     def accept(step):
         if step != 3:

@@ -47,7 +47,7 @@ def srun(cluster: Cluster, *program: str) -> "list[subprocess.Popen[str]]":
 
 
 def outcome(processes: "list[subprocess.Popen[str]]") -> list[tuple[int, str]]:
-    """How each ended, and what it said; one that hangs does not end."""
+    """Return the exit code and the error output of each process. Raise if one hangs."""
     try:
         return [
             (process.returncode, said) for process in processes for said in [process.communicate(timeout=DEADLINE)[1]]

@@ -188,7 +188,7 @@ def forked(act):
 
 
 def end_of(child):
-    """How it ended: its exit code, or minus the signal."""
+    """Wait for a child. Return its exit code, or minus the signal that ended it."""
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -309,7 +309,7 @@ class Link:
 
 
 def pair(act):
-    """How two ranks ended that do ``act(rank, run)``."""
+    """Run ``act(rank, run)`` on two ranks. Return how each ended."""
     ends = socket.socketpair()
 
     def body(rank):

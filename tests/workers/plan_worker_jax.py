@@ -82,7 +82,7 @@ def own_memory(offloaded):
 
 
 def peak_of(offloaded, plan, before, gradients):
-    """What is planned, and what is there at the peak of three updates whose gradients are given away.
+    """Return the planned bytes, and the bytes at the peak of three updates whose gradients are donated.
 
     Copies arrive as late as they may: when the caller waits for them.
     """

@@ -22,7 +22,7 @@ def pair(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def processes(request):
-    """How many check this law."""
+    """The number of processes that check this law."""
     if jax.default_backend() != "cpu":
         pytest.skip("laws on meshes are checked on CPU devices: JAX_PLATFORMS=cpu pytest tests/jax_frontend/mesh")
     return getattr(request, "param", 1)

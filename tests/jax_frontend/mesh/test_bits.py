@@ -309,7 +309,7 @@ def test_training_at_stage_3_is_training_at_stage_2():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits(dtype):
-    """Those of a sum of products are the other factors, however it is compiled: stage 3 computes it again here."""
+    """The gradients of a sum of products are the other factors, however it is compiled. Stage 3 recomputes the sum."""
     mesh = mesh_of(W)
 
     def loss_fn(params, factors):

@@ -46,7 +46,7 @@ def test_each_rank_gives_the_gradients_of_its_own_part_of_the_batch():
 
 
 def test_without_the_cast_to_varying_gradients_would_be_summed():
-    """What jax does, on which the cast relies: if this fails, jax has changed."""
+    """The cast relies on this behaviour of JAX. If this test fails, JAX has changed."""
     mesh = mesh_of(4)
 
     def gradient(cast):

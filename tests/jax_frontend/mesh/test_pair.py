@@ -1,4 +1,4 @@
-"""How laws are checked: none is dropped, and what becomes of them in two processes."""
+"""Tests of how laws are checked: none is dropped, and two processes report the outcome of each."""
 
 from collections import Counter
 

@@ -68,7 +68,7 @@ def whole(tree):
 
 
 def shards(tree):
-    """What lies on the devices of this process."""
+    """Return the shards on the devices of this process."""
     return jax.tree.map(lambda array: [shard.data for shard in array.addressable_shards], tree)
 
 
@@ -89,7 +89,7 @@ def line():
 
 
 def ways():
-    """How parameters are made of NumPy's arrays, where a batch lies, and what ``wrap`` is told, by kind."""
+    """Return, by kind, how to make parameters of NumPy arrays, where a batch lies, and the options of ``wrap``."""
     (shape, names, specs), here, row = MESHES["data x fsdp"], jax.local_devices()[1], line()
     mesh, explicit = mesh_of(shape, names), mesh_of(shape, names, AxisType.Explicit)
     return {

@@ -1,4 +1,4 @@
-"""What is compiled, sent, copied, donated and kept, and what of JAX and XLA this relies on."""
+"""Compiled programs, transfers, copies, donated and kept arrays, and the behaviour of JAX and XLA behind them."""
 
 import functools
 import re
@@ -117,7 +117,7 @@ def test_donating_parameters_and_gradients_works_because_no_view_is_left():
 
 
 def test_a_lone_accelerator_need_not_be_the_default_device():
-    """What is committed to it stays so, and what is not comes back there all the same."""
+    """Committed parameters stay committed to the accelerator. The others come back there, too, uncommitted."""
     chosen, twin = jax.devices()[3], wrap(tree_of(0), **HYPER)
     with pytest.MonkeyPatch.context() as patch, jax.default_device(chosen):
         patch.setattr(placement, "on_cpu", lambda array: False)
@@ -148,7 +148,7 @@ def test_parameters_on_a_device_each_are_taken_and_stay_there():
 
 
 def test_host_callbacks_run_on_one_device_unless_in_shard_map():
-    """Which is why no part of an update is one."""
+    """No part of an update is a host callback, for this reason."""
     mesh = mesh_of(4)
     calls = []
 

@@ -1,4 +1,4 @@
-"""What is refused, and that nothing has changed then."""
+"""Refused calls, which change nothing."""
 
 import jax
 import jax.numpy as jnp

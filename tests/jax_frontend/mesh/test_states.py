@@ -231,7 +231,7 @@ def test_exports_are_whole_in_every_process(folder):
 
 @processes(2)
 def test_sharded_parameters_start_from_the_first_process():
-    """What each process has by itself; a global array is taken as it lies."""
+    """The first process's values replace those that each process has by itself. A global array keeps its values."""
     mesh, mine = mesh_of(W), stage3.tree_of(10 + jax.process_index())
     mine["layers"]["w"] = cut(stage3.tree_of(20)["layers"]["w"], mesh, 2)
     expected = stage3.tree_of(10)

@@ -32,7 +32,7 @@ _available = True
 
 
 def why_not() -> str | None:
-    """What this machine lacks to build it; None: nothing."""
+    """Return the reason why this machine cannot build the simulated device, or None if it can."""
     if torch.cuda.is_available():
         return "torch has one accelerator in a process, and here it is CUDA"
     if sys.platform != "linux":
@@ -303,7 +303,7 @@ def call(stream: torch.Stream, act: Callable[[], object]) -> None:
 
 _NUMBERS = count()
 _CALLS: dict[int, Callable[[], object]] = {}
-"""What streams will call."""
+"""Functions that streams will call, by number."""
 
 
 @ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_size_t)
