@@ -86,6 +86,13 @@ def with_own_defaults(where: str, group: Mapping[str, Any], optimizer: str) -> d
     name = _checked_name(where, group.get("optimizer", optimizer))
     check_group_keys(where, group, NAMES[name])
     if name == optimizer:
+        for other, names in NAMES.items():
+            for key in names:
+                if key in group and key not in NAMES[name]:
+                    raise ConfigError(
+                        f"{where}: {key!r} is a hyperparameter of optimizer={other!r}; expected 'optimizer': {other!r} "
+                        "beside it"
+                    )
         return dict(group)
     defaults = RULES[name].hyper(0.0)
     own = {field: getattr(defaults, field) for field in NAMES[name] if field != "lr"}
@@ -149,9 +156,10 @@ def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:
         ConfigError: a value is out of range, or asks for something that this optimizer does not do.
     """
     where, name = f"parameter group {g}", group.get("optimizer", optimizer)
-    if name not in NAMES:
-        _checked_name(where, name)
-    values = [group[field] for field in NAMES[name]]
+    names = NAMES[name if isinstance(name, str) and name in NAMES else _checked_name(where, name)]
+    if lacks := [field for field in names if field not in group]:
+        raise ConfigError(f"{where}: there is no {lacks[0]!r}, expected the hyperparameters of optimizer={name!r}")
+    values = [group[field] for field in names]
     if _are_plain(values):
         hyper = _checked_once(where, name, *values)
     else:

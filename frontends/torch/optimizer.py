@@ -4,7 +4,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, replace
 from functools import partial
 from typing import Any, Self, SupportsFloat, Unpack
 
@@ -135,7 +135,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if betas is not None:
             settings["betas"] = numbers("betas", betas)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
-        settings.setdefault("optimizer", self.rule_name)
+        if named_in(config, settings) is MISSING:
+            settings["optimizer"] = self.rule_name
         self.config = OffloadConfig.resolve(config, world_size=world_size, **settings)
         if self.config.optimizer != self.rule_name:
             raise ConfigError(
@@ -525,15 +526,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 groups = registration.grouping(self.param_groups).groups
                 arguments = StepArguments(hypers, (), self._divisor(parts.intake.averages), groups)
                 parts.pipeline.early.check_expected(arguments)
-        # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
-        self.take_on_unfrozen(with_gradient=parts.pipeline.device.world_size == 1)
-        registration.check_unchanged()
-        grouping = registration.grouping(self.param_groups)
-        for g, rule in grouping.rules:
+        for g, rule in registration.grouping(self.param_groups).rules:
             try:
                 rule.check(hypers[g])
             except ConfigError as error:
                 raise ConfigError(f"parameter group {g}: {error}") from None
+        # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
+        self.take_on_unfrozen(with_gradient=parts.pipeline.device.world_size == 1)
+        registration.check_unchanged()
+        grouping = registration.grouping(self.param_groups)
         parts.intake.take_present(grouping.left_out, boundary=boundary)
         return hypers, grouping.groups
 
@@ -714,15 +715,28 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.take_on_all(entries, self.param_groups)
             self.parts.states.load(entries)
         else:
-            groups = [loaded(group, self.defaults) for group in state["param_groups"]]
-            for g, group in enumerate(groups):
+            for g, group in enumerate(state["param_groups"]):
                 hyper_of(g, group, self.rule_name)
+            groups = [loaded(group, self.defaults) for group in state["param_groups"]]
+            self._check_same_rules(groups)
             rules = {p: rule for rule, group in zip(self._rules(groups), groups, strict=True) for p in group["params"]}
             entries = self._parts.states.checked(entries, rules)
             self.take_on_all(entries, groups)  # needs memory, and changes no states that are there
             before = partial(super().__setstate__, {**rest, "param_groups": groups})
             self.parts.states.load(entries, before, after)
         self.state.update(others)
+
+    def _check_same_rules(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise :class:`ConfigError` if parameters would be in a group of another rule than that of their states."""
+        for g, (rule, group) in enumerate(zip(self._rules(groups), groups, strict=True)):
+            for slot in self.slots:
+                mine = self.pipeline.params[slot.index].rule
+                if mine != rule and any(slot.param is param for param in group["params"]):
+                    raise ConfigError(
+                        f"load_state_dict: parameter group {g} is of {rule}, and the states of {slot.name!r} are of "
+                        f"{mine}; expected the state dict of an optimizer with the same 'optimizer' in each group, and "
+                        "a momentum of 0 in both or in none"
+                    )
 
     def take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """Make states for those of these parameters that have none."""
@@ -790,10 +804,18 @@ CLASSES: dict[str, type[OffloadedOptimizer]] = {each.rule_name: each for each in
 
 def class_for(config: ConfigLike, overrides: Mapping[str, Any]) -> type[OffloadedOptimizer]:
     """The class of the optimizer that a configuration asks for."""
-    name = config.optimizer if isinstance(config, OffloadConfig) else None
-    name = config.get("optimizer") if isinstance(config, Mapping) else name
-    name = overrides.get("optimizer", name)
+    name = named_in(config, overrides)
     return CLASSES[name] if isinstance(name, str) and name in CLASSES else OffloadedAdamW  # it refuses other names
+
+
+def named_in(config: ConfigLike, overrides: Mapping[str, Any]) -> Any:
+    """The value that is given for ``OffloadConfig.optimizer``; ``MISSING``: there is none."""
+    if "optimizer" in overrides:
+        return overrides["optimizer"]
+    if isinstance(config, OffloadConfig):
+        return config.optimizer
+    given = config.get("optimizer", MISSING) if isinstance(config, Mapping) else MISSING
+    return MISSING if isinstance(given, Mapping) else given  # DeepSpeed has a section of this name
 
 
 def _refuse_engine_fields(config: OffloadConfig) -> None:

@@ -316,6 +316,12 @@ def counted(entry: Mapping[str, Any], states: Sequence[str]) -> Mapping[str, Any
 
 def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:
     """Raise :class:`StateError` unless an entry has these states and a step count; it may lack the master weight."""
+    others = [key for key in STATE_NAMES if key not in states and isinstance(entry.get(key), torch.Tensor)]
+    if others:
+        raise StateError(
+            f"load_state_dict: parameter {name!r}: there is {others[0]!r}, expected {', '.join(states)} alone; is this "
+            "the state of another optimizer?"
+        )
     for key in states if MASTER in entry else states[1:]:
         value = entry.get(key)
         if not isinstance(value, torch.Tensor) or value.shape != expected:
@@ -346,13 +352,15 @@ def hide_state(state_dict: dict[str, Any], after: Callable[[], None]) -> dict[st
 
 def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | None:
     """As ``OffloadedAdamW.torch_state_dict``."""
-    if any("optimizer" in group for group in optimizer.param_groups):
+    names = {group.get("optimizer", optimizer.rule_name) for group in optimizer.param_groups}
+    if len(names) > 1:
         raise StateError(
             "torch_state_dict: groups of several optimizers, and torch has one for each; expected save_checkpoint() or "
             "state_dict(), or groups without 'optimizer'"
         )
     optimizer.flush()
-    name = optimizer.config.adam_mode if optimizer.rule_name == "adamw" else optimizer.rule_name
+    [name] = names
+    name = optimizer.config.adam_mode if name == "adamw" else name
     torchs: Any = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
     made = torchs([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
     settings = {name: value for name, value in made.items() if name != "params"}

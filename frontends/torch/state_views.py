@@ -9,6 +9,7 @@ import torch
 
 from offload_core.errors import StateError
 from offload_core.rules import MASTER
+from offload_core.rules.sgd import MOMENTUM
 from offload_core.states.arrays import StateRun
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -216,6 +217,8 @@ class Views(Kept):
             raise StateError(f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(expected)}")
         self._changing()
         self.put(name, value)
+        if name == MOMENTUM and not super().__getitem__("step"):
+            self.put("step", 1.0)  # torch's first update would replace a momentum, and takes none for its own
 
     # dict's own methods would give the placeholder of an encoded state.
 

@@ -78,6 +78,9 @@ class OffloadConfig:
     schedule, those of ``lr_schedules``).
     """
 
+    optimizer: str = field(default="adamw", kw_only=True)
+    """``"adamw"`` (Adam with ``adam_mode="adam"``) or ``"sgd"``. In torch a parameter group may have another one:
+    ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
     lr: float | Callable[[Any], Any] = 1e-3
     """Learning rate, or a function of the number of updates made so far."""
     betas: tuple[float, float] | Callable[[Any], tuple[float, float]] = (0.9, 0.999)
@@ -90,9 +93,6 @@ class OffloadConfig:
     """None: 0.01 with AdamW in both front ends, as in torch (``optax.adamw`` has 1e-4), and 0 with SGD."""
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
-    optimizer: str = field(default="adamw", kw_only=True)
-    """``"adamw"`` (Adam with ``adam_mode="adam"``) or ``"sgd"``. In torch a parameter group may have another one:
-    ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
     momentum: float = field(default=0.0, kw_only=True)
     """SGD's; 0: there is no momentum, and no memory for it."""
     dampening: float = field(default=0.0, kw_only=True)
@@ -276,7 +276,9 @@ class OffloadConfig:
         if self.weight_decay is None:
             object.__setattr__(self, "weight_decay", rule.hyper(0.0).weight_decay)
         given = {name: getattr(self, name) for name in names_of(rule)}
-        rule.hyper(**{"lr": 0.0, **{name: value for name, value in given.items() if not callable(value)}}).check()
+        functions = {name for name in ("lr", "betas") if callable(given.get(name))}
+        numbers = {name: value for name, value in given.items() if name not in functions}
+        rule.hyper(**{"lr": 0.0, **numbers}).check()
         for other in RULES.values():
             for name in other.settings:
                 if name in rule.settings:
@@ -331,10 +333,15 @@ class OffloadConfig:
         """True if parameters of at least ``param_persistence_threshold`` elements are partitioned."""
         return self.stage == 3 and (world_size > 1 or self.offload_param is not None)
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take the fields of a pickled configuration; those that are newer than it have their defaults."""
+        vars(self).update({**_DEFAULTS, **state})
+
     def rule(self, group: Mapping[str, Any] | None = None) -> Rule:
         """The update rule of these settings, or of a parameter group that replaces some of them."""
-        settings = {**vars(self), **(group or {})}
-        return RULES[settings["optimizer"]].of(settings)
+        own = group or {}
+        kind = RULES[own.get("optimizer", self.optimizer)]
+        return kind.of({**vars(self), **{name: own[name] for name in names_of(kind) if name in own}})
 
     def state_formats(self, dtype: ElementType, rule: Rule | None = None) -> Mapping[str, StateFormat]:
         """The formats of the states of parameters of this element type, by name; ``rule`` is None: these settings'."""

@@ -8,6 +8,9 @@ from ..errors import ConfigError
 from ..support import checks
 from .rule import Hyper, Rule, State
 
+MOMENTUM = "momentum_buffer"
+"""The name of its state."""
+
 
 @dataclass(frozen=True)
 class SGDHyper:
@@ -49,7 +52,7 @@ class SGD(Rule):
     name = "sgd"
     hyper: ClassVar[type[SGDHyper]] = SGDHyper
     settings = ("momentum", "dampening", "nesterov")
-    every_state = (State("momentum_buffer"),)
+    every_state = (State(MOMENTUM),)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

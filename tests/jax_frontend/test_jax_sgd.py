@@ -69,5 +69,24 @@ def test_what_does_not_fit_is_refused():
     offloaded = wrap(params, optimizer="sgd", momentum=0.9)
     with pytest.raises(StateError, match="0 TraceState in a .*, expected one: the state of optax.sgd with a momentum"):
         offloaded.load_optax_state(optax.adamw(1e-2).init(params))
-    with pytest.raises(StateError, match="no 'momentum_buffer', expected what"):
+    with pytest.raises(StateError, match="has 'exp_avg', 'exp_avg_sq', which optimizer='sgd'"):
         offloaded.load_pytree(wrap(params).to_pytree())
+    plain = wrap(params, optimizer="sgd")
+    for load, given in (
+        (plain.load_pytree, offloaded.to_pytree()),
+        (plain.load_optax_state, optax.adamw(1e-2).init(params)),
+        (plain.load_optax_state, optax.sgd(1e-2, 0.9).init(params)),
+    ):
+        with pytest.raises(StateError, match="expected"):
+            load(given)
+
+
+def test_a_momentum_of_optax_is_kept_in_torchs_order_of_operations():
+    params = random_tree(0)
+    offloaded, other = (wrap(params, optimizer="sgd", momentum=0.9, lr=1e-2, op_order=o) for o in ("optax", "torch"))
+    offloaded.update(random_tree(1))
+    other.load_params(offloaded.params)
+    other.load_optax_state(offloaded.to_optax_state())
+    for each in (offloaded, other):
+        each.update(random_tree(2))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), offloaded.params, other.params)

@@ -37,7 +37,7 @@ def begin_late_update(engine, rank):
     """Begin a step whose first bucket is gathered only when the returned event is set."""
     engine.flush()
     go, collectives = threading.Event(), engine.optimizer.pipeline.device.collectives
-    name = "gather" if type(engine.optimizer.pipeline.device).__name__ == "HostRanks" else "agree"
+    name = "gather" if type(engine.optimizer.pipeline.device).__name__ == "HostRanks" else "compare_headers"
     original = getattr(collectives, name)
 
     def late(*arguments):

@@ -197,6 +197,10 @@ def test_memory_is_that_of_the_states():
 
 WRONG = [
     ({"optimizer": "adam"}, "optimizer: got 'adam', expected one of 'adamw', 'sgd'"),
+    ({"config": {"optimizer": "SGD"}}, "optimizer: got 'SGD', expected one of 'adamw', 'sgd'"),
+    ({"config": {"optimizer": None}}, "optimizer: got None, expected one of 'adamw', 'sgd'"),
+    ({"optimizer": "sgd", "momentum": lambda updates: 0.9}, "momentum: got <function.*, expected a number"),
+    ({"weight_decay": lambda updates: 0.1}, "weight_decay: got <function.*, expected a number"),
     ({"optimizer": "sgd", "betas": (0.9, 0.95)}, r"betas=.* has no place in optimizer='sgd'"),
     ({"momentum": 0.9}, "momentum=0.9 has no place in optimizer='adamw'; expected optimizer='sgd' beside it"),
     ({"optimizer": "sgd", "nesterov": True}, "nesterov=True with momentum=0.0 and dampening=0.0; expected"),
@@ -222,8 +226,11 @@ def test_wrong_groups_are_refused():
         wrap(model, params=[{"params": params[:1]}, {"params": params[1:], "optimizer": "lion"}])
     with pytest.raises(ConfigError, match="parameter group 1: 'momentm' is no hyperparameter; expected 'momentum'"):
         wrap(model, params=[{"params": params[:1]}, {"params": params[1:], "optimizer": "sgd", "momentm": 0.9}])
-    with pytest.raises(ConfigError, match="optimizer='sgd' in OffloadedAdamW; expected OffloadedSGD"):
-        OffloadedAdamW(params, optimizer="sgd")
+    with pytest.raises(ConfigError, match="parameter group 1: 'momentum' is a hyperparameter of optimizer='sgd'"):
+        wrap(model, params=[{"params": params[:1]}, {"params": params[1:], "momentum": 0.9}])
+    for fields in ({"optimizer": "sgd"}, {"config": {"optimizer": "sgd"}}):
+        with pytest.raises(ConfigError, match="optimizer='sgd' in OffloadedAdamW; expected OffloadedSGD"):
+            OffloadedAdamW(params, **fields)
 
 
 def test_the_momentum_may_change_but_not_from_or_to_zero():
@@ -259,3 +266,55 @@ def test_a_parameter_cannot_move_to_a_group_of_another_optimizer():
         engine.step()
     first["params"].append(second["params"].pop())
     assert engine.step().updated
+
+
+def test_a_refused_step_changes_no_rule():
+    """A parameter that is unfrozen meanwhile gets states of the rule that its group has."""
+    model = make()
+    params = [*model.parameters()]
+    params[-1].requires_grad_(False)
+    optimizer = OffloadedSGD(params, lr=1e-2, momentum=0.9)
+    step_of(optimizer, model, 0)
+    params[-1].requires_grad_(True)
+    optimizer.param_groups[0]["momentum"] = 0.0
+    loss_of(model, 1).backward()
+    with pytest.raises(ConfigError, match="its state is there"):
+        optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    optimizer.step()
+    assert "momentum_buffer" in optimizer.state[params[-1]]
+
+
+def test_a_momentum_that_is_assigned_before_the_first_update_counts_as_in_torch():
+    ours, theirs = make(), make()
+    optimizer, reference = OffloadedSGD(ours.parameters(), lr=1e-2, **MOMENTUM), of_torch(theirs, **MOMENTUM)
+    for each, model in ((optimizer, ours), (reference, theirs)):
+        for param in model.parameters():
+            each.state[param]["momentum_buffer"] = torch.ones_like(param)
+        step_of(each, model, 0)
+    assert_same_values(ours, theirs)
+
+
+@pytest.mark.parametrize("other", [{"momentum": 0.0}, None], ids=["no momentum", "AdamW"])
+def test_states_that_do_not_fit_are_refused_at_the_load_and_nothing_changes(other):
+    model, twin = make(), make()
+    optimizer = OffloadedSGD(model.parameters(), lr=1e-2, momentum=0.9)
+    theirs = OffloadedAdamW(twin.parameters()) if other is None else of_torch(twin, **other)
+    for each, trained in ((optimizer, model), (theirs, twin)):
+        step_of(each, trained, 0)
+    before = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    with pytest.raises((ConfigError, StateError), match=r"momentum"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert all(map(same_bits, before, [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]))
+    step_of(optimizer, model, 1)
+
+
+def test_groups_that_all_name_one_optimizer_are_exported_as_that():
+    model = make()
+    params = [*model.parameters()]
+    groups = [{"params": params[:2], "optimizer": "sgd", "momentum": 0.9}, {"params": params[2:], "optimizer": "sgd"}]
+    optimizer = OffloadedAdamW(groups, lr=1e-2)
+    step_of(optimizer, model, 0)
+    exported = optimizer.torch_state_dict()
+    optimizer.close()
+    torch.optim.SGD(groups, lr=1e-2).load_state_dict(exported)

@@ -10,7 +10,7 @@ import numpy as np
 from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ParameterError, StateError
-from offload_core.rules import MASTER
+from offload_core.rules import MASTER, STATE_NAMES
 from offload_core.step.health import Use
 from offload_core.step.loss_scale import checked_state
 from offload_core.step.pipeline import Pipeline
@@ -125,6 +125,12 @@ class TreeStates:
         """As ``OffloadedParams.load_pytree``."""
         if "count" not in tree:
             raise _missing("count", tree)
+        others = [name for name in STATE_NAMES if name in tree and name not in self._rule.state_names]
+        if others:
+            raise StateError(
+                f"load_pytree: has {', '.join(map(repr, others))}, which optimizer={self._rule.name!r} with these "
+                "settings does not keep; expected what to_pytree() gave with the same ones"
+            )
         arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._tree.leaves) if is_array(leaf)}
         params = self._leaves_of(tree, "params", arrays)
         states = {name: self._leaves_of(tree, name, self._shapes) for name in self._rule.state_names}

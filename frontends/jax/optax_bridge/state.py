@@ -76,9 +76,12 @@ def states_of(state: Any, rule: Rule) -> tuple[dict[str, Any], int, int]:
 
     name, whose = _NODES[rule.name]
     nodes, schedules = found(getattr(optax, name)), found(optax.ScaleByScheduleState)
+    if not rule.states:
+        nodes = [node for kind, _ in _NODES.values() for node in found(getattr(optax, kind))]
     if len(nodes) != bool(rule.states):
+        what = name if rule.states else "optimizers with states"
         raise StateError(
-            f"load_optax_state: {len(nodes)} {name} in a {type(state).__name__}, expected "
+            f"load_optax_state: {len(nodes)} {what} in a {type(state).__name__}, expected "
             + (f"one: the state of {whose}, or of a chain that has it" if rule.states else "none, as momentum is 0")
         )
 
@@ -90,5 +93,8 @@ def states_of(state: Any, rule: Rule) -> tuple[dict[str, Any], int, int]:
 
     states = {each.name: bare(getattr(nodes[0], _FIELDS[each.name])) for each in rule.states}
     counts = {int(schedule.count) for schedule in schedules}
-    steps = int(nodes[0].count) if nodes and "count" in nodes[0]._fields else max(counts, default=0)
-    return states, steps, max(counts, default=steps)
+    if nodes and "count" in nodes[0]._fields:
+        steps = count = int(nodes[0].count)
+    else:  # optax.sgd counts no updates, and only a parameter's first one differs from others
+        steps, count = max(counts, default=len(nodes)), 0
+    return states, steps, max(counts, default=count)
