@@ -245,7 +245,7 @@ static void update_element(float g, element *x, const oc_rounded_scalars *s, int
     if (s->grad_scale != 1)
         g = g * s->grad_scale;
     switch (rule) {
-#define CASE(RULE, NAME, ...)                                                                           \
+#define CASE(RULE, NAME, ...)                                                                                          \
     case RULE: NAME(g, x, s, RULE); break;
         OC_EACH_RULE(CASE)
     }

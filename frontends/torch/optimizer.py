@@ -68,6 +68,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """The value of ``OffloadConfig.optimizer``: the rule of groups that name none."""
 
     # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
+    report: StepReport | None
+    """The report of the last ``step``."""
     _parts: Parts | None
     """None until the optimizer is built, and after it is closed."""
     _model: "weakref.ref[nn.Module] | None"
@@ -149,8 +151,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.early_copy = early_copy
         self.reads_wait = False
         """True if an update may still be running when ``step`` returns; readers of a parameter then wait for it."""
-        self.report: StepReport | None = None
-        """The report of the last ``step``."""
+        self.report = None
         if isinstance(params, torch.Tensor):
             raise ParameterError("params: got a tensor, expected an iterable of tensors: write [tensor]")
         params = list(params)
