@@ -203,7 +203,7 @@ class Engine(nn.Module):
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
-            self.optimizer.expect_step(average=average)
+            self.optimizer.steps.expect(self.optimizer.param_groups, average=average)
         parts = self.optimizer.parts
         span = parts.pipeline.device.trace.span(COMPUTE, "backward")
         try:
@@ -231,21 +231,22 @@ class Engine(nn.Module):
         self._changes.check(self.module, self.optimizer)
         if boundary is None:
             self._warn_of_uncounted()
-        pipeline = self.optimizer.pipeline
+        optimizer, steps = self.optimizer, self.optimizer.steps
+        pipeline = steps.parts.pipeline
         with pipeline.device.trace.span(COMPUTE, "step"):
-            updates = pipeline.arrivals.at_boundary if boundary is None else boundary
-            reads_wait = updates and self._reads_wait
             try:
-                return self.optimizer.end_micro_step(
-                    boundary=updates, may_be_empty=bool(boundary), reads_wait=reads_wait
-                )
+                if not (pipeline.arrivals.at_boundary if boundary is None else boundary):
+                    return steps.accumulate(optimizer.param_groups, may_be_empty=bool(boundary))
+                steps.end_micro_step(optimizer.step, may_be_empty=bool(boundary), reads_wait=self._reads_wait)
+                assert optimizer.report is not None
+                return optimizer.report
             except StateError:
                 check_present(self.module, self.optimizer)
                 raise
 
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
-        n_steps, backwards = self.offload_config.gradient_accumulation_steps, self.optimizer.intake.backwards
+        n_steps, backwards = self.offload_config.gradient_accumulation_steps, self.optimizer.parts.intake.backwards
         if n_steps > 1 and backwards > 1:
             UserLine.now("torch").warn(
                 UserWarning(
@@ -309,7 +310,7 @@ class Engine(nn.Module):
                 "no no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
             )
         alone = self.optimizer.pipeline.device.world_size == 1
-        with nullcontext() if alone else self.optimizer.intake.deferring():
+        with nullcontext() if alone else self.optimizer.parts.intake.deferring():
             yield
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from offload_core.config.options import OffloadConfig, check_group_keys, names_of
+from offload_core.config.schedules import GroupSchedule
 from offload_core.config.settings import SettingsButLr
 from offload_core.errors import ConfigError, ParameterError
 from offload_core.rules import RULES, Hyper
@@ -167,6 +168,57 @@ def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:
         hyper = _checked(where, name, *[_plain(f"{where}: {field}", value) for field, value in fields])
     _refuse(f"{where}: ", group)
     return hyper
+
+
+def hypers_of(groups: Sequence[dict[str, Any]], config: OffloadConfig, updates: int) -> list[Hyper]:
+    """The hyperparameters of each group, checked, for the update that follows ``updates`` others. Those that are
+    functions of the number of updates are written to the groups first.
+
+    Raises:
+        ConfigError: as :func:`hyper_of`.
+    """
+    values, hypers = scheduled(config, updates), []
+    knows_groups = bool(values) and isinstance(config.lr, GroupSchedule)
+    for g, group in enumerate(groups):
+        group.update(values)
+        if knows_groups and "initial_lr" in group:
+            group["lr"], _ = config.hyperparameters(updates, group["initial_lr"])
+        hypers.append(hyper_of(g, group, config.optimizer))
+    return hypers
+
+
+def scheduled(config: OffloadConfig, updates: int) -> dict[str, Any]:
+    """The values of those hyperparameters that are functions, for the update that follows ``updates`` others."""
+    names = [name for name in ("lr", "betas") if callable(getattr(config, name))]
+    if not names:
+        return {}
+    lr, betas = config.hyperparameters(updates)
+    return {name: {"lr": lr, "betas": betas}[name] for name in names}
+
+
+def under_schedules(config: OffloadConfig, group: dict[str, Any]) -> dict[str, Any]:
+    """A group that is to be added, without values that a schedule sets. A schedule that knows groups has the group's
+    own rate as ``initial_lr``.
+
+    Raises:
+        ConfigError: the group has a value of its own, and a schedule sets that of all groups.
+    """
+    names = [name for name in ("lr", "betas") if callable(getattr(config, name))]
+    if isinstance(config.lr, GroupSchedule):
+        own = {name: value for name, value in group.items() if name not in names}
+        return own | ({"initial_lr": number("lr", group["lr"])} if "lr" in group else {})
+    for name in names:
+        if name in group:
+            raise ConfigError(
+                f"{name}={group[name]!r} of a parameter group, and {name} is a function, which sets that of all "
+                "groups; expected one of them (torch.optim.lr_scheduler knows groups)"
+            )
+    return group
+
+
+def groups_of_params(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
+    """The number of each parameter's group."""
+    return {param: g for g, group in enumerate(groups) for param in group["params"]}
 
 
 def _are_plain(values: Iterable[Any]) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 from offload_core.errors import StateError
 from offload_core.support.user_line import UserLine
 
-from .groups import some_of
+from .groups import groups_of_params, some_of
 from .internals import no_read
 from .optimizer import OffloadedOptimizer
 
@@ -38,7 +38,7 @@ class ModelChanges:
             self._begin(model, optimizer)
 
     def _begin(self, model: nn.Module, optimizer: OffloadedOptimizer) -> None:
-        known = optimizer.group_of()
+        known = groups_of_params(optimizer.param_groups)
         named = dict(model.named_parameters())
         self._first = {id(param): weakref.ref(param) for param in named.values()}
         self._left_out = {name: param for name, param in named.items() if param not in known}
@@ -90,7 +90,7 @@ class ModelChanges:
             trained = [name for name, param in self._left_out.items() if param.requires_grad]
         if not trained:
             return
-        known = optimizer.group_of()
+        known = groups_of_params(optimizer.param_groups)
         names = [name for name in trained if self._left_out.pop(name) not in known]
         if names:
             UserLine.now("torch").warn(

@@ -1,7 +1,7 @@
 """Makes the parts of an optimizer: the core's pipeline, and what maps torch's tensors into it. The one place where they
 are composed, for an optimizer alone and for that of an engine."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,14 +10,13 @@ from torch import nn
 
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import ParameterError
-from offload_core.rules import Rule
 from offload_core.step.loss_scale import LossScaler, scaler_for
 from offload_core.step.pipeline import Pipeline
 
 from .casting import Casts
 from .intake import Intake
 from .ranks.device_ranks import device_for
-from .registration import NamedParam, Owner, Registration, check_new
+from .registration import NamedParam, Owner, Registration, check_new, named_in
 from .stage3.construction import check_finished, check_takes_none
 from .stage3.leaf_modules import leaf_modules
 from .stage3.partitioned import PartitionedModel
@@ -27,23 +26,44 @@ from .tensors import ELEMENT_TYPES
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an open optimizer that hold parameters and states."""
+    """The parts of an open optimizer that hold parameters and states.
+
+    Attributes:
+        partitioned: the model's partitioned parameters (stage 3); None: none are.
+    """
 
     pipeline: Pipeline
     registration: Registration
     intake: Intake
     states: TorchStates
+    partitioned: PartitionedModel | None
 
-    def take_on(self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> None:
+    def take_on(
+        self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]], model: nn.Module | None = None
+    ) -> None:
         """Make states for these parameters, and take their gradients from now on.
 
         Args:
-            rules: the update rule of each group.
+            groups: the optimizer's parameter groups; each says which update rule its parameters have.
             model: the plan includes the memory of its other tensors, too.
         """
+        rules = [self.pipeline.config.rule(group) for group in groups]
         for slot in self.registration.take_on(named, rules, model):
             self.states.hold(slot)
             self.intake.hook(slot)
+
+    def take_on_unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False) -> None:
+        """Make states for parameters that were frozen and can have a gradient now (``with_gradient``: have one)."""
+        new = self.registration.unfrozen(groups, with_gradient=with_gradient)
+        if new:
+            self.registration.check_new(new)
+            self.take_on(new, groups)
+
+    def take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Make states for those of these parameters that have none."""
+        new = {param for param in params if param not in self.registration.slots}
+        if new:
+            self.take_on([entry for entry in named_in(groups) if entry[1] in new], groups)
 
     def release(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
@@ -119,16 +139,26 @@ class Foundation:
             check_takes_none([*(entry[:2] for entry in named), *others], config)
         return cls(pipeline, casts, partitioned, early_copy)
 
-    def parts(self, owner: Owner, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None) -> Parts:
-        """Make the other parts, and take on these parameters as the first ones."""
+    def parts(
+        self,
+        owner: Owner,
+        named: Sequence[NamedParam],
+        groups: Sequence[Mapping[str, Any]],
+        model: nn.Module | None,
+    ) -> Parts:
+        """Make the other parts, and take on these parameters as the first ones.
+
+        Args:
+            groups: the optimizer's parameter groups.
+        """
         pipeline, partitioned = self.pipeline, self.partitioned
         device = named[0][1].device
         registration = Registration(owner, pipeline, device, partitioned, self.casts, gradients_leave=self.early_copy)
         intake = Intake(pipeline, registration, early=self.early_copy)
         if partitioned is not None:
             partitioned.runs.leaves.settle_by(intake.settle)
-        parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration))
-        parts.take_on(named, rules, model)
+        parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration), partitioned)
+        parts.take_on(named, groups, model)
         if partitioned is not None:
             partitioned.keep_frozen([param for _, param, _ in named])
         return parts

@@ -185,7 +185,7 @@ class Registration:
         new = {param for param in unknown if (param.grad is not None if with_gradient else param.requires_grad)}
         if not new:
             return []
-        return [entry for g, group in enumerate(groups) for entry in named_params(g, group) if entry[1] in new]
+        return [entry for entry in named_in(groups) if entry[1] in new]
 
     def take_on(self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> list[Slot]:
         """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
@@ -467,6 +467,11 @@ def named_params(g: int, group: Mapping[str, Any]) -> list[NamedParam]:
     for name, param in zip(names, group["params"], strict=True):
         entries.setdefault(param, (name, param, g))  # torch only warns of a parameter that is in a group twice
     return [*entries.values()]
+
+
+def named_in(groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
+    """The parameters of all groups."""
+    return [entry for g, group in enumerate(groups) for entry in named_params(g, group)]
 
 
 def check_new(

@@ -1,19 +1,16 @@
-"""An optimizer's states in torch's terms: views of host memory, saved and loaded by ``state_dict``."""
+"""An optimizer's states in torch's terms: views of host memory, read, assigned and loaded."""
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 
-from offload_core.device.protocols import Device
 from offload_core.errors import StateError
 from offload_core.layout.regions import InMemory
 from offload_core.rules import MASTER, STATE_NAMES, Rule
-from offload_core.step.loss_scale import LossScaler, checked_state
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.checks import shown
@@ -23,14 +20,6 @@ from .registration import Registration, Slot
 from .stage3.gathering import gathered_parameters
 from .state_views import Kept, Views, plain_entries, state_views
 from .tensors import ELEMENT_TYPES, flat, flat_like, shaped, shaped_like
-
-IN_SHARDS = "in_shards"
-"""The key in a library's file of an optimizer; its value is the name of the folder that has the states."""
-
-
-def stub(folder: str) -> dict[str, Any]:
-    """A state dict without states, which says where they are."""
-    return {"state": {}, "param_groups": [], IN_SHARDS: folder}
 
 
 class States(Kept, defaultdict):
@@ -238,59 +227,6 @@ class TorchStates:
         self._registration.note(slot)
 
 
-@dataclass(frozen=True)
-class Hidden:
-    """Hides a state entry from ``Optimizer.load_state_dict``, which would cast bare tensors."""
-
-    value: Any
-
-
-def partition(device: Device) -> dict[str, int]:
-    """The rank and world size that a state dict's parts belong to."""
-    return {"rank": device.ranks[0], "world_size": device.world_size}
-
-
-def check_partition(device: Device, groups: Iterable[Mapping[str, Any]], state_dict: Mapping[str, Any]) -> None:
-    """Raise :class:`StateError` if the states are another rank's, or are parts of an unknown rank.
-
-    Args:
-        groups: the optimizer's parameter groups.
-    """
-    own, saved = partition(device), state_dict.get("partition")
-    if saved is not None and saved != own:
-        raise StateError(
-            f"load_state_dict: the states of rank {saved['rank']} of {saved['world_size']}, expected those of rank "
-            f"{own['rank']} of {own['world_size']}: each rank saves and loads its own"
-        )
-    if saved is not None or device.world_size == 1:
-        return
-    params = [param for group in groups for param in group["params"]]
-    indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-    for param, i in zip(params, indices, strict=False):
-        entry = state_dict["state"].get(i, {})
-        value = next((entry[name] for name in STATE_NAMES if name in entry), None)
-        if isinstance(value, torch.Tensor) and value.shape != param.shape:
-            raise StateError(
-                f"load_state_dict: states of a part of parameter {i}, {tuple(value.shape)} of {tuple(param.shape)}, "
-                "and no 'partition' that says of which rank; expected this rank's state_dict() as it was, or whole "
-                "states"
-            )
-
-
-def check_counts(state_dict: Mapping[str, Any], scaler: LossScaler | None) -> None:
-    """Raise :class:`StateError` unless the number of updates and the loss scale, where they are given, can be taken."""
-    try:
-        if "updates" in state_dict:
-            checked_count(state_dict["updates"])
-        if scaler is not None and "loss_scale" in state_dict:
-            checked_state(state_dict["loss_scale"])
-    except (KeyError, TypeError, ValueError, OverflowError) as error:
-        raise StateError(
-            f"load_state_dict: its number of updates or its loss scale cannot be taken ({error!r}); expected those of "
-            "state_dict()"
-        ) from None
-
-
 def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of whole states; parts are returned as they are."""
     if pipeline.device.world_size == 1:
@@ -343,36 +279,3 @@ def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], state
         raise StateError(
             f"load_state_dict: parameter {name!r}: step is {shown(entry['step'])}, expected the number of updates made"
         ) from None
-
-
-def hide_state(state_dict: dict[str, Any], after: Callable[[], None]) -> dict[str, Any]:
-    """Return the state dict with hidden entries; the call to make after loading them is at the key ``Hidden``."""
-    return {**state_dict, "state": {key: Hidden(entry) for key, entry in state_dict["state"].items()} | {Hidden: after}}
-
-
-def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | None:
-    """As ``OffloadedAdamW.torch_state_dict``."""
-    names = {group.get("optimizer", optimizer.rule_name) for group in optimizer.param_groups}
-    if len(names) > 1:
-        raise StateError(
-            "torch_state_dict: groups of several optimizers, and torch has one for each; expected save_checkpoint() or "
-            "state_dict(), or groups without 'optimizer'"
-        )
-    optimizer.flush()
-    [name] = names
-    name = optimizer.config.adam_mode if name == "adamw" else name
-    torchs: Any = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
-    made = torchs([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
-    settings = {name: value for name, value in made.items() if name != "params"}
-    groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
-    wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
-    numbers = [i for group in groups for i in group["params"]]
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    state = {}
-    for i, param in zip(numbers, params, strict=True):
-        if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has no states before an update
-            whole = optimizer.whole_states(param)
-            del whole[MASTER]
-            if wanted:
-                state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}
-    return {"state": state, "param_groups": groups} if wanted else None

@@ -38,7 +38,7 @@ OWN_LR = 1e-3
 
 
 @dataclass(frozen=True)
-class GroupSchedule:
+class SectionSchedule:
     """The learning rate of a ``scheduler`` section, also for parameter groups with rates of their own."""
 
     schedule: Any
@@ -410,7 +410,7 @@ class _Translation:
             self.missing["optimizer.params.lr"] = "lr"
         return lr
 
-    def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> GroupSchedule | None:
+    def _scheduled(self, name: str, given: Mapping[str, Any], lr: Any) -> SectionSchedule | None:
         """The schedule of this name; None if an "auto" has no known value."""
         if name not in SCHEDULES:
             raise ConfigError(
@@ -438,6 +438,6 @@ class _Translation:
         if AUTO in arguments.values():
             return None
         try:
-            return GroupSchedule(schedule(**arguments), highest if follows else None)
+            return SectionSchedule(schedule(**arguments), highest if follows else None)
         except ConfigError as error:
             raise ConfigError(f"{path}{error}") from None

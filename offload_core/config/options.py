@@ -15,6 +15,7 @@ from ..rules import RULES, Rule
 from ..support import checks
 from ..support.processors import default_threads
 from . import deepspeed
+from .schedules import GroupSchedule, Schedule
 from .settings import OffloadSettings
 from .state_formats import FORMATS, SHORT_NAMES, StateFormat, formats_of
 
@@ -382,10 +383,10 @@ class OffloadConfig:
 
         Args:
             updates: an integer of the type that the functions take.
-            own_lr: a parameter group's own rate, which DeepSpeed's schedules know what to do with; None: it has none.
+            own_lr: a parameter group's own rate, for an ``lr`` that is a :class:`GroupSchedule`; None: it has none.
         """
-        schedule = self.lr
-        if isinstance(schedule, deepspeed.GroupSchedule) and own_lr is not None:
+        schedule: float | Schedule = self.lr
+        if own_lr is not None and isinstance(schedule, GroupSchedule):
             schedule = schedule.of_group(own_lr)
         lr = float(schedule(updates) if callable(schedule) else schedule)
         return lr, self.betas(updates) if callable(self.betas) else self.betas

@@ -406,7 +406,7 @@ def load_optimizer_state():
     state = engine.optimizer.state_dict()
     state["state"] = {i: {k: torch.full_like(v, 3.0) for k, v in e.items()} for i, e in state["state"].items()}
     optimizer = engine.optimizer
-    return optimizer.pipeline, optimizer.registration.tensors(), lambda: optimizer.load_state_dict(state)
+    return optimizer.pipeline, optimizer.parts.registration.tensors(), lambda: optimizer.load_state_dict(state)
 
 
 def load_pytree():

@@ -17,7 +17,8 @@ ROOMS = {
         checkpoint commands testing memory_report pipeline step_log __main__""",
     "frontends.torch": """
         internals compiled tensors columns overlaps data_writes pending values casting groups ranks stage3 registration
-        intake state_views state_io parts optimizer files model_changes engine deepspeed_weights integrations""",
+        intake state_views state_io parts state_dicts steps optimizer files model_changes engine deepspeed_weights
+        integrations""",
     "frontends.jax": """launch context numbers words runs device tree mesh loss_scale gradients placement
         differentiate updates optax_bridge files offloaded""",
     "bench": "record markdown plots fits headers peers harness train screens parts formats gpu report run",

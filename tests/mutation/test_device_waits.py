@@ -291,7 +291,7 @@ def memory_of_a_shard_that_joins_its_master():
     engine.backward(loss_on(engine, 0))
 
     def join():
-        engine.optimizer.take_on_unfrozen()
+        engine.optimizer.parts.take_on_unfrozen(engine.optimizer.param_groups)
         torch.accelerator.synchronize(0)
 
     assert not dies(join)
@@ -481,8 +481,7 @@ UNNOTICED = {
     "engine.Engine._release: self.optimizer.partitioned.recover()": "each hook lets go of its own parameters; this "
     "releases those gathered ahead, which the next forward would",
     "intake.Intake.discard: self._registration.flush()": "test_device_failures.py needs it",
-    "optimizer.OffloadedOptimizer._end_broken_step: parts.pipeline.last_step.finish()": "test_torch_interrupts.py "
-    "needs it",
+    "steps.Steps._end_broken_step: parts.pipeline.last_step.finish()": "test_torch_interrupts.py needs it",
     "pending.await_for_compiled_code: wait()": "test_compiled_blocks.py needs it",
     "ranks.device.HostTorchDevice.to_device_lane: after.order()": "no exchange between devices is the host's own",
     "ranks.device.HostTorchDevice.to_device: after.order()": "on the host a mark is reached at once, and the caller's "

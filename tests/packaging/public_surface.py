@@ -32,9 +32,10 @@ MODULES = {
     "frontends.torch.integrations.transformers": None,
 }
 """Public modules, and their public names where these are not the module's ``__all__`` or all that it defines."""
+_OF_OPTIMIZERS = """report updates step zero_grad flush state_dict load_state_dict torch_state_dict add_param_group
+    memory_report sent_bytes close"""
 DOCUMENTED = {
-    "OffloadedAdamW": """report updates step zero_grad flush state_dict load_state_dict torch_state_dict add_param_group
-        memory_report sent_bytes close""",
+    **dict.fromkeys(("OffloadedAdamW", "OffloadedOptimizer", "OffloadedSGD"), _OF_OPTIMIZERS),
     "OffloadStrategy": "engine wrap",
     "OffloadPrecision": "",
     "OffloadTrainer": "engine",

@@ -32,7 +32,7 @@ from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
 
 from ..compiled import uncompiled
-from ..groups import checked_values, paired, set_values
+from ..groups import checked_values, groups_of_params, paired, set_values
 from ..internals import no_read
 from ..optimizer import OffloadedOptimizer
 from ..stage3.parameters import PartitionedParameter
@@ -82,13 +82,13 @@ class ModelCheckpoints:
         optimizer = self._optimizer
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
-            tensors = optimizer.registration.current_tensors()
+            tensors = optimizer.parts.registration.current_tensors()
             contents = self._contents(stateful, extras, frozen)
         return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
 
     def _contents(self, stateful: Mapping[str, Any] | None, extras: Any, frozen: bool) -> Contents:
         optimizer = self._optimizer
-        sources, shapes, left_out, group_of = [], {}, {}, optimizer.group_of()
+        sources, shapes, left_out, group_of = [], {}, {}, groups_of_params(optimizer.param_groups)
         alone = optimizer.pipeline.device.collectives.rank == 0
         kept = set() if frozen else {id(param) for param in self._model.parameters() if not param.requires_grad}
         for name, tensor, record in self._untrained():
@@ -115,7 +115,7 @@ class ModelCheckpoints:
             state,
             own={"random": random_states()},
             types=[TENSORS],
-            gradients_wait=optimizer.intake.has_deferred,
+            gradients_wait=optimizer.parts.intake.has_deferred,
             front_end="torch",
             left_out=left_out,
             groups=[group_of.get(slot.param, 0) for slot in optimizer.slots],
@@ -139,8 +139,8 @@ class ModelCheckpoints:
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
         with optimizer.checkpoints.together("load"):
             self._check_closed("load_checkpoint()")
-            optimizer.take_on_unfrozen()
-            tensors = optimizer.registration.current_tensors()
+            optimizer.parts.take_on_unfrozen(optimizer.param_groups)
+            tensors = optimizer.parts.registration.current_tensors()
 
         def accept(loaded: Loaded) -> list[LastPart]:
             updates, state = check_run(loaded), loaded.state
@@ -167,7 +167,9 @@ class ModelCheckpoints:
         def publish() -> None:
             if optimizer.partitioned is not None:
                 optimizer.partitioned.before_change()
-            optimizer.replaced(tensors)
+            optimizer.awaited.end()
+            optimizer.parts.registration.follow_replaced(tensors)
+            optimizer.parts.intake.forget()
 
         targets = [_target(translated(name), tensor, record) for name, tensor, record in self._untrained()]
         loaded = optimizer.checkpoints.load(
@@ -192,7 +194,7 @@ class ModelCheckpoints:
                 f"{path}: {len(groups)} parameter groups in it, expected {len(own)}, as this optimizer has"
             )
         named = {translated(name): param for name, param in self._named_params()}
-        group_of = optimizer.group_of()
+        group_of = groups_of_params(optimizer.param_groups)
         mine = {name: group_of[param] for name, param in named.items() if param in group_of}
         theirs = {name: entry["group"] for name, entry in loaded.parameters.items()}
         try:

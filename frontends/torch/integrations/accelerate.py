@@ -13,7 +13,7 @@ from offload_core.errors import CheckpointError, ConfigError
 from ..engine import Engine
 from ..files.checkpoint import ModelCheckpoints
 from ..optimizer import OffloadedOptimizer
-from ..state_io import IN_SHARDS, stub
+from ..state_dicts import IN_SHARDS, stub
 from .shards import FOLDER
 
 

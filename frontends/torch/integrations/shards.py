@@ -12,6 +12,7 @@ from offload_core.support.checks import shown
 
 from ..compiled import uncompiled
 from ..files.checkpoint import TENSORS, ModelCheckpoints, random_states, set_random_states
+from ..groups import groups_of_params
 from ..optimizer import OffloadedOptimizer
 
 FOLDER = "offload"
@@ -72,8 +73,9 @@ class Shards:
 
         with optimizer.checkpoints.together("load"):
             named = {uncompiled(name): param for name, param in model.named_parameters()}
-            saved, members = Loaded(Checkpoint(path), None, [TENSORS]).parameters, optimizer.group_of()
-            optimizer.take_on_all([named[name] for name in saved if named.get(name) in members], optimizer.param_groups)
+            saved, groups = Loaded(Checkpoint(path), None, [TENSORS]).parameters, optimizer.param_groups
+            members = groups_of_params(groups)
+            optimizer.parts.take_on_all([named[name] for name in saved if named.get(name) in members], groups)
         checkpoints = ModelCheckpoints(model, optimizer)
         checkpoints.load(path, stateful=stateful, names=None, random_state=True, accept_extras=accept_extras)
         self._random = random_states()

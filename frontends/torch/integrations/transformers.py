@@ -151,7 +151,7 @@ class OffloadCallback(TrainerCallback):
     def _resume(self, folder: Path, state: TrainerState, running: Mapping[str, Any]) -> None:
         step = state.global_step
         if not (folder / FOLDER).is_dir():
-            if (folder / OPTIMIZER_NAME).is_file() and not _offloaded(running).awaits_states:
+            if (folder / OPTIMIZER_NAME).is_file() and not _offloaded(running).awaited:
                 return  # saved without this callback; Trainer has loaded it
             raise CheckpointError(
                 f"{folder}: training resumes at step {step}, and neither {FOLDER}/ nor {OPTIMIZER_NAME} is there; "

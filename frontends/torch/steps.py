@@ -1,0 +1,161 @@
+"""An optimizer's steps: what an update needs is checked and given to the pipeline, for a ``step()`` of the optimizer
+alone and for the micro-steps of an engine."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offload_core.errors import ConfigError, StateError
+from offload_core.rules import Hyper
+from offload_core.step.decision import StepArguments
+from offload_core.step.pipeline import StepReport
+from offload_core.step.state_lock import changes, whole
+
+from .groups import hypers_of
+from .parts import Parts
+
+Groups = Sequence[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _MicroStep:
+    """An engine's micro-step, which the next update ends first.
+
+    Attributes:
+        may_be_empty: True if gradients of earlier micro-steps are enough.
+        reads_wait: True if the update may still be running when it returns; readers of a parameter then wait for it.
+    """
+
+    may_be_empty: bool
+    reads_wait: bool
+
+
+class Steps:
+    """The steps of an open optimizer. Its methods are given the optimizer's ``param_groups``, as they are now."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self._state_lock = parts.pipeline.state_lock
+        self._config = parts.pipeline.config
+        self._micro_step: _MicroStep | None = None
+        """The engine's micro-step that the next update ends; None: there is none."""
+
+    def hypers(self, groups: Groups) -> list[Hyper]:
+        """Return the hyperparameters of each group for the next update; those that are functions are set first."""
+        return hypers_of(groups, self._config, self.parts.pipeline.counts.updates)
+
+    @changes("step()")
+    def accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:
+        """End an engine's micro-step that no update follows: take its gradients.
+
+        Raises as ``Engine.step`` does; nothing has changed then.
+        """
+        pipeline = self.parts.pipeline
+        self._prepare(groups, boundary=False)
+        self.parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
+        scale, step = pipeline.loss_scale, pipeline.counts.updates + 1
+        return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
+
+    def end_micro_step(self, step: Callable[[], object], *, may_be_empty: bool, reads_wait: bool) -> None:
+        """End an engine's micro-step and update.
+
+        Args:
+            step: the optimizer's method, which calls :meth:`update`. Hooks and learning-rate schedulers watch it.
+            may_be_empty: True if gradients of earlier micro-steps are enough.
+            reads_wait: True if the update may still be running when this returns; readers of a parameter then wait.
+
+        Raises as :meth:`update` and ``Engine.step`` do; nothing has changed then.
+        """
+        self._micro_step = _MicroStep(may_be_empty, reads_wait)
+        try:
+            step()
+        finally:
+            self._micro_step = None
+
+    @whole("step()")
+    @changes("step()")
+    def update(self, groups: Groups) -> StepReport:
+        """Update every parameter that has a gradient.
+
+        Raises:
+            ParameterError, GradientError, ConfigError: something does not fit; no parameter and no state changed.
+        """
+        micro_step, self._micro_step = self._micro_step, None
+        parts = self.parts
+        pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
+        hypers, group_of_each = self._prepare(groups, boundary=True)
+        divisor = self._divisor(intake.averages)
+        arguments = StepArguments(hypers, registration.current_tensors(), divisor, group_of_each)
+        number = pipeline.counts.updates + 1
+        if micro_step is not None:
+            pipeline.early.confirm_step(arguments)
+            intake.end_micro_step(boundary=True, may_be_empty=micro_step.may_be_empty)
+        gathered = 0 if parts.partitioned is None else parts.partitioned.before_change()
+        try:
+            report = pipeline.step(arguments, gathered=gathered)
+            if micro_step is None or not micro_step.reads_wait:
+                pipeline.last_step.finish()
+            intake.forget()
+            registration.follow_update()
+        except BaseException:
+            self._end_broken_step()
+            raise
+        return replace(report, step=number)
+
+    def _end_broken_step(self) -> None:
+        """After an error or an interrupt in a step: its gradients are gone, and no reader waits for parameters."""
+        parts = self.parts
+        parts.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
+        with suppress(Exception):  # the one that is being raised
+            parts.pipeline.last_step.finish()
+        with suppress(StateError):  # states that were updated in backward keep the gradients that they used
+            parts.pipeline.drop_gradients()
+        if parts.partitioned is not None:
+            parts.partitioned.live.forget_order()
+        parts.intake.forget()
+        parts.registration.follow_update(broken=True)
+
+    def _prepare(self, groups: Groups, *, boundary: bool) -> tuple[list[Hyper], list[int]]:
+        """Check everything that an update needs, take the gradients that are in ``p.grad``, and return the
+        hyperparameters of each group and the group of each parameter.
+
+        Deferred ones are taken at the boundary only.
+
+        Raises as ``step`` does; nothing has changed then.
+        """
+        parts, hypers = self.parts, self.hypers(groups)
+        registration = parts.registration
+        if boundary:
+            if parts.partitioned is not None:
+                parts.partitioned.gathering.check_closed()
+            if self._config.update_in_backward:  # else no gradient has been used yet
+                group_of_each = registration.grouping(groups).groups
+                arguments = StepArguments(hypers, (), self._divisor(parts.intake.averages), group_of_each)
+                parts.pipeline.early.check_expected(arguments)
+        for g, rule in registration.grouping(groups).rules:
+            try:
+                rule.check(hypers[g])
+            except ConfigError as error:
+                raise ConfigError(f"parameter group {g}: {error}") from None
+        # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
+        parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.device.world_size == 1)
+        registration.check_unchanged()
+        grouping = registration.grouping(groups)
+        parts.intake.take_present(grouping.left_out, boundary=boundary)
+        return hypers, grouping.groups
+
+    def expect(self, groups: Groups, *, average: bool) -> None:
+        """Announce that an update follows the backward that now begins, so that parameters may be written during it.
+
+        Autograd then raises if it would read a parameter that was written; other readers wait.
+        """
+        pipeline, registration = self.parts.pipeline, self.parts.registration
+        if registration.readers_can_wait:
+            tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
+            arguments = StepArguments(self.hypers(groups), tensors, self._divisor(average), group_of_each)
+            pipeline.early.expect_step(arguments, registration.before_send)
+
+    def _divisor(self, averages: bool) -> float:
+        """The divisor of summed gradients."""
+        return float(self._config.gradient_accumulation_steps) if averages else 1.0
