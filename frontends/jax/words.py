@@ -5,9 +5,9 @@ from typing import Any, SupportsFloat
 
 import numpy as np
 
-from offload_core.config import deepspeed
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.config.settings import OffloadSettings
+from offload_core.deepspeed.keys import KEYS
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError
 from offload_core.support import checks
@@ -71,7 +71,7 @@ def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
         if name in _INSTEAD and not own:
             raise ConfigError(f"unknown configuration field {checks.shown(name)}; {_INSTEAD[name]}")
         if field is None and name not in FIELDS:
-            hint = checks.nearest(name, FIELDS, also=[*deepspeed.KEYS, *WORDS])
+            hint = checks.nearest(name, FIELDS, also=[*KEYS, *WORDS])
             if any(repr(word) in hint for word in WORDS):
                 raise ConfigError(f"unknown configuration field {checks.shown(name)}; {hint}")
         if name.endswith("_dtype"):

@@ -1,1 +1,1 @@
-"""Settings: ``OffloadConfig``, and DeepSpeed's configuration read into it."""
+"""Settings: ``OffloadConfig``, the formats of states, and the protocol of schedules."""

@@ -9,12 +9,13 @@ from typing import Any, Unpack
 
 import numpy as np
 
+from ..deepspeed import translation
+from ..deepspeed.keys import KEYS
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..rules import RULES, Rule
 from ..support import checks
 from ..support.processors import default_threads
-from . import deepspeed
 from .schedules import GroupSchedule, Schedule
 from .settings import OffloadSettings
 from .state_formats import FORMATS, SHORT_NAMES, StateFormat, formats_of
@@ -312,7 +313,7 @@ class OffloadConfig:
                 overrides = {"weight_decay": None, **overrides}  # type: ignore[typeddict-item]  # its own default
             return replace(config, **_converted(overrides))
         if isinstance(config, str | os.PathLike):
-            given = deepspeed.load(config)
+            given = translation.load(config)
             source = os.fspath(config)
         elif isinstance(config, Mapping) or config is None:
             given, source = dict(config or {}), None
@@ -323,8 +324,8 @@ class OffloadConfig:
                 f"configuration (a dict or the path of its file) or None{made}"
             )
         _check_names(overrides)
-        if source is not None or deepspeed.is_deepspeed(given, FIELDS):
-            given = deepspeed.fields_of(given, overrides, world_size=world_size, source=source)
+        if source is not None or translation.is_deepspeed(given, FIELDS):
+            given = translation.fields_of(given, overrides, world_size=world_size, source=source)
         else:
             given = {**given, **overrides}
         _check_names(given)
@@ -429,14 +430,14 @@ def check_group_keys(where: str, keys: Collection[object], names: Collection[str
 def _check_names(given: Mapping[str, Any]) -> None:
     for name in given:
         if name not in FIELDS:
-            place = deepspeed.place_of(name)
+            place = translation.place_of(name)
             hint = None
             if place:
                 where = "it is a key of DeepSpeed's" if place == name else f"DeepSpeed has it as {place!r}"
                 hint = f"{where}: give such a configuration as config"
             if name in _OTHER_NAMES:
                 hint = f"expected {_OTHER_NAMES[name]!r}"
-            hint = hint or checks.nearest(name, FIELDS, also=deepspeed.KEYS)
+            hint = hint or checks.nearest(name, FIELDS, also=KEYS)
             raise ConfigError(f"unknown configuration field {checks.shown(name)}; {hint}")
 
 

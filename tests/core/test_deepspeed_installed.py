@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from frontends.torch import wrap
 from offload_core import ConfigWarning
-from offload_core.config.deepspeed_keys import KEYS, VERSION, spellings
 from offload_core.config.options import OffloadConfig
-from offload_core.lr_schedules import SCHEDULES
+from offload_core.deepspeed.keys import KEYS, VERSION, spellings
+from offload_core.deepspeed.schedules import SCHEDULES
 from offload_core.step.loss_scale import LossScaler
 from tests.support.strategies import law
 

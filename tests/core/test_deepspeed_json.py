@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 import frontends.jax
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core import ConfigError, ConfigWarning
-from offload_core.config.deepspeed import OWN_LR
-from offload_core.config.deepspeed_keys import AUTO, KEYS, walk
 from offload_core.config.options import FIELDS, OffloadConfig
-from offload_core.lr_schedules import SCHEDULES, LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
+from offload_core.deepspeed.keys import AUTO, KEYS, walk
+from offload_core.deepspeed.schedules import SCHEDULES
+from offload_core.deepspeed.translation import OWN_LR
+from offload_core.lr_schedules import LRRangeTest, OneCycle, WarmupCosineLR, WarmupDecayLR, WarmupLR
 from tests.support.strategies import law
 from tests.support.torch_models import assert_same, loss_of, make
 

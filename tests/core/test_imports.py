@@ -13,8 +13,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "offload_core": """
-        errors dtypes support native rules lr_schedules config layout memory ranks device states plans step stage3
-        checkpoint commands testing memory_report pipeline step_log __main__""",
+        errors dtypes support native rules deepspeed config layout memory ranks device states plans step stage3
+        checkpoint commands testing lr_schedules memory_report pipeline step_log __main__""",
     "frontends.torch": """
         internals compiled tensors columns overlaps data_writes pending values casting groups ranks stage3 registration
         intake state_views state_io parts state_dicts steps optimizer files model_changes engine deepspeed_weights

@@ -17,8 +17,9 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from offload_core.config import deepspeed
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.deepspeed import translation
+from offload_core.deepspeed.keys import AUTO
 from offload_core.errors import CheckpointError, ConfigError
 
 from ..engine import Engine, wrap
@@ -345,8 +346,8 @@ def _check_arguments(args: TrainingArguments, others: Mapping[str, Any]) -> None
 def _without_scheduler(offload: ConfigLike) -> tuple[ConfigLike, Mapping[str, Any] | None]:
     """The configuration, a file's as a dict; and the ``scheduler`` of a DeepSpeed configuration, which is Trainer's."""
     if isinstance(offload, str | os.PathLike):
-        offload = deepspeed.load(offload)
-    if isinstance(offload, Mapping) and deepspeed.is_deepspeed(offload, FIELDS):
+        offload = translation.load(offload)
+    if isinstance(offload, Mapping) and translation.is_deepspeed(offload, FIELDS):
         scheduler = offload.get("scheduler")
         if isinstance(scheduler, Mapping) and scheduler.get("type"):
             return {name: value for name, value in offload.items() if name != "scheduler"}, scheduler
@@ -368,9 +369,9 @@ def _scheduled(scheduler: Mapping[str, Any], args: TrainingArguments, updates: i
         "warmup_num_steps": args.get_warmup_steps(known),
         "total_num_steps": known,
     }
-    filled = {name: beside.get(name, value) if value == deepspeed.AUTO else value for name, value in given.items()}
+    filled = {name: beside.get(name, value) if value == AUTO else value for name, value in given.items()}
     for name, value in filled.items():
-        if value == deepspeed.AUTO:
+        if value == AUTO:
             raise ConfigError(
                 f'scheduler.params.{name}="auto" in offload=, and TrainingArguments have no value for it; expected a '
                 "number"
@@ -431,25 +432,25 @@ def _given(offload: ConfigLike, args: TrainingArguments, model: Any) -> tuple[Co
         return offload, {name: value for name, value in own.items() if value != getattr(OffloadConfig, name)}
     if not isinstance(offload, Mapping):
         return offload, {}
-    if not deepspeed.is_deepspeed(offload, FIELDS):
+    if not translation.is_deepspeed(offload, FIELDS):
         return offload, {name: _plain(offload[name]) for name in _BESIDE if name in offload}
     _check_batch(offload, args)
     filled = dict(offload)
     for name, asked in (("fp16", args.fp16), ("bf16", args.bf16)):
         section = filled.get(name)
-        if isinstance(section, Mapping) and section.get("enabled") == deepspeed.AUTO:
+        if isinstance(section, Mapping) and section.get("enabled") == AUTO:
             filled[name] = {**section, "enabled": asked}
     section = filled.get("zero_optimization")
     if isinstance(section, Mapping):
         sizes = _sizes(getattr(model, "config", None), section.get("stage"))
-        autos = [name for name in sizes if section.get(name) == deepspeed.AUTO]
+        autos = [name for name in sizes if section.get(name) == AUTO]
         filled["zero_optimization"] = {**section, **{name: sizes[name] for name in autos}}
     given = {}
     for name, (_, path) in _BESIDE.items():
         value: Any = filled
         for key in path.split("."):
             value = value.get(key) if isinstance(value, Mapping) else None
-        if value is not None and value != deepspeed.AUTO:
+        if value is not None and value != AUTO:
             given[name] = _plain(value)
     return filled, given
 
@@ -478,7 +479,7 @@ def _check_batch(offload: Mapping[str, Any], args: TrainingArguments) -> None:
         "train_batch_size": (micro * steps * ranks, f"{whole} = {micro * steps * ranks}"),
     }
     for key, (size, words) in beside.items():
-        if offload.get(key, deepspeed.AUTO) not in (deepspeed.AUTO, size):
+        if offload.get(key, AUTO) not in (AUTO, size):
             raise ConfigError(
                 f'{key}={offload[key]!r} in offload=, and TrainingArguments have {words}; expected "auto" there, or '
                 "the same size"

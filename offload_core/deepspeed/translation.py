@@ -1,22 +1,22 @@
 """DeepSpeed configurations as fields of ``OffloadConfig``.
 
-A configuration is first checked against ``deepspeed_keys``, key by key, and then translated section by section.
+A configuration is first checked against ``keys.py``, key by key, and then translated section by section.
 """
 
 import io
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, dataclass, fields, replace
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
 from typing import Any
 
 from ..errors import ConfigError, ConfigWarning
-from ..lr_schedules import SCHEDULES, OneCycle, WarmupCosineLR, WarmupLR
 from ..support import checks
 from ..support.files import read_regular
 from ..support.user_line import UserLine
-from .deepspeed_keys import AUTO, KEYS, OWN_CLIPPING, SCHEDULE_KEYS, VERSION, Key, spellings, walk
+from .keys import AUTO, KEYS, OWN_CLIPPING, SCHEDULE_KEYS, VERSION, Key, spellings, walk
+from .schedules import SCHEDULES, OneCycle, SectionSchedule, WarmupCosineLR, WarmupLR
 
 _PASSED_ON = {
     "reduce_bucket_size": "reduce_bucket_size",
@@ -35,22 +35,6 @@ _LONGEST_FILE = 2**20
 _NAMED = 5
 OWN_LR = 1e-3
 """The learning rate of an optimizer that is given none, in DeepSpeed as here."""
-
-
-@dataclass(frozen=True)
-class SectionSchedule:
-    """The learning rate of a ``scheduler`` section, also for parameter groups with rates of their own."""
-
-    schedule: Any
-    highest: str | None
-    """The argument of the schedule that is a group's own rate; None: all groups have the same rate."""
-
-    def __call__(self, updates: Any) -> float:
-        return self.schedule(updates)
-
-    def of_group(self, lr: float) -> Callable[[Any], float]:
-        """The schedule of a group whose own rate is ``lr``."""
-        return self.schedule if self.highest is None else replace(self.schedule, **{self.highest: lr})
 
 
 # --- which kind of dict, which file ----------------------------------------------------------------

@@ -5,8 +5,8 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ..errors import ConfigError
-from ..lr_schedules import SCHEDULES
 from ..support import checks
+from .schedules import SCHEDULES
 
 VERSION = "0.19.8"
 """The version of DeepSpeed whose keys and defaults these are."""

@@ -1,0 +1,1 @@
+"""DeepSpeed's configuration: its keys, its schedules, and its translation to fields of ``OffloadConfig``."""
