@@ -2,14 +2,10 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
-
-from offload_core.rules import Rule
-from offload_core.rules.adam import Adam
 
 
 @contextmanager
@@ -47,8 +43,3 @@ def bias_correction(beta: float, t: int) -> float:
         return float(np.float32(1) - np.float32(float(np.float32(beta)) ** t))
     with beside_the_accelerator() as number:
         return float(_bias_correction(np.float32(beta), number(t)))  # a Python float is float64 with jax_enable_x64
-
-
-def in_xlas_numbers(rule: Rule) -> Rule:
-    """The rule, with bias corrections as eager optax computes them."""
-    return replace(rule, bias_correction=bias_correction) if isinstance(rule, Adam) else rule

@@ -34,7 +34,8 @@ from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .loss_scale import DeviceScale
-from .numbers import beside_the_accelerator, in_xlas_numbers
+from .numbers import beside_the_accelerator
+from .optax_bridge.rule_words import WORDS
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
@@ -125,7 +126,8 @@ class OffloadedParams:
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
-        self._pipeline = Pipeline(config, self._placement.device, scaler, in_xlas_numbers(config.rule()))
+        rule = WORDS[config.optimizer].in_xlas_numbers(config.rule())
+        self._pipeline = Pipeline(config, self._placement.device, scaler, rule)
         self._state_lock = self._pipeline.state_lock
         self._planned = checked_plan(self._pipeline, self._placement, leaves, tree.trained, specs)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]

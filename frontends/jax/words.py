@@ -48,10 +48,13 @@ def resolved(config: ConfigLike, overrides: Mapping[str, Any], *, world_size: in
         ConfigError: also if a setting is given in both.
     """
     if isinstance(config, Mapping):
-        config = _in_our_words(config, lambda: OffloadConfig().betas)
+        named = config.get("optimizer")
+        own: dict[str, Any] = {"optimizer": named} if isinstance(named, str) else {}
+        config = _in_our_words(config, lambda: OffloadConfig(**own).betas)
 
     def betas() -> Any:
-        return OffloadConfig.resolve(config, world_size=world_size).betas
+        own: Any = {name: overrides[name] for name in ("optimizer",) if name in overrides}
+        return OffloadConfig.resolve(config, world_size=world_size, **own).betas
 
     return OffloadConfig.resolve(config, world_size=world_size, **_in_our_words(overrides, betas))
 
@@ -80,7 +83,7 @@ def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
         found["lr"] = given["learning_rate"]
     if any(name in given for name in _BETAS):
         both = all(name in given for name in _BETAS)
-        others = (None, None) if both else betas_of()
+        others = (None, None) if both else betas_of() or (None, None)
         if callable(others):
             raise ConfigError("b1 or b2 beside betas that are a function; expected one of them")
         found["betas"] = tuple(given.get(name, other) for name, other in zip(_BETAS, others, strict=True))

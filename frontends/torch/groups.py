@@ -7,27 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_core.config.options import OffloadConfig, check_group_keys, names_of
+from offload_core.config.options import OffloadConfig, check_group_keys
 from offload_core.config.schedules import GroupSchedule
 from offload_core.config.settings import SettingsButLr
 from offload_core.errors import ConfigError, ParameterError
 from offload_core.rules import RULES, Hyper
 from offload_core.support.checks import choice, shown
 
-_REFUSED = {
-    "amsgrad": "there is no third moment",
-    "maximize": "negate the loss",
-    "capturable": "the update runs on the host, outside CUDA graphs",
-    "differentiable": "the update runs outside autograd",
-}
-_OPTIONS: dict[str, dict[str, Any]] = {
-    "adamw": {**dict.fromkeys(_REFUSED, False), "foreach": None, "fused": True},
-    "sgd": {"maximize": False, "differentiable": False, "foreach": None, "fused": True},
-}
-"""For each optimizer, the options in torch's own groups that are no hyperparameters here, with the values that match
-this optimizer. The last two select one of torch's implementations and have no effect here."""
-NAMES = {name: tuple(field for field in names_of(rule) if field != "eps_root") for name, rule in RULES.items()}
-"""The hyperparameters in torch's groups, by optimizer."""
+from .rule_words import NAMES, OPTIONS, REFUSED, WORDS
 
 
 class OptimizerSettings(SettingsButLr, total=False):
@@ -66,16 +53,15 @@ def without_torchs_options(options: Mapping[str, Any]) -> dict[str, Any]:
         ConfigError: one of them asks for something that this optimizer does not do.
     """
     _refuse("", options)
-    known = {name for names in _OPTIONS.values() for name in names}
-    return {name: value for name, value in options.items() if name not in known}
+    return {name: value for name, value in options.items() if name not in OPTIONS}
 
 
 def defaults_of(config: OffloadConfig) -> dict[str, Any]:
     """Return the default values of a parameter group: hyperparameters, and the options that torch's own optimizer needs
     to continue from this one's state."""
     values = config.values(0)
-    decoupled = {"decoupled_weight_decay": config.adam_mode == "adamw"} if config.optimizer == "adamw" else {}
-    return {name: values[name] for name in NAMES[config.optimizer]} | _OPTIONS[config.optimizer] | decoupled
+    words = WORDS[config.optimizer]
+    return {**{name: values[name] for name in NAMES[config.optimizer]}, **words.options, **words.kind(config)}
 
 
 def with_own_defaults(where: str, group: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
@@ -95,9 +81,9 @@ def with_own_defaults(where: str, group: Mapping[str, Any], optimizer: str) -> d
                         "beside it"
                     )
         return dict(group)
-    defaults = RULES[name].hyper(0.0)
+    defaults = RULES[name].hyper()
     own = {field: getattr(defaults, field) for field in NAMES[name] if field != "lr"}
-    return {**own, **_OPTIONS[name], **group}
+    return {**own, **WORDS[name].options, **group}
 
 
 def _checked_name(where: str, optimizer: Any) -> str:
@@ -254,7 +240,7 @@ _checked_once = lru_cache(maxsize=1024, typed=True)(_checked)
 
 
 def _refuse(where: str, options: Mapping[str, Any]) -> None:
-    for name, why in _REFUSED.items():
+    for name, why in REFUSED.items():
         if options.get(name):
             raise ConfigError(f"{where}{name}={options[name]!r} is not supported; expected False ({why})")
 
@@ -311,10 +297,7 @@ def set_values(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, A
                 group[key] = value
 
 
-def loaded(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """A group of a state dict, with defaults for options that an older one lacks.
-
-    ``decoupled_weight_decay`` stays this optimizer's own, as in torch, whichever class saved the states.
-    """
-    own = {name: value for name, value in defaults.items() if name == "decoupled_weight_decay"}
-    return {**defaults, **group, **own}
+def loaded(group: Mapping[str, Any], defaults: Mapping[str, Any], config: OffloadConfig) -> dict[str, Any]:
+    """A group of a state dict, with defaults for options that an older one lacks. Its kind stays this optimizer's own,
+    as in torch, whichever class saved the states."""
+    return {**defaults, **group, **WORDS[config.optimizer].kind(config)}

@@ -17,6 +17,7 @@ from offload_core.step.state_access import checked_count
 
 from .groups import hyper_of, loaded, scheduled
 from .parts import Parts
+from .rule_words import WORDS
 from .state_views import plain_entries
 
 IN_SHARDS = "in_shards"
@@ -152,7 +153,7 @@ class Revealed:
         config, given = parts.pipeline.config, self.rest["param_groups"]
         for g, group in enumerate(given):
             hyper_of(g, group, config.optimizer)
-        groups = [loaded(group, defaults) for group in given]
+        groups = [loaded(group, defaults, config) for group in given]
         rules = [config.rule(group) for group in groups]
         _check_same_rules(parts, groups, rules)
         rule_of = {param: rule for rule, group in zip(rules, groups, strict=True) for param in group["params"]}
@@ -214,8 +215,7 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
         )
     optimizer.flush()
     [name] = names
-    name = optimizer.config.adam_mode if name == "adamw" else name
-    torchs: Any = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}[name]
+    torchs: Any = WORDS[name].optimizer(optimizer.config)
     made = torchs([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
     settings = {name: value for name, value in made.items() if name != "params"}
     groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]

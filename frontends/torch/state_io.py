@@ -17,6 +17,7 @@ from offload_core.support.checks import shown
 from offload_core.support.threads import uninterrupted
 
 from .registration import Registration, Slot
+from .rule_words import counted
 from .stage3.gathering import gathered_parameters
 from .state_views import Kept, Views, plain_entries, state_views
 from .tensors import ELEMENT_TYPES, flat, flat_like, shaped, shaped_like
@@ -116,9 +117,10 @@ class TorchStates:
     def replace(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
         """Give a parameter these states; an empty ``entry`` sets moments and step count to 0, no master weight."""
         slot, held = self._registration.slots[param], self.views[param]
-        if entry := counted(entry, self._states.names(slot.index)):
+        rule = self._states.rule(slot.index)
+        if entry := counted(entry, rule):
             entry = own_part(self._pipeline, slot.index, param, entry)
-            check_entry(slot.name, held.shape, entry, self._states.names(slot.index))
+            check_entry(slot.name, held.shape, entry, rule.state_names)
         self._registration.flush()
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
         self._replace("an assignment to optimizer.state", partial(self._load, slot, entry))
@@ -136,7 +138,7 @@ class TorchStates:
         """
         own = {}
         for param, given in entries.items():
-            entry = counted(given, rules[param].state_names)
+            entry = counted(given, rules[param])
             slot = self._registration.slots.get(param)
             if not entry:
                 continue
@@ -144,7 +146,7 @@ class TorchStates:
                 check_entry("?", param.shape, entry, rules[param].state_names)
             else:
                 entry = own_part(self._pipeline, slot.index, param, entry)
-                check_entry(slot.name, self.views[param].shape, entry, self._states.names(slot.index))
+                check_entry(slot.name, self.views[param].shape, entry, self._states.rule(slot.index).state_names)
             own[param] = entry
         return own
 
@@ -240,14 +242,6 @@ def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping
         return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
 
     return {name: part(value) for name, value in entry.items()}
-
-
-def counted(entry: Mapping[str, Any], states: Sequence[str]) -> Mapping[str, Any]:
-    """Return a parameter's states with their number of updates. ``torch.optim.SGD`` counts no updates, and only the
-    first one differs from the others: a parameter that has a momentum has had its first update."""
-    if "step" in entry or "exp_avg" in states:
-        return entry
-    return {**entry, "step": 1.0} if entry.get("momentum_buffer") is not None else {}
 
 
 def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:

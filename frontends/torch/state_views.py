@@ -9,13 +9,13 @@ import torch
 
 from offload_core.errors import StateError
 from offload_core.rules import MASTER
-from offload_core.rules.sgd import MOMENTUM
 from offload_core.states.arrays import StateRun
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
 from .internals import DISPATCH_ALONE, no_read, parse_to
 from .ranks.device import as_torch
+from .rule_words import WORDS
 from .tensors import TORCH_DTYPES, flat_like, memory, shaped_like
 
 
@@ -175,6 +175,7 @@ class Views(Kept):
         shape: of each state.
         encoded: states that have no view. Each read makes a copy.
         changing: called before states change.
+        counted_by: the state that is there after a parameter's first update, if torch's optimizer counts none.
     """
 
     def __init__(
@@ -183,12 +184,14 @@ class Views(Kept):
         views: Mapping[str, torch.Tensor],
         encoded: Mapping[str, Encoded],
         changing: Callable[[], None],
+        counted_by: str | None,
     ) -> None:
         super().__init__({**views, **encoded})
         self.shape = shape
         self.held = frozenset(self)
         """The names of the optimizer's states; other entries are the user's."""
         self._changing = changing
+        self._counted_by = counted_by
 
     def put(self, name: str, value: Any) -> None:
         """Give a state these values; a number becomes the value of every element."""
@@ -217,7 +220,7 @@ class Views(Kept):
             raise StateError(f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(expected)}")
         self._changing()
         self.put(name, value)
-        if name == MOMENTUM and not super().__getitem__("step"):
+        if name == self._counted_by and not super().__getitem__("step"):
             self.put("step", 1.0)  # torch's first update would replace a momentum, and takes none for its own
 
     # dict's own methods would give the placeholder of an encoded state.
@@ -248,6 +251,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.counts.steps[index])}
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
+    rule = access.rule(index)
     alone = pipeline.device.world_size == 1
     for name, own in access.local_runs(index).items():
         if own.view is None:
@@ -257,10 +261,10 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
             views[name] = shaped_like(run, param) if alone else run
     shape = param.shape if alone else torch.Size([sum(numel for _, numel in access.extents(index))])
     if 0 in shape:  # a parameter of no elements, or none of them this rank's
-        views |= {name: torch.empty(shape, device="cpu") for name in access.names(index) if name != MASTER}
+        views |= {name: torch.empty(shape, device="cpu") for name in rule.state_names if name != MASTER}
     kind = HostState if alone else StatePart
     shared = {name: view.as_subclass(kind) for name, view in views.items()}
-    return Views(shape, shared, encoded, partial(access.will_change, [index]))
+    return Views(shape, shared, encoded, partial(access.will_change, [index]), WORDS[rule.name].counted_by)
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -391,7 +391,7 @@ class Checkpoints:
         """Raise :class:`CheckpointError` if a parameter was updated there by another rule."""
         for i, name in enumerate(names):
             theirs = [state for state in STATE_NAMES if state != MASTER and checkpoint.has(name, state)]
-            mine = [state for state in self._states.names(i) if state != MASTER]
+            mine = [state.name for state in self._states.rule(i).states]
             if theirs != mine and checkpoint.has(name, MASTER):
                 raise CheckpointError(
                     f"{checkpoint.path}: {name!r} has {_these(theirs)} in it, expected {_these(mine)}: it was saved "

@@ -71,27 +71,37 @@ _BUILT: dict[str, tuple] = {
 }
 
 
+class _Number(float):
+    """A number that was not set, and is the rule's default. It gives way to that of another rule."""
+
+
+class _Pair(tuple):
+    """A pair of numbers that was not set, likewise."""
+
+
 @dataclass(frozen=True)
 class OffloadConfig:
     """Settings of an offloaded optimizer. Raises :class:`ConfigError` if a value is out of range.
 
     Hyperparameters mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``, or ``torch.optim.SGD`` and
     ``optax.sgd``. ``lr`` and ``betas`` may be schedules: functions of the number of updates made so far (an optax
-    schedule, those of ``lr_schedules``).
+    schedule, those of ``lr_schedules``). ``None`` for ``lr``, ``betas``, ``eps`` or ``weight_decay`` is the default of
+    the optimizer's own class in torch; an attribute then has that number, or None if the optimizer has no such thing.
     """
 
     optimizer: str = field(default="adamw", kw_only=True)
     """``"adamw"`` (Adam with ``adam_mode="adam"``) or ``"sgd"``. In torch a parameter group may have another one:
     ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
-    lr: float | Callable[[Any], Any] = 1e-3
-    """Learning rate, or a function of the number of updates made so far."""
-    betas: tuple[float, float] | Callable[[Any], tuple[float, float]] = (0.9, 0.999)
-    """Decay of the first and of the second moment, or a function of the number of updates made so far."""
-    eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    lr: float | Callable[[Any], Any] = None  # type: ignore[assignment]  # as all that follow the rule
+    """Learning rate, or a function of the number of updates made so far. None: 1e-3."""
+    betas: tuple[float, float] | Callable[[Any], tuple[float, float]] = None  # type: ignore[assignment]
+    """AdamW's: decay of the first and of the second moment, or a function of the number of updates made so far. None:
+    (0.9, 0.999)."""
+    eps: float = None  # type: ignore[assignment]
+    """AdamW's: added to the square root of the second moment. None: 1e-8."""
     eps_root: float = 0.0
     """Added under the square root; ``op_order="optax"`` only."""
-    weight_decay: float = None  # type: ignore[assignment]  # a number once it is made
+    weight_decay: float = None  # type: ignore[assignment]
     """None: 0.01 with AdamW in both front ends, as in torch (``optax.adamw`` has 1e-4), and 0 with SGD."""
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
@@ -220,8 +230,6 @@ class OffloadConfig:
                 raise ConfigError(f"{name}={checks.shown(value)} is not built yet in this version; it has {instead}")
             checks.choice(name, value, (*_BUILT[name], *later))
         self._check_hyperparameters()
-        if self.eps_root and self.op_order == "torch":
-            raise ConfigError(f"eps_root={self.eps_root!r} has no place in op_order='torch'; expected 0")
         if not checks.is_in(self.gradient_clipping, (None, math.inf)):
             checks.number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in (
@@ -275,12 +283,14 @@ class OffloadConfig:
 
     def _check_hyperparameters(self) -> None:
         rule = RULES[self.optimizer]
-        if self.weight_decay is None:
-            object.__setattr__(self, "weight_decay", rule.hyper(0.0).weight_decay)
+        for name in _OF_RULE:
+            if not is_set(self, name):
+                default = getattr(rule.hyper, name, None)
+                unset = _Pair(default) if isinstance(default, tuple) else None if default is None else _Number(default)
+                object.__setattr__(self, name, unset)
         given = {name: getattr(self, name) for name in names_of(rule)}
-        functions = {name for name in ("lr", "betas") if callable(given.get(name))}
-        numbers = {name: value for name, value in given.items() if name not in functions}
-        rule.hyper(**{"lr": 0.0, **numbers}).check()
+        functions = {name for name in _FUNCTIONS if callable(given.get(name))}
+        rule.hyper(**{name: value for name, value in given.items() if name not in functions}).check()
         for other in RULES.values():
             for name in other.settings:
                 if name in rule.settings:
@@ -290,6 +300,7 @@ class OffloadConfig:
                         f"{name}={checks.shown(getattr(self, name))} has no place in optimizer={self.optimizer!r}; "
                         f"expected optimizer={other.name!r} beside it"
                     )
+        rule.of(vars(self))
 
     @classmethod
     def resolve(
@@ -309,8 +320,6 @@ class OffloadConfig:
         """
         if isinstance(config, cls):
             _check_names(overrides)
-            if "optimizer" in overrides and config.weight_decay == config.rule().hyper(0.0).weight_decay:
-                overrides = {"weight_decay": None, **overrides}  # type: ignore[typeddict-item]  # its own default
             return replace(config, **_converted(overrides))
         if isinstance(config, str | os.PathLike):
             given = translation.load(config)
@@ -374,13 +383,14 @@ class OffloadConfig:
         Args:
             updates: an integer of the type that the functions take.
         """
-        lr, betas = self.hyperparameters(updates)
-        names = names_of(RULES[self.optimizer])
-        return {name: {"lr": lr, "betas": betas}.get(name, getattr(self, name)) for name in names}
+        scheduled = dict(zip(_FUNCTIONS, self.hyperparameters(updates), strict=True))
+        found = {name: scheduled.get(name, getattr(self, name)) for name in names_of(RULES[self.optimizer])}
+        plain = {_Number: float, _Pair: tuple}
+        return {name: plain[type(value)](value) if type(value) in plain else value for name, value in found.items()}
 
     def hyperparameters(self, updates: Any, own_lr: float | None = None) -> tuple[float, tuple[float, float]]:
-        """``lr`` and ``betas`` of the update that follows ``updates`` others. Values that functions return are not
-        checked.
+        """``lr`` and ``betas`` (None: the rule has none) of the update that follows ``updates`` others. Values that
+        functions return are not checked.
 
         Args:
             updates: an integer of the type that the functions take.
@@ -403,6 +413,16 @@ SHARED_FIELDS = tuple(field.name for field in fields(OffloadConfig) if not field
 
 
 _DEFAULTS = {field.name: field.default for field in fields(OffloadConfig)}
+_OF_RULE = ("lr", "betas", "eps", "weight_decay")
+"""The fields whose defaults are the rule's."""
+_FUNCTIONS = ("lr", "betas")
+"""Hyperparameters that may be functions of the number of updates, as ``OffloadConfig.hyperparameters`` returns them."""
+
+
+def is_set(config: OffloadConfig, name: str) -> bool:
+    """True if this field was given, and not as its default."""
+    value = getattr(config, name)
+    return not isinstance(value, _Number | _Pair) and not checks.is_in(value, (_DEFAULTS[name],))
 
 
 def names_of(rule: type[Rule]) -> tuple[str, ...]:

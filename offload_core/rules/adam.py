@@ -24,7 +24,7 @@ def check_betas(betas: object) -> None:
 class AdamHyper:
     """Hyperparameters as in ``torch.optim.AdamW`` and ``optax.adamw``."""
 
-    lr: float
+    lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
@@ -60,6 +60,8 @@ class Adam(Rule):
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
+        if settings["op_order"] == "torch" and settings["eps_root"]:
+            raise ConfigError(f"eps_root={settings['eps_root']!r} has no place in op_order='torch'; expected 0")
         return cls(settings["op_order"] or "torch", settings["adam_mode"])
 
     @property

@@ -28,8 +28,8 @@ class State:
 
 
 class Hyper(Protocol):
-    """One parameter group's hyperparameters for one step: a frozen dataclass. Its fields have the names and, but for
-    ``lr``, the defaults of the framework's own optimizer."""
+    """One parameter group's hyperparameters for one step: a frozen dataclass. Its fields have the names and defaults of
+    torch's own optimizer, or of optax's where torch has none."""
 
     @property
     def lr(self) -> float:
@@ -74,7 +74,11 @@ class Rule(ABC):
     @classmethod
     @abstractmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        """The rule that these fields of ``OffloadConfig`` ask for; a parameter group may have replaced some."""
+        """The rule that these fields of ``OffloadConfig`` ask for; a parameter group may have replaced some.
+
+        Raises:
+            ConfigError: fields contradict each other.
+        """
 
     @property
     def states(self) -> tuple[State, ...]:

@@ -8,15 +8,12 @@ from ..errors import ConfigError
 from ..support import checks
 from .rule import Hyper, Rule, State
 
-MOMENTUM = "momentum_buffer"
-"""The name of its state."""
-
 
 @dataclass(frozen=True)
 class SGDHyper:
     """Hyperparameters as in ``torch.optim.SGD`` and, but for ``dampening`` and ``weight_decay``, ``optax.sgd``."""
 
-    lr: float
+    lr: float = 1e-3
     momentum: float = 0.0
     dampening: float = 0.0
     weight_decay: float = 0.0
@@ -52,7 +49,7 @@ class SGD(Rule):
     name = "sgd"
     hyper: ClassVar[type[SGDHyper]] = SGDHyper
     settings = ("momentum", "dampening", "nesterov")
-    every_state = (State(MOMENTUM),)
+    every_state = (State("momentum_buffer"),)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:

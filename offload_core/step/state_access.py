@@ -14,7 +14,7 @@ from ..config.state_formats import Master
 from ..layout.partition import Piece
 from ..layout.regions import Elements, InMemory
 from ..ranks.collectives import merge
-from ..rules import MASTER
+from ..rules import MASTER, Rule
 from ..states.arrays import StateArray, StateRun
 from ..states.store import Extent
 from ..support.checks import LARGEST, shown
@@ -112,9 +112,9 @@ class StateAccess:
         master = self._buckets.store.run(whole).get(MASTER)
         return None if master is None else master.upper
 
-    def names(self, param: int) -> tuple[str, ...]:
-        """The names of a parameter's states, the master weight first."""
-        return self._pipeline.buckets.terms.rule_of(self._pipeline.params[param]).state_names
+    def rule(self, param: int) -> Rule:
+        """A parameter's update rule."""
+        return self._pipeline.buckets.terms.rule_of(self._pipeline.params[param])
 
     def whole_states(
         self, param: int, names: Collection[str] | None = None, *, tensor: Any = None
@@ -128,7 +128,7 @@ class StateAccess:
             tensor: the device parameter; it is read where it is its own master weights.
         """
         self._pipeline.health.check(Use.READ)
-        wanted = self.names(param) if names is None else names
+        wanted = self.rule(param).state_names if names is None else names
         return self._pipeline.buckets.run(lambda: self._whole_states(param, wanted, tensor))
 
     # --- writing -------------------------------------------------------------------------------------

@@ -16,8 +16,9 @@ ROOMS = {
         errors dtypes support native rules deepspeed config layout memory ranks device states plans step stage3
         checkpoint commands testing lr_schedules memory_report pipeline step_log __main__""",
     "frontends.torch": """
-        internals compiled tensors columns overlaps data_writes pending values casting groups ranks stage3 registration
-        intake state_views state_io parts state_dicts steps optimizer files model_changes engine deepspeed_weights
+        internals compiled tensors columns overlaps data_writes pending values casting rule_words groups ranks stage3
+        registration intake state_views state_io parts state_dicts steps optimizer files model_changes engine
+        deepspeed_weights
         integrations""",
     "frontends.jax": """launch context numbers words runs device tree mesh loss_scale gradients placement
         differentiate updates optax_bridge files offloaded""",

@@ -9,7 +9,8 @@ from typing import Any, SupportsFloat, get_type_hints
 import pytest
 
 from frontends.jax.words import WORDS, JaxSettings
-from frontends.torch.groups import _OPTIONS, OptimizerSettings
+from frontends.torch.groups import OptimizerSettings
+from frontends.torch.rule_words import OPTIONS
 from offload_core import OffloadConfig, OffloadSettings
 from offload_core.config.options import FIELDS
 from tests.support.processes import ROOT
@@ -32,10 +33,7 @@ def test_settings_are_the_fields():
 
 def test_front_ends_take_the_same_settings_and_words_of_their_libraries():
     assert {*get_type_hints(JaxSettings)} == {*FIELDS, *WORDS}
-    assert {*get_type_hints(OptimizerSettings)} == {
-        *FIELDS,
-        *(name for names in _OPTIONS.values() for name in names),
-    } - {"lr"}
+    assert {*get_type_hints(OptimizerSettings)} == {*FIELDS, *OPTIONS} - {"lr"}
 
 
 USER = """

@@ -10,10 +10,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.errors import StateError
 from offload_core.rules import Rule
 
-_NODES = {"adamw": ("ScaleByAdamState", "optax.adamw"), "sgd": ("TraceState", "optax.sgd with a momentum")}
-"""For each rule, the node of optax's states that holds its states, and the transformation that has this node."""
-_FIELDS = {"exp_avg": "mu", "exp_avg_sq": "nu", "momentum_buffer": "trace"}
-"""The names of our states in those nodes."""
+from .rule_words import WORDS
 
 
 def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, states: Mapping[str, Any]) -> Any:
@@ -27,9 +24,12 @@ def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, sta
     """
     import optax
 
-    tx = _transformation(config, masked)
-    node = getattr(optax, _NODES[config.optimizer][0])
-    own = {_FIELDS[name]: tree for name, tree in states.items()}
+    words, values = WORDS[config.optimizer], config.values(0)
+    lr = config.lr if callable(config.lr) else values["lr"]
+    mask = (lambda params: jax.tree.map(lambda _: True, params)) if masked else None
+    tx = words.transformation(config, values, lr, mask)
+    node = getattr(optax, words.node)
+    own = {words.fields[name]: tree for name, tree in states.items()}
     own |= {"count": np.asarray(steps, np.int32)} if "count" in node._fields else {}
 
     def fill(given: Any) -> Any:
@@ -42,23 +42,6 @@ def state_of(config: OffloadConfig, *, masked: bool, steps: int, count: int, sta
     filled = (node, optax.ScaleByScheduleState)
     like: Any = next(iter(states.values()), {})
     return jax.tree.map(fill, jax.eval_shape(tx.init, like), is_leaf=lambda given: isinstance(given, filled))
-
-
-def _transformation(config: OffloadConfig, masked: bool) -> Any:
-    import optax
-
-    values = config.values(0)
-    lr = config.lr if callable(config.lr) else values["lr"]
-    mask = (lambda params: jax.tree.map(lambda _: True, params)) if masked else None
-    if config.optimizer == "sgd":
-        sgd = optax.sgd(lr, config.momentum or None, config.nesterov)
-        return optax.chain(optax.add_decayed_weights(config.weight_decay, mask), sgd) if config.weight_decay else sgd
-    assert config.optimizer == "adamw", f"no optax transformation of {config.optimizer}"
-    b1, b2 = values["betas"]
-    terms = {"b1": b1, "b2": b2, "eps": config.eps, "eps_root": config.eps_root}
-    if config.adam_mode == "adamw":
-        return optax.adamw(lr, **terms, weight_decay=config.weight_decay, mask=mask)
-    return optax.chain(optax.add_decayed_weights(config.weight_decay, mask), optax.adam(lr, **terms))
 
 
 def states_of(state: Any, rule: Rule) -> tuple[dict[str, Any], int, int]:
@@ -74,15 +57,15 @@ def states_of(state: Any, rule: Rule) -> tuple[dict[str, Any], int, int]:
         leaves = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
         return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
-    name, whose = _NODES[rule.name]
-    nodes, schedules = found(getattr(optax, name)), found(optax.ScaleByScheduleState)
+    words = WORDS[rule.name]
+    nodes, schedules = found(getattr(optax, words.node)), found(optax.ScaleByScheduleState)
     if not rule.states:
-        nodes = [node for kind, _ in _NODES.values() for node in found(getattr(optax, kind))]
+        nodes = [node for others in WORDS.values() for node in found(getattr(optax, others.node))]
     if len(nodes) != bool(rule.states):
-        what = name if rule.states else "optimizers with states"
+        what = words.node if rule.states else "optimizers with states"
         raise StateError(
             f"load_optax_state: {len(nodes)} {what} in a {type(state).__name__}, expected "
-            + (f"one: the state of {whose}, or of a chain that has it" if rule.states else "none, as momentum is 0")
+            + (f"one: the state of {words.whose}, or of a chain that has it" if rule.states else "none, as here")
         )
 
     def bare(tree: Any) -> Any:
@@ -91,10 +74,10 @@ def states_of(state: Any, rule: Rule) -> tuple[dict[str, Any], int, int]:
             lambda leaf: None if isinstance(leaf, empty) else leaf, tree, is_leaf=lambda leaf: isinstance(leaf, empty)
         )
 
-    states = {each.name: bare(getattr(nodes[0], _FIELDS[each.name])) for each in rule.states}
+    states = {each.name: bare(getattr(nodes[0], words.fields[each.name])) for each in rule.states}
     counts = {int(schedule.count) for schedule in schedules}
     if nodes and "count" in nodes[0]._fields:
         steps = count = int(nodes[0].count)
-    else:  # optax.sgd counts no updates, and only a parameter's first one differs from others
+    else:  # optax counts no updates of such a rule, of which at most a parameter's first one differs from others
         steps, count = max(counts, default=len(nodes)), 0
     return states, steps, max(counts, default=count)

@@ -17,7 +17,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig, is_set
 from offload_core.deepspeed import translation
 from offload_core.deepspeed.keys import AUTO
 from offload_core.errors import CheckpointError, ConfigError
@@ -428,8 +428,7 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
 def _given(offload: ConfigLike, args: TrainingArguments, model: Any) -> tuple[ConfigLike, dict[str, Any]]:
     """Return the configuration, and its own values of the fields that Trainer's arguments give, too."""
     if isinstance(offload, OffloadConfig):
-        own = {name: getattr(offload, name) for name in _BESIDE}
-        return offload, {name: value for name, value in own.items() if value != getattr(OffloadConfig, name)}
+        return offload, {name: getattr(offload, name) for name in _BESIDE if is_set(offload, name)}
     if not isinstance(offload, Mapping):
         return offload, {}
     if not translation.is_deepspeed(offload, FIELDS):
