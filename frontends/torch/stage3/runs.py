@@ -61,6 +61,23 @@ class _Run:
     """Its hooks on saved tensors, over the user's."""
 
 
+class _Forwards(list[_Run]):
+    """The forwards that are running, innermost last."""
+
+    @property
+    def in_unit(self) -> bool:
+        """True if the innermost run is a unit's."""
+        return bool(self) and self[-1].is_unit
+
+    def innermost_is(self, module: nn.Module, *, unit: bool) -> bool:
+        """Return True if the innermost run is this module's."""
+        return bool(self) and self[-1].module is module and self[-1].is_unit == unit
+
+    def has_ended(self, module: nn.Module) -> bool:
+        """Return True if the innermost run is another module's, or none."""
+        return not self.innermost_is(module, unit=False)
+
+
 class _Units(AwaitsInside):
     """Runs a model's compiled modules as units ([Note: units] in ``compiled.py``).
 
@@ -75,7 +92,7 @@ class _Units(AwaitsInside):
 
     def in_unit(self) -> bool:
         runs = None if self._runs is None else self._runs()
-        return runs is not None and runs.innermost_is_unit
+        return runs is not None and runs.forwards.in_unit
 
     def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         runs = None if self._runs is None else self._runs()
@@ -103,8 +120,7 @@ class ModuleRuns:
     ) -> None:
         self._model = weakref.ref(model)
         self._parameters = parameters
-        self._forwards: list[_Run] = []
-        """Forwards that are running, innermost last."""
+        self.forwards = _Forwards()
         self._backwards: dict[int, list[_Run]] = {}
         """Runs that keep their parameters, by backward."""
         self._saved = SavedTensors()
@@ -137,7 +153,7 @@ class ModuleRuns:
         """Have the module's runs keep the parameters whole that they use."""
         if module not in self._hooks:
             before = GraphHook(module, self._before_hook, self._keeps_all_of)
-            self._hooks.add(module, before, GraphHook(module, self._after_hook, self._is_not_running))
+            self._hooks.add(module, before, GraphHook(module, self._after_hook, self.forwards.has_ended))
 
     # --- forward -------------------------------------------------------------------------------------
 
@@ -151,11 +167,6 @@ class ModuleRuns:
             self._after_forward(module, output, is_unit=True)
         return output
 
-    @property
-    def innermost_is_unit(self) -> bool:
-        """True if the innermost run is a unit's."""
-        return bool(self._forwards) and self._forwards[-1].is_unit
-
     def _before_hook(self, compiled: bool, module: nn.Module, args: Any) -> None:
         if compiled:
             await_all(module.parameters())
@@ -168,33 +179,26 @@ class ModuleRuns:
         """Return True if runs keep all parameters whole that are used inside the module."""
         return all(map(self.whole.runs_hold, self._parameters.used_by(*module.modules())))
 
-    def _is_not_running(self, module: nn.Module) -> bool:
-        return not self._is_innermost(module, is_unit=False)
-
-    def _is_innermost(self, module: nn.Module, *, is_unit: bool) -> bool:
-        """Return True if the innermost run is this module's."""
-        return bool(self._forwards) and self._forwards[-1].module is module and self._forwards[-1].is_unit == is_unit
-
     def _before_forward(self, module: nn.Module, *, is_leaf: bool, is_unit: bool = False) -> None:
         task = backward_number()
         if task != NO_BACKWARD:
             self._end_passed(task)
-        elif not self._forwards:
+        elif not self.forwards:
             self.forget(graphs=False)
             self._parameters.live.begin_round((id(module), torch.is_grad_enabled()))
         kept = self._kept_by_leaves(task)
         used = self._parameters.used_by(*module.modules() if is_leaf else (module,))
         params = [record for record in used if record not in kept]
         run = _Run(module, params, next_node(), is_leaf=is_leaf, is_unit=is_unit)
-        if is_leaf and not any(other.is_leaf for other in chain(self._forwards, *self._backwards.values())):
+        if is_leaf and not any(other.is_leaf for other in chain(self.forwards, *self._backwards.values())):
             run.leaf = self.leaves.begin_run(module)
         self.whole.hold(run.params)
-        self._forwards.append(run)
+        self.forwards.append(run)
         self._note_saved(run)
 
     def _kept_by_leaves(self, task: int) -> set[PartitionedParameter]:
         """Return the parameters that leaf modules keep whole that run now, or whose backward does."""
-        runs = (*self._forwards, *self._backwards.get(task, ()))
+        runs = (*self.forwards, *self._backwards.get(task, ()))
         return {record for run in runs if run.is_leaf for record in run.params}
 
     def _note_saved(self, run: _Run) -> None:
@@ -207,22 +211,22 @@ class ModuleRuns:
 
     def _gather_of(self, storage: int | None) -> Gather | None:
         """Return the function that begins the backward of the running forward that has this storage gathered."""
-        for run in self._forwards:
+        for run in self.forwards:
             if any(record.storage == storage for record in run.params):
                 return partial(self._before_backward, run, None)
         return None
 
     def _after_forward(self, module: nn.Module, output: Any, *, is_unit: bool = False) -> None:
-        if not self._is_innermost(module, is_unit=is_unit):
+        if not self.forwards.innermost_is(module, unit=is_unit):
             return  # its pre-hook did not run to the end
-        run = self._forwards.pop()
+        run = self.forwards.pop()
         _end_saving(run)
-        outer = self._forwards[-1] if self._forwards else None
+        outer = self.forwards[-1] if self.forwards else None
         try:
             leaves = list(_leaves(output))
             tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
             self._keep_escaped(run, tensors, outer)
-            around = next((outer for outer in reversed(self._forwards) if outer.is_leaf), None)
+            around = next((outer for outer in reversed(self.forwards) if outer.is_leaf), None)
             for keeper in (run, around):
                 if keeper is not None and (keeper.params or keeper.leaf) and torch.is_grad_enabled():
                     aside = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
@@ -247,7 +251,7 @@ class ModuleRuns:
         """Add a parameter that a running module turned out to use."""
         self.whole.hold([record])
         run.params.append(record)
-        if run.saving is None and run is self._forwards[-1]:
+        if run.saving is None and run is self.forwards[-1]:
             self._note_saved(run)
         if run.module is not None:
             note_external(run.module, record.param)
@@ -282,12 +286,12 @@ class ModuleRuns:
     def use(self, record: PartitionedParameter) -> bool:
         """Have the running forward or backward keep a parameter; return False if none runs."""
         task = backward_number()
-        if self._forwards and record not in self._forwards[-1].params:
-            self._join(self._forwards[-1], record)
-        elif task != NO_BACKWARD and not self._forwards:
+        if self.forwards and record not in self.forwards[-1].params:
+            self._join(self.forwards[-1], record)
+        elif task != NO_BACKWARD and not self.forwards:
             self.whole.hold([record])
             self._runs_of(task).append(_Run(None, [record], task=task))
-        return bool(self._forwards) or task != NO_BACKWARD
+        return bool(self.forwards) or task != NO_BACKWARD
 
     # --- backward ------------------------------------------------------------------------------------
 
@@ -331,7 +335,7 @@ class ModuleRuns:
         for run in runs:
             self._end(run)
         self.leaves.end_backward([run.leaf for run in runs if run.leaf is not None], task)
-        if not self._backwards and not self._forwards:
+        if not self._backwards and not self.forwards:
             self._parameters.live.release_idle()
 
     def forget(self, *, graphs: bool = True) -> None:
@@ -340,10 +344,11 @@ class ModuleRuns:
         Args:
             graphs: True also releases those that are kept because a graph may read them.
         """
-        runs = [*self._forwards, *chain(*self._backwards.values())]
-        for run in reversed(self._forwards):
+        runs = [*self.forwards, *chain(*self._backwards.values())]
+        for run in reversed(self.forwards):
             _end_saving(run)
-        self._forwards, self._backwards = [], {}
+        self.forwards.clear()
+        self._backwards = {}
         self.leaves.forget(graphs=graphs)
         for run in runs:
             run.task = NO_BACKWARD
