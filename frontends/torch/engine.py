@@ -30,7 +30,7 @@ from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .groups import in_model
 from .model_changes import ModelChanges, check_present
-from .optimizer import class_for
+from .optimizer import OffloadedOptimizer, class_for
 from .ranks.collectives import default_group
 from .tensors import TORCH_DTYPES
 from .values import packed_values
@@ -107,7 +107,7 @@ class Engine(nn.Module):
         self.offload_config = self.optimizer.config
         """The configuration."""
         warn_if_slow(self.offload_config, model)
-        self._start_alike(model)
+        _start_alike(model, self.optimizer)
         parted = self.optimizer.partitioned
         whole = [param for param in model.parameters() if parted is None or param not in parted]
         self.optimizer.casts.cast(whole, model.buffers())
@@ -126,22 +126,6 @@ class Engine(nn.Module):
             if name.startswith("_") or "module" not in self._modules:
                 raise
             return getattr(self.module, name)
-
-    def _start_alike(self, model: nn.Module) -> None:
-        """Give frozen parameters and buffers rank 0's values, too."""
-        if self.optimizer.pipeline.device.world_size == 1:
-            return
-        parted = self.optimizer.partitioned
-        packed = packed_values(model) if parted is None else parted.parameters.packed
-        given = [*model.named_parameters(), *model.named_buffers()]
-        rest = [(n, t) for n, t in given if t not in self.optimizer.state and (parted is None or t not in parted)]
-        for name, whole in rest:
-            for tensor in packed[id(whole)].tensors if id(whole) in packed else [whole]:
-                host = tensor.detach().cpu().contiguous()
-                values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
-                self.optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
-                with torch.no_grad():
-                    tensor.copy_(host)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward. With ``param_dtype``, floating-point tensors among the arguments, also those in
@@ -497,3 +481,20 @@ def _check_averages_once(model: nn.Module) -> None:
                 f"{f'module {name!r}' if name else 'the model'} is of type {min(kinds)}, which averages gradients, as "
                 "the engine does; expected wrap(model) of the module without it"
             )
+
+
+def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
+    """Give frozen parameters and buffers rank 0's values, too."""
+    if optimizer.pipeline.device.world_size == 1:
+        return
+    parted = optimizer.partitioned
+    packed = packed_values(model) if parted is None else parted.parameters.packed
+    given = [*model.named_parameters(), *model.named_buffers()]
+    rest = [(n, t) for n, t in given if t not in optimizer.state and (parted is None or t not in parted)]
+    for name, whole in rest:
+        for tensor in packed[id(whole)].tensors if id(whole) in packed else [whole]:
+            host = tensor.detach().cpu().contiguous()
+            values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
+            optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
+            with torch.no_grad():
+                tensor.copy_(host)
