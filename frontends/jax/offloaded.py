@@ -22,7 +22,6 @@ from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec as CoreParam
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import check_start
-from offload_core.rules import Hyper
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes
@@ -34,7 +33,6 @@ from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
 from .loss_scale import DeviceScale
-from .numbers import beside_the_accelerator
 from .optax_bridge.rule_words import WORDS
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
@@ -266,7 +264,7 @@ class OffloadedParams:
         """Make an update, or have a thread make it. A ``learning_rate`` stands in place of the configuration's."""
         updates, trace = self._updates, self._pipeline.device.trace
         with trace.span(COMPUTE, "update"):
-            given = updates.check(grads, partial(self._hypers, learning_rate), donate=donate)
+            given = updates.check(grads, learning_rate, donate=donate)
             if wait or not self._placement.alone:
                 updates.take(given)
                 return self._tree.now() if wait else None
@@ -307,28 +305,6 @@ class OffloadedParams:
         """Forget the gradients accumulated since the last update."""
         self._later.wait()
         self._pipeline.drop_gradients()
-
-    def _hypers(self, learning_rate: Any = None) -> list[Hyper]:
-        """The hyperparameters of decayed parameters and of those that ``mask`` excludes.
-
-        Args:
-            learning_rate: a rate or a schedule in place of the configuration's; None: the configuration's.
-        """
-        config, rule = self.config, self.config.rule()
-        if learning_rate is not None or callable(config.lr) or callable(config.betas):
-            with beside_the_accelerator() as number:
-                count = number(self.count)
-                values = config.values(count)
-                if learning_rate is not None:
-                    values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
-            decayed: Hyper = rule.hyper(**values)
-            try:
-                decayed.check()
-            except ConfigError as error:
-                raise ConfigError(f"update {self.count}: {error}") from None
-        else:  # the configuration has checked them
-            decayed = rule.hyper(**config.values(0))
-        return [decayed, replace(decayed, weight_decay=0.0)]  # type: ignore[type-var]
 
     # --- states ------------------------------------------------------------------------------------
 

@@ -1,13 +1,13 @@
 """One update of a wrapped tree: its gradients go to the pipeline, and the parameters that it writes become leaves."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 
-from offload_core.errors import GradientError, StateError
+from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.rules import Hyper
 from offload_core.step.decision import StepArguments
 from offload_core.step.health import Use
@@ -16,6 +16,7 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from .gradients import check_alike, given_gradients
 from .loss_scale import DeviceScale
 from .mesh.tensors import delete
+from .numbers import beside_the_accelerator
 from .placement.placement import Placement
 from .tree.wrapped_tree import WrappedTree
 
@@ -52,13 +53,13 @@ class TreeUpdates:
         self._followed = pipeline.last_step.publications
         """The number of the pipeline's last publication of which leaves were made."""
 
-    def check(self, grads: Any, hypers: Callable[[], Sequence[Hyper]], *, donate: bool) -> MicroStep:
+    def check(self, grads: Any, learning_rate: Any = None, *, donate: bool) -> MicroStep:
         """Check everything, and return all that :meth:`take` needs.
 
         An error in one process is an error in all. Otherwise the others would wait for ever.
 
         Args:
-            hypers: returns the hyperparameters of each group, or raises.
+            learning_rate: a rate or a schedule in place of the configuration's; None: the configuration's.
             donate: delete each gradient as soon as it is read.
         """
         pipeline, placement, trained = self._pipeline, self._placement, self._tree.trained
@@ -72,7 +73,7 @@ class TreeUpdates:
             for leaf, array, like in zip(trained, arrays, likes, strict=True):
                 if array is not None:
                     placement.check_gradient(leaf, array, like, unreduced=unreduced)
-            of_groups = hypers()
+            of_groups = self._hypers(learning_rate)
         except Exception:
             check_alike(device.collectives, parameters, None, unreduced=False)
             raise
@@ -87,6 +88,25 @@ class TreeUpdates:
                     pipeline.reduction.check(i, part)
                     gradients[i] = part
         return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
+
+    def _hypers(self, learning_rate: Any) -> list[Hyper]:
+        """The hyperparameters of decayed parameters and of those that ``mask`` excludes."""
+        config, updates = self._pipeline.config, self._pipeline.counts.updates
+        rule = config.rule()
+        if learning_rate is not None or callable(config.lr) or callable(config.betas):
+            with beside_the_accelerator() as number:
+                count = number(updates)
+                values = config.values(count)
+                if learning_rate is not None:
+                    values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
+            decayed: Hyper = rule.hyper(**values)
+            try:
+                decayed.check()
+            except ConfigError as error:
+                raise ConfigError(f"update {updates}: {error}") from None
+        else:  # the configuration has checked them
+            decayed = rule.hyper(**config.values(0))
+        return [decayed, replace(decayed, weight_decay=0.0)]  # type: ignore[type-var]
 
     def take(self, given: MicroStep) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""

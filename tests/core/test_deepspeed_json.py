@@ -826,8 +826,8 @@ def test_a_cycle_moves_the_betas_of_torch_and_jax_alike():
     engine = wrap(model, config)
     offloaded = frontends.jax.wrap({"w": jnp.ones(4)}, config)
     seen = []
-    hypers = offloaded._hypers
-    offloaded._hypers = lambda *rate: seen.append(hypers(*rate)[0]) or hypers(*rate)
+    hypers = offloaded._updates._hypers
+    offloaded._updates._hypers = lambda *rate: seen.append(hypers(*rate)[0]) or hypers(*rate)
     for n in range(5):
         run(engine, [n])
         offloaded.update({"w": jnp.ones(4)})
