@@ -29,7 +29,6 @@ from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..rules import MASTER, STATE_NAMES
-from ..states.arrays import StateRun
 from ..step.loss_scale import checked_state
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
@@ -38,17 +37,13 @@ from ..support.checks import LARGEST, shown
 from ..support.threads import await_sections, uninterrupted
 from ..support.user_line import UserLine
 from .folder import MANIFEST, file_name, has_none
+from .loading import Reading, Target, check_model, read_targets
 from .reader import Checkpoint, Loaded, Want
-from .safetensors import NAME_OF, NOT_AS_WRITTEN
+from .safetensors import NOT_AS_WRITTEN
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
 from .stateful import LastPart, run_last
 from .values import ArrayType, encode
-
-_KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
-"""The kind of each element type. A tensor may be loaded from another type of the same kind."""
-_TARGET_BYTES = 64 * 2**20
-"""Bytes after which a group of tensors is read; the last tensor of a group may exceed them."""
 
 Names = Mapping[str, str] | Callable[[str], str] | None
 """A translation from a model's names to those in a checkpoint."""
@@ -80,20 +75,6 @@ class Contents:
     """True if parameters with the same name are parts of one parameter."""
     groups: Sequence[int] | None = None
     """The number of each parameter's group in ``state``; None: as they were when the pipeline took them on."""
-
-
-@dataclass
-class Target:
-    """A tensor that is not trained, to be loaded."""
-
-    name: str
-    shape: tuple[int, ...]
-    wants: Callable[[str], Iterable[Want]]
-    """Returns the regions to read, of the kind that the checkpoint holds: ``"param"`` or ``"master"``."""
-    loaded: Callable[[], None] = lambda: None
-    """Called after the regions were read."""
-    dtype: np.dtype | None = None
-    """A saved tensor of another kind (integers, floats) is refused; None: any is taken."""
 
 
 class Checkpoints:
@@ -340,7 +321,7 @@ class Checkpoints:
         loaded: Loaded | None = None
         with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
-            _check(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
+            check_model(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
             self._check_states(loaded.checkpoint, names)
             last = accept(loaded)
             scale = self._loss_scale(loaded)
@@ -356,17 +337,17 @@ class Checkpoints:
             entries = [loaded.parameters.get(name) for name in names]
             behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
             with self.together("load"):
-                read = _Reading(loaded.checkpoint)
+                read = Reading(loaded.checkpoint)
                 for i, name in enumerate(names):
                     self._read_states(read, i, name, tensors[i], i in behind)
                 read.finish()
                 if self._collectives.rank == 0:  # check the blocks that no process reads, too
                     loaded.checkpoint.verify(besides=(*STATE_NAMES, "param"))
-                _read_targets(loaded, targets)
+                read_targets(loaded, targets)
             self._states.publish_later(range(len(names)))
             publish()
             with self.together("load"):
-                read = _Reading(loaded.checkpoint)
+                read = Reading(loaded.checkpoint)
                 for i in behind:
                     for run in self._states.runs(i, tensors[i]):
                         values = read.values_of(run.arrays[MASTER])
@@ -424,7 +405,7 @@ class Checkpoints:
         except NOT_AS_WRITTEN as error:
             raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: the loss scale ({error!r})") from None
 
-    def _read_states(self, read: "_Reading", i: int, name: str, tensor: Any, behind: bool) -> None:
+    def _read_states(self, read: Reading, i: int, name: str, tensor: Any, behind: bool) -> None:
         elements = self._states.elements(i)
         master = "master" if read.checkpoint.has(name, "master") and not behind else "param"
         for run in self._states.runs(i, tensor):
@@ -441,121 +422,6 @@ class Checkpoints:
         for start, array in self._states.own_masters(i, tensor):
             for at, region in elements.regions(start, array.size):
                 read.want(Want(name, master, region, array[at : at + region.numel]))
-
-
-class _Reading:
-    """Reads states into the memory in which they are kept, or through a buffer where there is none of their values.
-
-    Buffers are written to the store as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
-    """
-
-    def __init__(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        self._wants: list[Want] = []
-        self._copies: list[tuple[StateRun, np.ndarray]] = []
-        self._n_bytes = 0
-
-    def values_of(self, run: StateRun) -> np.ndarray:
-        """Return an array to fill with the values of a run; the next :meth:`finish` stores them."""
-        if (view := run.view) is not None:
-            return view
-        values = np.zeros(run.size, np.float32)
-        self._copies.append((run, values))
-        self._n_bytes += values.nbytes
-        return values
-
-    def want(self, want: Want) -> None:
-        """Have the next :meth:`finish` read this region."""
-        self._wants.append(want)
-
-    def go_on(self) -> None:
-        """Read what is wanted so far if the buffers are full. Call it when all of a run is wanted."""
-        if self._n_bytes >= _TARGET_BYTES:
-            self.finish()
-
-    def finish(self) -> None:
-        """Read all that is wanted."""
-        self.checkpoint.read(self._wants)
-        for run, values in self._copies:
-            run.write(values)
-        self._wants, self._copies, self._n_bytes = [], [], 0
-
-
-def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: Sequence[ArrayType] = ()) -> Loaded:
-    """Load the values of parameters and other tensors, but no optimizer states, in this process alone.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another model. If a value that is read is damaged, others may
-            have been loaded; the message then says that loading broke off.
-    """
-    loaded = Loaded(Checkpoint(path), None, types)
-    _check(loaded, {}, targets)
-    try:
-        _read_targets(loaded, targets)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"loading broke off ({error}): the model's tensors are partly the checkpoint's; load another one before "
-            "they are used"
-        ) from None
-    return loaded
-
-
-def _read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
-    """Read targets in groups of ``_TARGET_BYTES``: a front end may need memory for each until it is loaded.
-
-    Those that the checkpoint leaves out keep their values.
-    """
-    targets = [target for target in targets if target.name not in loaded.left_out]
-    read: list[Target] = []
-    wants: list[Want] = []
-    n_bytes = 0
-    for target in targets:
-        more = list(target.wants("param" if target.name in loaded.others else "master"))
-        n_bytes += sum(want.out.nbytes for want in more)
-        read.append(target)
-        wants += more
-        if n_bytes >= _TARGET_BYTES or target is targets[-1]:
-            loaded.checkpoint.read(wants)
-            for each in read:
-                each.loaded()
-            read, wants, n_bytes = [], [], 0
-
-
-def _check(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequence[Target]) -> None:
-    """Raise :class:`CheckpointError` if the checkpoint is of another model."""
-    path, there = loaded.checkpoint.path, {**loaded.left_out, **loaded.others, **loaded.parameters}
-    expected = {**trained, **{target.name: target.shape for target in targets}}
-    missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
-    if missing or unknown:
-        raise CheckpointError(
-            f"{path}: a checkpoint of another model; "
-            + "; ".join(
-                f"{words} {', '.join(map(repr, found[:5]))}{' …' if len(found) > 5 else ''}"
-                for words, found in (("it lacks", missing), ("this model lacks", unknown))
-                if found
-            )
-            + ". Expected the same names: `names=` translates this model's to those of the checkpoint"
-        )
-    for name, shape in expected.items():
-        if tuple(there[name]["shape"]) != tuple(shape):
-            raise CheckpointError(
-                f"{path}: {name!r} has shape {there[name]['shape']} in it, expected {list(shape)}: is it the "
-                "checkpoint of another model?"
-            )
-    without = [name for name in trained if name in loaded.left_out]
-    if without:
-        raise CheckpointError(
-            f"{path}: was saved without {without[0]!r}, which was frozen and is trained now; expected it frozen here, "
-            "too, while loading, or a checkpoint that was saved with frozen=True"
-        )
-    for target in targets:
-        theirs = loaded.others.get(target.name, {}).get("dtype", "float32")
-        kept = target.dtype is None or target.name in loaded.left_out
-        if not kept and _KINDS.get(theirs) != _KINDS[str(target.dtype)]:
-            raise CheckpointError(
-                f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
-                "another model?"
-            )
 
 
 class InOrder:

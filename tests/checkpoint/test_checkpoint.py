@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.checkpoint.checkpoints import Target
 from offload_core.checkpoint.folder import file_name, find
+from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.manifest import file_record, write_manifest
 from offload_core.checkpoint.reader import Checkpoint, Want
 from offload_core.checkpoint.shard_writer import ShardWriter, Source

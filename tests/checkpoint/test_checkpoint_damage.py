@@ -8,8 +8,8 @@ import tracemalloc
 
 import pytest
 
-from offload_core.checkpoint.checkpoints import Target
 from offload_core.checkpoint.folder import LATEST, MANIFEST
+from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError
 from offload_core.testing.thread_ranks import run_ranks

@@ -160,7 +160,7 @@ def test_where_a_parameter_was_changed_its_master_follows_and_nowhere_else(forma
 
 @pytest.mark.parametrize("threshold", [1, 2**30], ids=["a run at a time", "all at once"])
 def test_a_checkpoint_in_another_format_is_converted_once_and_says_so(tmp_path, monkeypatch, threshold):
-    monkeypatch.setattr("offload_core.checkpoint.checkpoints._TARGET_BYTES", threshold)
+    monkeypatch.setattr("offload_core.checkpoint.loading._TARGET_BYTES", threshold)
     saved = make(FakeDevice(), op_order="torch")
     one_step(saved)
     path, _ = save(saved, tmp_path)

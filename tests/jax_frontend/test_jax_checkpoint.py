@@ -128,7 +128,7 @@ def test_extras_stateful_objects_and_random_generators_come_back(tmp_path):
 
 
 def test_what_is_not_trained_is_loaded_array_by_array(tmp_path, monkeypatch):
-    monkeypatch.setattr("offload_core.checkpoint.checkpoints._TARGET_BYTES", 1)
+    monkeypatch.setattr("offload_core.checkpoint.loading._TARGET_BYTES", 1)
     read, at_a_time = Checkpoint.read, []
 
     def counted(checkpoint, wants):

@@ -1008,6 +1008,7 @@ SCENARIOS = [
 ELSEWHERE = {
     "__main__",
     "checkpoint.checkpoints",
+    "checkpoint.loading",
     "checkpoint.folder",
     "checkpoint.reader",
     "checkpoint.shard_writer",

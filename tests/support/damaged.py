@@ -6,8 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Target
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents
 from offload_core.checkpoint.folder import MANIFEST
+from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.manifest import write_manifest
 from offload_core.checkpoint.reader import Want
 from offload_core.checkpoint.shard_writer import Source

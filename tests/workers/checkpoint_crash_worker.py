@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 
 import offload_core.checkpoint.shard_writer
-from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Target
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents
+from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.reader import Checkpoint, Want
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.config.options import OffloadConfig

@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Names, Target, translation
+from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Names, translation
+from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.reader import Loaded, Want
 from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.checkpoint.shard_writer import Source

@@ -11,7 +11,8 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
-from offload_core.checkpoint.checkpoints import Contents, Names, Target, load_values, translation
+from offload_core.checkpoint.checkpoints import Contents, Names, translation
+from offload_core.checkpoint.loading import Target, load_values
 from offload_core.checkpoint.reader import Loaded, Want
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.checkpoint.stateful import (
