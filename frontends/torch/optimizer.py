@@ -184,13 +184,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def updates(self) -> int:
         """Updates made so far."""
-        return self._updates if self._steps is None else self.pipeline.counts.updates
+        return self._updates if self._steps is None else self._steps.parts.pipeline.counts.updates
 
     @updates.setter
     def updates(self, count: int) -> None:
         self._updates = count
         if self._steps is not None:
-            self.pipeline.counts.updates = count
+            self._steps.parts.pipeline.counts.updates = count
 
     @property
     def steps(self) -> Steps:
@@ -212,7 +212,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def pipeline(self) -> Pipeline:
         """The core that holds the states."""
-        return self.parts.pipeline
+        return self.steps.parts.pipeline
 
     @whole("flush()")
     def flush(self) -> None:
@@ -226,11 +226,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def slots(self) -> list[Slot]:
         """One for each parameter that has states, in the pipeline's order."""
-        return [] if self._steps is None else [*self.parts.registration.slots.values()]
+        return [] if self._steps is None else [*self._steps.parts.registration.slots.values()]
 
     def has_states(self, param: torch.Tensor) -> bool:
         """True if the optimizer has states of the parameter; a frozen one that was trained before has them, too."""
-        return self._steps is not None and param in self.parts.registration.slots
+        return self._steps is not None and param in self._steps.parts.registration.slots
 
     @property
     def sent_bytes(self) -> int:
@@ -287,7 +287,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         if self._steps is None or self.updates or self.partitioned:
             return
-        parts = self.parts
+        parts = self._steps.parts
         if not parts.pipeline.arrivals.holds_gradients and parts.registration.grown():
             self.checkpoints.wait()
             self._start_over(parts)
@@ -312,12 +312,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._steps is not None:
             self.checkpoints.wait()
-            if self.pipeline.health.usable:  # else it must end, too
-                self.parts.registration.flush()
+            if self._steps.parts.pipeline.health.usable:  # else it must end, too
+                self._steps.parts.registration.flush()
         if self.partitioned is not None:
             self.partitioned.close()
         if self._steps is not None:
-            self.parts.close()
+            self._steps.parts.close()
         self.partitioned = self._steps = None
         self.state = defaultdict(dict)
 
@@ -378,14 +378,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Values assigned to ``state``, ``state[p]`` or ``state[p]["exp_avg"]`` are copied into that memory. A parameter
         whose entry is deleted or left out starts again, with moments and a step count of 0.
         """
-        return self._states if self._steps is None else self.parts.states.views
+        return self._states if self._steps is None else self._steps.parts.states.views
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
         if self._steps is None:
             self._states = states
         else:
-            self.parts.states.assign(states)
+            self._steps.parts.states.assign(states)
 
     @whole("state_dict()")
     def state_dict(self) -> dict[str, Any]:
