@@ -17,7 +17,16 @@ enum { OC_FLOAT8 = 4, OC_SPLIT = 5 };
 enum { OC_STATE_BLOCK = 256 };
 
 /* Update rules, each with the rounding of one library (docs/numerics.md). c_src/rules.h has what each consists of. */
-enum { OC_ADAM_TORCH = 0, OC_ADAM_OPTAX = 1, OC_SGD_TORCH = 2, OC_SGD_OPTAX = 3, OC_RULES = 4 };
+enum {
+    OC_ADAM_TORCH = 0,
+    OC_ADAM_OPTAX = 1,
+    OC_SGD_TORCH = 2,
+    OC_SGD_OPTAX = 3,
+    OC_LION = 4,
+    OC_ADAGRAD_TORCH = 5,
+    OC_ADAGRAD_OPTAX = 6,
+    OC_RULES = 7
+};
 
 /* The most moments and scalars that a rule has. */
 enum { OC_MOMENTS = 2, OC_SCALARS = 12 };

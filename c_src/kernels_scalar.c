@@ -241,6 +241,31 @@ static void sgd(float g, element *x, const oc_rounded_scalars *s, int rule) {
     x->master = torch ? fmaf(g, -k[SGD_LR], p) : p + -k[SGD_LR] * g;
 }
 
+static void lion(float g, element *x, const oc_rounded_scalars *s, int rule) {
+    const float *k = s->values;
+    float p = x->master, *m = x->moments, step = k[LION_BETA1] * *m + k[LION_ONE_MINUS_BETA1] * g;
+    (void)rule;
+    *m = k[LION_BETA2] * *m + k[LION_ONE_MINUS_BETA2] * g;
+    if (step != 0 && step == step)
+        step = copysignf(1, step);
+    if (k[LION_WEIGHT_DECAY] != 0)
+        step = step + k[LION_WEIGHT_DECAY] * p;
+    x->master = p + -k[LION_LR] * step;
+}
+
+static void adagrad(float g, element *x, const oc_rounded_scalars *s, int rule) {
+    const float lr = s->values[ADAGRAD_LR], eps = s->values[ADAGRAD_EPS], decay = s->values[ADAGRAD_WEIGHT_DECAY];
+    const int torch = rule == OC_ADAGRAD_TORCH;
+    float p = x->master, *sum = x->moments;
+    if (decay != 0)
+        g = torch ? fmaf(p, decay, g) : g + decay * p;
+    *sum = torch ? fmaf(g, g, *sum) : g * g + *sum;
+    if (torch)
+        x->master = p - lr * g / (sqrtf(*sum) + eps);
+    else
+        x->master = p + -lr * ((*sum != 0 ? 1 / sqrtf(*sum + eps) : 0) * g);
+}
+
 static void update_element(float g, element *x, const oc_rounded_scalars *s, int rule) {
     if (s->grad_scale != 1)
         g = g * s->grad_scale;

@@ -70,7 +70,9 @@ typedef struct {
     int on[2]; /* the rule's own switches */
 } rule_constants;
 
+#include "rule_adagrad.h"
 #include "rule_adam.h"
+#include "rule_lion.h"
 #include "rule_sgd.h"
 
 static void set_constants(rule_constants *c, const oc_rounded_scalars *s, int rule) {

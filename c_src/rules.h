@@ -34,13 +34,33 @@ enum {
     SGD_FIRST,               /* torch: 1 in the parameter's first update, else 0 */
 };
 
+/* oc_scalars.values of Lion. */
+enum {
+    LION_LR,
+    LION_BETA1,
+    LION_ONE_MINUS_BETA1,
+    LION_BETA2,
+    LION_ONE_MINUS_BETA2,
+    LION_WEIGHT_DECAY, /* the decoupled factor; 0: none */
+};
+
+/* oc_scalars.values of Adagrad. */
+enum {
+    ADAGRAD_LR, /* torch: decayed by the number of updates */
+    ADAGRAD_EPS,
+    ADAGRAD_WEIGHT_DECAY, /* the factor of the parameter in the gradient; 0: none */
+};
+
 /* For each rule: the name of its functions, its number of moments, the scalar that is 0 if it has none of them (or
  * OC_ALWAYS), and a bit for each moment that has a sign, the lowest for the first. */
 #define OC_EACH_RULE(DO)                                                                                               \
     DO(OC_ADAM_TORCH, adam, 2, OC_ALWAYS, 1)                                                                           \
     DO(OC_ADAM_OPTAX, adam, 2, OC_ALWAYS, 1)                                                                           \
     DO(OC_SGD_TORCH, sgd, 1, SGD_MOMENTUM, 1)                                                                          \
-    DO(OC_SGD_OPTAX, sgd, 1, SGD_MOMENTUM, 1)
+    DO(OC_SGD_OPTAX, sgd, 1, SGD_MOMENTUM, 1)                                                                          \
+    DO(OC_LION, lion, 1, OC_ALWAYS, 1)                                                                                 \
+    DO(OC_ADAGRAD_TORCH, adagrad, 1, OC_ALWAYS, 0)                                                                     \
+    DO(OC_ADAGRAD_OPTAX, adagrad, 1, OC_ALWAYS, 0)
 
 enum { OC_ALWAYS = -1 };
 

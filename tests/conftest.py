@@ -118,6 +118,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         torch.manual_seed(seed)
 
 
+@pytest.fixture
+def exact_rsqrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``optax.adagrad``'s rsqrt rounds as its definition. XLA's own approximates it, by the processor's instructions,
+    unless XLA_FLAGS has ``--xla_cpu_enable_platform_dependent_math=false``."""
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(jax.lax, "rsqrt", lambda x: 1 / jax.numpy.sqrt(x))
+
+
 @pytest.fixture(scope="session")
 def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
     """XLA compiles equal programs of different tests once: compiling is most of these tests' time."""

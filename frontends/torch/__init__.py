@@ -1,11 +1,11 @@
-"""Offloaded optimizers for PyTorch: ``wrap(model)``, or ``OffloadedAdamW`` and ``OffloadedSGD`` alone."""
+"""Offloaded optimizers for PyTorch: ``wrap(model)``, or ``OffloadedAdamW`` and other optimizers alone."""
 
 from offload_core.config.options import OffloadConfig
 from offload_core.step.pipeline import StepReport
 
 from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
-from .optimizer import OffloadedAdamW, OffloadedOptimizer, OffloadedSGD
+from .optimizer import OffloadedAdagrad, OffloadedAdamW, OffloadedLion, OffloadedOptimizer, OffloadedSGD
 from .ranks.launch import init_process_group
 from .stage3.construction import init
 from .stage3.gathering import gathered_parameters, register_external_parameter
@@ -13,7 +13,9 @@ from .stage3.gathering import gathered_parameters, register_external_parameter
 __all__ = [
     "Engine",
     "OffloadConfig",
+    "OffloadedAdagrad",
     "OffloadedAdamW",
+    "OffloadedLion",
     "OffloadedOptimizer",
     "OffloadedSGD",
     "StepReport",

@@ -1,4 +1,4 @@
-"""``OffloadedAdamW`` and ``OffloadedSGD``: ``torch.optim.Optimizer`` with states in host memory."""
+"""``OffloadedAdamW`` and those of other rules: ``torch.optim.Optimizer`` with states in host memory."""
 
 import weakref
 from collections import defaultdict
@@ -42,7 +42,7 @@ from .steps import Steps
 
 class OffloadedOptimizer(torch.optim.Optimizer):
     """A ``torch.optim.Optimizer`` with master weights and states in host memory, updated by a C kernel: the base of
-    :class:`OffloadedAdamW` and :class:`OffloadedSGD`, which say what it does."""
+    :class:`OffloadedAdamW`, which says what it does, and of the classes of other rules."""
 
     rule_name = "adamw"
     """The value of ``OffloadConfig.optimizer``: the rule of groups that name none."""
@@ -536,7 +536,29 @@ class OffloadedSGD(OffloadedOptimizer):
     rule_name = "sgd"
 
 
-CLASSES: dict[str, type[OffloadedOptimizer]] = {each.rule_name: each for each in (OffloadedAdamW, OffloadedSGD)}
+class OffloadedLion(OffloadedOptimizer):
+    """Lion (Chen et al., arXiv:2302.06675) with master weights and momentum in host memory, as :class:`OffloadedAdamW`
+    in everything else. Torch has no Lion: docs/numerics.md defines the bits.
+
+    ``state[p]`` holds ``step``, ``exp_avg`` and ``master``.
+    """
+
+    rule_name = "lion"
+
+
+class OffloadedAdagrad(OffloadedOptimizer):
+    """Adagrad with master weights and sums of squares in host memory, as :class:`OffloadedAdamW` in everything else.
+
+    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.Adagrad(fused=True)``.
+    ``state[p]`` holds ``step``, ``sum`` and ``master``. Sums begin with ``initial_accumulator_value``.
+    """
+
+    rule_name = "adagrad"
+
+
+CLASSES: dict[str, type[OffloadedOptimizer]] = {
+    each.rule_name: each for each in (OffloadedAdamW, OffloadedSGD, OffloadedLion, OffloadedAdagrad)
+}
 """By the value of ``OffloadConfig.optimizer``."""
 
 

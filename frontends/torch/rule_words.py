@@ -24,15 +24,15 @@ _EVERY = {"maximize": False, "differentiable": False, "foreach": None, "fused": 
 class TorchWords:
     """A rule in torch's words."""
 
-    optimizer: Callable[[OffloadConfig], type[torch.optim.Optimizer]]
-    """Return torch's own optimizer of this rule."""
+    optimizer: Callable[[OffloadConfig], type[torch.optim.Optimizer]] | None
+    """Return torch's own optimizer of this rule. None: torch has none."""
     options: Mapping[str, Any] = field(default_factory=lambda: _EVERY)
     """The options in its groups that are no hyperparameters here, with the values that match this optimizer."""
     kind: Callable[[OffloadConfig], Mapping[str, Any]] = lambda _: {}
     """Return the entries of its groups that say which of torch's classes has made them."""
     counted_by: str | None = None
-    """The state without which a parameter has had no update, if torch's optimizer keeps no count. Only a parameter's
-    first update differs from the others then. None: torch counts."""
+    """The state without which a parameter has had no update, if torch's optimizer (or the one that its users take)
+    keeps no count. At most a parameter's first update differs from the others then. None: torch counts."""
     hidden: tuple[str, ...] = ()
     """Hyperparameters that torch's optimizer lacks."""
 
@@ -45,6 +45,8 @@ WORDS: dict[str, TorchWords] = {
         hidden=("eps_root",),
     ),
     "sgd": TorchWords(lambda _: torch.optim.SGD, counted_by="momentum_buffer"),
+    "lion": TorchWords(None, counted_by="exp_avg"),
+    "adagrad": TorchWords(lambda _: torch.optim.Adagrad),
 }
 """By the value of ``OffloadConfig.optimizer``."""
 NAMES = {

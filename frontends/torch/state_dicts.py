@@ -213,10 +213,14 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
             "torch_state_dict: groups of several optimizers, and torch has one for each; expected save_checkpoint() or "
             "state_dict(), or groups without 'optimizer'"
         )
-    optimizer.flush()
     [name] = names
-    torchs: Any = WORDS[name].optimizer(optimizer.config)
-    made = torchs([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
+    torchs: Any = WORDS[name].optimizer
+    if torchs is None:
+        raise StateError(
+            f"torch_state_dict: torch has none of optimizer={name!r}; expected save_checkpoint() or state_dict()"
+        )
+    optimizer.flush()
+    made = torchs(optimizer.config)([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
     settings = {name: value for name, value in made.items() if name != "params"}
     groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
     wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only

@@ -115,7 +115,7 @@ class TorchStates:
             self.views.update(states)
 
     def replace(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        """Give a parameter these states; an empty ``entry`` sets moments and step count to 0, no master weight."""
+        """Give a parameter these states. With an empty ``entry`` it begins anew, but keeps its master weight."""
         slot, held = self._registration.slots[param], self.views[param]
         rule = self._states.rule(slot.index)
         if entry := counted(entry, rule):
@@ -189,7 +189,7 @@ class TorchStates:
             elif name == "master":
                 self._states.reload_master(slot.index, self._registration.tensor(slot))
             else:
-                views.put(name, 0.0)
+                views.begin(name)
         if shard is not None:
             self._states.adopt(slot.index, shard)
         self._registration.doubt(slot)  # the model's weights may be loaded after this

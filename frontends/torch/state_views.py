@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from offload_core.errors import StateError
-from offload_core.rules import MASTER
+from offload_core.rules import MASTER, Rule
 from offload_core.states.arrays import StateRun
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -169,13 +169,13 @@ class Encoded:
 
 class Views(Kept):
     """A parameter's states by name, in host memory: assigning copies the value there, and deleting sets the state to
-    0, but leaves a master weight as it is.
+    its first value, but leaves a master weight as it is.
 
     Args:
         shape: of each state.
         encoded: states that have no view. Each read makes a copy.
         changing: called before states change.
-        counted_by: the state that is there after a parameter's first update, if torch's optimizer counts none.
+        rule: the parameter's update rule.
     """
 
     def __init__(
@@ -184,14 +184,19 @@ class Views(Kept):
         views: Mapping[str, torch.Tensor],
         encoded: Mapping[str, Encoded],
         changing: Callable[[], None],
-        counted_by: str | None,
+        rule: Rule,
     ) -> None:
         super().__init__({**views, **encoded})
         self.shape = shape
         self.held = frozenset(self)
         """The names of the optimizer's states; other entries are the user's."""
         self._changing = changing
-        self._counted_by = counted_by
+        self._counted_by = WORDS[rule.name].counted_by
+        self._first = {state.name: state.first for state in rule.states}
+
+    def begin(self, name: str) -> None:
+        """Give a state, or the number of updates, its first value."""
+        self.put(name, self._first.get(name, 0.0))
 
     def put(self, name: str, value: Any) -> None:
         """Give a state these values; a number becomes the value of every element."""
@@ -208,7 +213,7 @@ class Views(Kept):
             super().__delitem__(name)
         elif name != "master":
             self._changing()
-            self.put(name, 0.0)
+            self.begin(name)
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name not in self.held:
@@ -264,7 +269,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
         views |= {name: torch.empty(shape, device="cpu") for name in rule.state_names if name != MASTER}
     kind = HostState if alone else StatePart
     shared = {name: view.as_subclass(kind) for name, view in views.items()}
-    return Views(shape, shared, encoded, partial(access.will_change, [index]), WORDS[rule.name].counted_by)
+    return Views(shape, shared, encoded, partial(access.will_change, [index]), rule)
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

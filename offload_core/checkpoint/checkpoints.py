@@ -407,6 +407,7 @@ class Checkpoints:
 
     def _read_states(self, read: Reading, i: int, name: str, tensor: Any, behind: bool) -> None:
         elements = self._states.elements(i)
+        first = {state.name: state.first for state in self._states.rule(i).states}
         master = "master" if read.checkpoint.has(name, "master") and not behind else "param"
         for run in self._states.runs(i, tensor):
             for state in run.arrays if not run.in_place else run.arrays.keys() - {MASTER}:
@@ -417,7 +418,7 @@ class Checkpoints:
                     if read.checkpoint.has(name, kind) or state == MASTER:
                         read.want(Want(name, kind, region, part))
                     else:  # the parameter was not trained
-                        part[:] = 0
+                        part[:] = first[state]
                 read.go_on()
         for start, array in self._states.own_masters(i, tensor):
             for at, region in elements.regions(start, array.size):

@@ -83,26 +83,28 @@ class _Pair(tuple):
 class OffloadConfig:
     """Settings of an offloaded optimizer. Raises :class:`ConfigError` if a value is out of range.
 
-    Hyperparameters mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``, or ``torch.optim.SGD`` and
-    ``optax.sgd``. ``lr`` and ``betas`` may be schedules: functions of the number of updates made so far (an optax
+    Hyperparameters mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``, and in SGD, Lion and Adagrad of
+    these libraries. ``lr`` and ``betas`` may be schedules: functions of the number of updates made so far (an optax
     schedule, those of ``lr_schedules``). ``None`` for ``lr``, ``betas``, ``eps`` or ``weight_decay`` is the default of
     the optimizer's own class in torch; an attribute then has that number, or None if the optimizer has no such thing.
     """
 
     optimizer: str = field(default="adamw", kw_only=True)
-    """``"adamw"`` (Adam with ``adam_mode="adam"``) or ``"sgd"``. In torch a parameter group may have another one:
-    ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
+    """``"adamw"`` (Adam with ``adam_mode="adam"``), ``"sgd"``, ``"lion"`` or ``"adagrad"``. In torch a parameter group
+    may have another one: ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
     lr: float | Callable[[Any], Any] = None  # type: ignore[assignment]  # as all that follow the rule
-    """Learning rate, or a function of the number of updates made so far. None: 1e-3."""
+    """Learning rate, or a function of the number of updates made so far. None: 1e-3; Adagrad's 1e-2, Lion's 1e-4."""
     betas: tuple[float, float] | Callable[[Any], tuple[float, float]] = None  # type: ignore[assignment]
     """AdamW's: decay of the first and of the second moment, or a function of the number of updates made so far. None:
-    (0.9, 0.999)."""
+    (0.9, 0.999). Lion's: the momentum's part in the step, and its decay. None: (0.9, 0.99)."""
     eps: float = None  # type: ignore[assignment]
-    """AdamW's: added to the square root of the second moment. None: 1e-8."""
+    """AdamW's and Adagrad's: added to the square root of the second moment, or of the sum. None: 1e-8 and 1e-10. It is
+    under the root in Adagrad with ``op_order="optax"``."""
     eps_root: float = 0.0
     """Added under the square root; ``op_order="optax"`` only."""
     weight_decay: float = None  # type: ignore[assignment]
-    """None: 0.01 with AdamW in both front ends, as in torch (``optax.adamw`` has 1e-4), and 0 with SGD."""
+    """None: 0.01 with AdamW in both front ends, as in torch (``optax.adamw`` has 1e-4), 1e-3 with Lion, as in optax,
+    and 0 with SGD and Adagrad."""
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
     momentum: float = field(default=0.0, kw_only=True)
@@ -111,6 +113,10 @@ class OffloadConfig:
     """SGD's: 1 - dampening is the weight of a gradient in the momentum after the first."""
     nesterov: bool = field(default=False, kw_only=True)
     """SGD with Nesterov's momentum."""
+    lr_decay: float = field(default=0.0, kw_only=True)
+    """Adagrad's, with ``op_order="torch"``: update t has the rate lr / (1 + (t - 1) * lr_decay)."""
+    initial_accumulator_value: float = field(default=0.0, kw_only=True)
+    """Adagrad's: the first value of its sum of squares (``optax.adagrad`` has 0.1)."""
     op_order: str | None = None
     """The library whose rounding is reproduced, ``"torch"`` or ``"optax"``; None: the front end's own."""
     stage: int = 2

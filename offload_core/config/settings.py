@@ -23,6 +23,8 @@ class SettingsButLr(TypedDict, total=False):
     momentum: float
     dampening: float
     nesterov: bool
+    lr_decay: float
+    initial_accumulator_value: float
     op_order: str | None
     stage: int
     state_format: str

@@ -135,7 +135,7 @@ _NVME = _ignored("there is no NVMe tier")
 _OWN_LOOP = "the training loop is yours"
 _LOGS = "`offload_core.step_log` writes what steps report to a file, TensorBoard or another place"
 _REPORTS = "`engine.step()` returns a `StepReport`, `engine.trace` records a step"
-_ADAM_VARIANT = "this variant of Adam is not built"
+_VARIANT = "this variant is not built"
 _ONE_KERNEL = "one C kernel makes all updates"
 _GATHER = "gathering follows the prefetch fields"
 _OTHER_PARALLELISM = "only data parallelism is built: `train_batch_size` would count other ranks"
@@ -233,15 +233,46 @@ _ZERO: dict[str, Key] = {
     "mics_hierarchical_params_gather": _ignored("states are partitioned over all ranks"),
 }
 
+
+@dataclass(frozen=True)
+class Optimizer:
+    """A type of optimizer: its rule here, its arguments, and its defaults where they differ from the rule's."""
+
+    rule: str
+    params: tuple[str, ...]
+    defaults: Mapping[str, Any]
+
+
+_ADAM = Optimizer(
+    "adamw", ("lr", "betas", "eps", "weight_decay", "adam_w_mode", "torch_adam"), {"lr": 1e-3, "weight_decay": 0.0}
+)
+_SGD = Optimizer("sgd", ("lr", "momentum", "dampening", "weight_decay", "nesterov"), {"lr": 1e-3})
+_LION = Optimizer("lion", ("lr", "betas", "weight_decay"), {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0})
+_ADAGRAD = Optimizer("adagrad", ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"), {"lr": 1e-2})
+OPTIMIZERS = {
+    **dict.fromkeys(("adam", "adamw", "deepspeedcpuadam"), _ADAM),
+    "sgd": _SGD,
+    **dict.fromkeys(("lion", "deepspeedcpulion"), _LION),
+    **dict.fromkeys(("adagrad", "deepspeedcpuadagrad"), _ADAGRAD),
+}
+"""By the lower case of ``optimizer.type``: DeepSpeed's names, and those of its classes on the CPU."""
+
 _OPTIMIZER: dict[str, Key] = {
     "type": _sets(
-        one_of("adam", "adamw"), '`adam_mode`, with `adam_w_mode`; anything but `"Adam"`, `"AdamW"` is an error'
+        one_of(*OPTIMIZERS),
+        '`optimizer`: `"AdamW"`, `"Adam"` (`adam_mode`, with `adam_w_mode`), `"SGD"`, `"Lion"`, `"Adagrad"`; others '
+        "are an error",
     ),
     "params": _section(
         {
             "lr": _sets(number, "`lr`", auto=_GIVEN),
             "betas": _sets(pair, "`betas`"),
             "eps": _sets(number, "`eps`"),
+            "momentum": _sets(number, "`momentum`"),
+            "dampening": _sets(number, "`dampening`"),
+            "nesterov": _sets(boolean, "`nesterov`"),
+            "lr_decay": _sets(number, "`lr_decay`"),
+            "initial_accumulator_value": _sets(number, "`initial_accumulator_value`"),
             "weight_decay": _sets(
                 number,
                 "`weight_decay`; 0 where it is missing, as in DeepSpeed (0.01 for a `torch_adam` AdamW)",
@@ -250,14 +281,14 @@ _OPTIMIZER: dict[str, Key] = {
             "adam_w_mode": _sets(boolean, '`adam_mode`: true, the default, is `"adamw"` also for `"Adam"`'),
             "torch_adam": _sets(boolean, "the default of `weight_decay`; one C kernel makes all updates"),
             "max_grad_norm": _refused("DeepSpeed wants it as `gradient_clipping`", 0),
-            "bias_correction": _refused(_ADAM_VARIANT, True),
-            "amsgrad": _refused(_ADAM_VARIANT),
-            "maximize": _refused(_ADAM_VARIANT),
+            "bias_correction": _refused(_VARIANT, True),
+            "amsgrad": _refused(_VARIANT),
+            "maximize": _refused(_VARIANT),
             "fp32_optimizer_states": _ignored('`state_format="bf16"` is what false means', True),
             "foreach": _ignored(_ONE_KERNEL),
             "fused": _ignored(_ONE_KERNEL),
             "capturable": _ignored(_ONE_KERNEL),
-            "differentiable": _refused(_ADAM_VARIANT),
+            "differentiable": _refused(_VARIANT),
             "set_grad_none": _ignored("gradients leave as they appear"),
         },
     ),

@@ -15,7 +15,7 @@ from ..errors import ConfigError, ConfigWarning
 from ..support import checks
 from ..support.files import read_regular
 from ..support.user_line import UserLine
-from .keys import AUTO, KEYS, OWN_CLIPPING, SCHEDULE_KEYS, VERSION, Key, spellings, walk
+from .keys import AUTO, KEYS, OPTIMIZERS, OWN_CLIPPING, SCHEDULE_KEYS, VERSION, Key, spellings, walk
 from .schedules import SCHEDULES, OneCycle, SectionSchedule, WarmupCosineLR, WarmupLR
 
 _PASSED_ON = {
@@ -34,7 +34,7 @@ _NARROW = {
 _LONGEST_FILE = 2**20
 _NAMED = 5
 OWN_LR = 1e-3
-"""The learning rate of an optimizer that is given none, in DeepSpeed as here."""
+"""The learning rate of a configuration without an optimizer."""
 
 
 # --- which kind of dict, which file ----------------------------------------------------------------
@@ -60,6 +60,12 @@ def is_deepspeed(given: Mapping[str, Any], own: Collection[str]) -> bool:
             f"expected one kind in a dict: give fields beside it, wrap(..., config, {ours[0]}=...)"
         )
     return bool(theirs)
+
+
+def optimizer_of(type: Any) -> str | None:
+    """The value of ``OffloadConfig.optimizer`` for an ``optimizer.type``; None: there is none."""
+    kind = OPTIMIZERS.get(type.lower()) if isinstance(type, str) else None
+    return None if kind is None else kind.rule
 
 
 def place_of(name: str) -> str | None:
@@ -358,18 +364,24 @@ class _Translation:
         if given is None:
             return None
         if "type" not in given:
-            raise ConfigError("optimizer.type: missing; expected 'Adam' or 'AdamW'")
-        params = given.get("params", {})
+            raise ConfigError("optimizer.type: missing; expected 'AdamW', 'Adam', 'SGD', 'Lion' or 'Adagrad'")
+        params, kind = given.get("params", {}), OPTIMIZERS[given["type"]]
+        for name in params:
+            if name not in kind.params:
+                raise ConfigError(f"optimizer.params.{name}: type {kind.rule!r} has {', '.join(kind.params)}")
+        self.fields |= {"optimizer": kind.rule, **{name: v for name, v in kind.defaults.items() if name != "lr"}}
         decoupled = params.get("adam_w_mode", True)
         if given["type"] == "adamw" and not decoupled:
             raise ConfigError("optimizer.params.adam_w_mode: got False with type 'AdamW'; expected type 'Adam'")
         self.fields["adam_mode"] = "adamw" if decoupled else "adam"
-        self.fields |= {name: params[name] for name in ("betas", "eps") if name in params}
-        default = 0.01 if decoupled and params.get("torch_adam", False) else 0.0
-        decay = self._known({"weight_decay": default, **params}, "weight_decay", "optimizer.params.")
+        if decoupled and params.get("torch_adam", False):
+            self.fields["weight_decay"] = 0.01
+        special = ("lr", "weight_decay", "adam_w_mode", "torch_adam")
+        self.fields |= {name: value for name, value in params.items() if name not in special}
+        decay = self._known(params, "weight_decay", "optimizer.params.")
         if decay is not None:
             self.fields["weight_decay"] = decay
-        return params.get("lr")
+        return params.get("lr", kind.defaults["lr"])
 
     def _schedule(self, given: Mapping[str, Any], lr: Any) -> None:
         """Translate the schedule: ``lr``, and for some schedules ``betas``."""

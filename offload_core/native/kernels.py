@@ -55,6 +55,9 @@ RULES = {
     "adam_optax": lib.OC_ADAM_OPTAX,
     "sgd_torch": lib.OC_SGD_TORCH,
     "sgd_optax": lib.OC_SGD_OPTAX,
+    "lion": lib.OC_LION,
+    "adagrad_torch": lib.OC_ADAGRAD_TORCH,
+    "adagrad_optax": lib.OC_ADAGRAD_OPTAX,
 }
 FORMATS = {"float32": lib.OC_FLOAT32, "bfloat16": lib.OC_BFLOAT16, "float8": lib.OC_FLOAT8, "split": lib.OC_SPLIT}
 """Formats of states: masters are ``"float32"``, ``"bfloat16"`` or ``"split"``, moments ``"float32"``, ``"bfloat16"`` or

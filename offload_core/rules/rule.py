@@ -19,12 +19,14 @@ _COUNT_BITS = 32
 
 @dataclass(frozen=True)
 class State:
-    """A state that a rule keeps beside the master weight. It begins with zeros."""
+    """A state that a rule keeps beside the master weight."""
 
     name: str
     """The framework's own name for it."""
     has_sign: bool = True
     """False: values are never negative. In 8 bits they then have one more bit of exponent."""
+    first: float = 0.0
+    """The value of each element before a parameter's first update."""
 
 
 class Hyper(Protocol):

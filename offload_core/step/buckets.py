@@ -90,7 +90,15 @@ class LocalBuckets:
                 self.of[param].append(work)
             for piece in work.pieces if work.master is not Master.PARAMETER else ():
                 self.load_master(work, piece, tensors[piece.param - first])
+            self._begin_states(work)
         return self.all[-len(buckets) :] if buckets else []
+
+    def _begin_states(self, work: LocalBucket) -> None:
+        """Give new states, which are zeros, their first values."""
+        for state in work.rule.states if any(state.first for state in work.rule.states) else ():
+            for piece in work.pieces:
+                run = self.store.run([self.extent(work, piece)])[state.name]
+                run.write(np.broadcast_to(np.float32(state.first), piece.numel))
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         if self.device.world_size > 1 or self.device.collectives.world_size == 1:  # else processes have their own

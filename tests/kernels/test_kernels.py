@@ -74,13 +74,13 @@ def test_the_float_strategy_draws_every_kind_of_float(kind):
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law(150)
 @given(our.states(), our.steps())
-@example(state_of(9), (our.Adam(beta1=0.5), NO_PARAM))  # w1 = 0.5 takes the branch of the large
-@example(state_of(17, second=-1.0), (our.Adam(), NO_PARAM))  # the root of a negative moment
-@example(state_of(9, grad=0.0, master=-0.0), (our.Adam(eps=0.0), NO_PARAM))  # 0 / 0
-@example(state_of(9, grad=1e-45, first=1e-45, second=1e-45), (our.Adam(), NO_PARAM))  # subnormals throughout
-@example(state_of(9, grad=MAX, first=-MAX), (our.Adam(), {**NO_PARAM, "rule": "adam_optax"}))  # overflows
-@example(state_of(9, grad=1e-45, first=1e-45), (our.Sgd(step=2), {**NO_PARAM, "rule": "sgd_torch"}))
-@example(state_of(9, grad=MAX, first=MAX), (our.Sgd(), {**NO_PARAM, "rule": "sgd_optax"}))
+@example(state_of(9), (oracles.Adam(beta1=0.5), NO_PARAM))  # w1 = 0.5 takes the branch of the large
+@example(state_of(17, second=-1.0), (oracles.Adam(), NO_PARAM))  # the root of a negative moment
+@example(state_of(9, grad=0.0, master=-0.0), (oracles.Adam(eps=0.0), NO_PARAM))  # 0 / 0
+@example(state_of(9, grad=1e-45, first=1e-45, second=1e-45), (oracles.Adam(), NO_PARAM))  # subnormals throughout
+@example(state_of(9, grad=MAX, first=-MAX), (oracles.Adam(), {**NO_PARAM, "rule": "adam_optax"}))  # overflows
+@example(state_of(9, grad=1e-45, first=1e-45), (oracles.Sgd(step=2), {**NO_PARAM, "rule": "sgd_torch"}))
+@example(state_of(9, grad=MAX, first=MAX), (oracles.Sgd(), {**NO_PARAM, "rule": "sgd_optax"}))
 def test_every_instruction_set_equals_the_numpy_oracle(instruction_set, state, case):
     step, kind = case
     with call.using(instruction_set):
@@ -288,7 +288,7 @@ def test_a_bad_segment_is_refused_and_nothing_is_written(rule, damage):
     x = np.ones(5, np.float32)
     grad, master, *moments, param = (x[i:].ctypes.data for i in range(5))
     row = {"grad": grad, "master": master, "moments": moments, "param": param, "numel": 1}
-    step = our.Adam() if rule == "adam_torch" else our.Sgd()
+    step = oracles.Adam() if rule == "adam_torch" else oracles.Sgd()
     with pytest.raises(KernelError, match=r"oc_update failed: an argument is out of range or a pointer is null"):
         kernels.update(
             kernels.segments_of([row | damage]),
@@ -323,7 +323,7 @@ def test_an_unknown_element_type_is_refused():
 
 
 def test_no_work_is_no_error():
-    assert call.update([], [our.Adam().scalars("adam_torch")], **NO_PARAM) == []
+    assert call.update([], [oracles.Adam().scalars("adam_torch")], **NO_PARAM) == []
     assert call.sum_of_squares(np.zeros(0, np.float32)).exact() == 0
 
 

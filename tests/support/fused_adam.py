@@ -1,4 +1,4 @@
-"""torch's fused AdamW and SGD, with which tests compare, have the bits of docs/numerics.md where torch's vectors have
+"""torch's fused optimizers, with which tests compare, have the bits of docs/numerics.md where torch's vectors have
 FMA: on x86 with AVX2. Elsewhere torch rounds products and sums apart, and tests compare with the definition.
 """
 
@@ -19,12 +19,13 @@ def rounds_apart() -> bool:
 
 
 def follow_the_definition() -> None:
-    """Have torch's fused Adam, AdamW and SGD compute what ``oracles.update`` does, in this process."""
+    """Have torch's fused optimizers compute what ``oracles.update`` does, in this process."""
     import torch
 
     torch._fused_adamw_ = by_definition(torch._fused_adamw_, adam("adamw"))
     torch._fused_adam_ = by_definition(torch._fused_adam_, adam("adam"))
     torch._fused_sgd_ = by_definition(torch._fused_sgd_, sgd)
+    torch._fused_adagrad_ = by_definition(torch._fused_adagrad_, adagrad)
 
 
 StepOf = Callable[[Mapping[str, Any], Sequence[Any], int], Any]
@@ -51,6 +52,14 @@ def sgd(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> Any:
     return oracles.Sgd(**named, nesterov=given["nesterov"], step=1 if given["is_first_step"] else 2)
 
 
+def adagrad(given: Mapping[str, Any], lists: Sequence[Any], i: int) -> Any:
+    """Adagrad's step: its last list has the numbers of updates."""
+    from tests.support import oracles
+
+    named = {name: float(given[name]) for name in ("lr", "lr_decay", "weight_decay", "eps")}
+    return oracles.Adagrad(**named, step=int(lists[-1][i]))
+
+
 def by_definition(torchs: Callable[..., None], step_of: StepOf) -> Callable[..., None]:
     def update(params: Sequence[Any], grads: Any, *lists: Any, **given: Any) -> None:
         import torch
@@ -65,10 +74,10 @@ def by_definition(torchs: Callable[..., None], step_of: StepOf) -> Callable[...,
         for i, (p, grad) in enumerate(zip(params, grads, strict=True)):
             if given["grad_scale"] is not None:
                 grad.div_(given["grad_scale"])
-            moments = [each[i] for each in lists[:2] if each]
+            step = step_of(given, lists, i)
+            moments = [each[i] for each in lists[: step.n_moments]]
             tensors = (-grad if given["maximize"] else grad, p, *moments)
             g, master, *before = (t.detach().cpu().numpy() for t in tensors)
-            step = step_of(given, lists, i)
             state = kernel_calls.State(g, master, tuple(before))
             after = oracles.update(state, step, rule=f"{step.family}_torch", param_dtype=None)
             for tensor, array in zip(tensors[1:], (after.master, *after.moments), strict=True):

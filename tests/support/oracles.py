@@ -59,6 +59,8 @@ class Step:
     step: int
     n_moments: int
     """Of the update: others it does not touch."""
+    signs: ClassVar[tuple[bool, ...]] = (True, False)
+    """For each moment, those that it does not touch included: False if its values are never negative."""
 
     def values(self, order: str) -> list[float]:
         """The values of the kernel's scalars."""
@@ -173,6 +175,62 @@ class Sgd(Step):
         return plus_product(p, g, -lr), moments
 
 
+@dataclass(frozen=True)
+class Lion(Step):
+    """Lion, the same in both orders."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.99
+    weight_decay: float = 0.1
+    grad_scale: float = 1.0
+    step: int = 1
+    family = "lion"
+    n_moments = 1
+
+    def values(self, order: str) -> list[float]:
+        return [self.lr, self.beta1, 1 - self.beta1, self.beta2, 1 - self.beta2, self.weight_decay]
+
+    def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
+        lr, b1, w1, b2, w2, decay = map(np.float32, self.values(order))
+        m, *others = moments
+        mixed = b1 * m + w1 * g
+        update = np.where(mixed == 0, mixed, np.sign(mixed))  # np.sign(-0.0) is 0
+        if decay != 0:
+            update = update + decay * p
+        return p - lr * update, (b2 * m + w2 * g, *others)
+
+
+@dataclass(frozen=True)
+class Adagrad(Step):
+    """Adagrad. ``lr_decay`` is torch's alone."""
+
+    lr: float = 1e-2
+    lr_decay: float = 0.0
+    weight_decay: float = 0.1
+    eps: float = 1e-10
+    grad_scale: float = 1.0
+    step: int = 1
+    family = "adagrad"
+    n_moments = 1
+    signs = (False, False)
+
+    def values(self, order: str) -> list[float]:
+        return [self.lr / (1 + (self.step - 1) * self.lr_decay), self.eps, self.weight_decay]
+
+    def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
+        lr, eps, decay = map(np.float32, self.values(order))
+        total, *others = moments
+        if order == "torch":
+            g = fma(p, decay, g) if decay != 0 else g
+            total = fma(g, g, total)
+            return p - (lr * g) / (np.sqrt(total) + eps), (total, *others)
+        g = g + decay * p if decay != 0 else g
+        total = g * g + total
+        inverse = np.where(total == 0, np.float32(0), np.float32(1) / np.sqrt(total + eps))
+        return p - lr * (inverse * g), (total, *others)
+
+
 def update(
     state: call.State, step: Step, *, rule: str, param_dtype: ElementType | None, keep_states: bool = False
 ) -> call.State:
@@ -264,6 +322,8 @@ def _sample() -> list[Callable[[], None]]:
     def normal(n, dtype=FLOAT32, scale=1.0):
         return (scale * rng.standard_normal(n)).astype(np.float32).astype(dtype.numpy)
 
+    lions = (Lion(grad_scale=0.3), Lion(weight_decay=0.0), Lion(beta1=0.0, beta2=0.5))
+    adagrads = (Adagrad(grad_scale=0.3, lr_decay=0.1, step=3), Adagrad(weight_decay=0.0), Adagrad(eps=1e-2))
     checks: list[Callable[[], None]] = []
 
     def same(what, kernel, oracle, *args, **kind):
@@ -303,6 +363,12 @@ def _sample() -> list[Callable[[], None]]:
                 "keep_states": False,
             }
             same_state(n, DTYPES[case // 8], sgds[case % 4], **kind)
+        for case in range(9):
+            dtype, param_dtype = DTYPES[case % 3], (FLOAT32, BFLOAT16, FLOAT16, None)[(case + n) % 4]
+            kind = {"param_dtype": param_dtype, "keep_states": False}
+            same_state(n, dtype, lions[case // 3], rule="lion", **kind)
+            for rule in ("adagrad_torch", "adagrad_optax"):
+                same_state(n, dtype, adagrads[case // 3], rule=rule, **kind)
         for dtype in DTYPES:
             src, dst = normal(n, dtype), normal(n)
             same(f"accumulate of {n} {dtype}", call.accumulate, accumulate, src, dst)

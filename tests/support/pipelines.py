@@ -12,8 +12,6 @@ from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16, FLOAT32, ElementType
 from offload_core.layout.partition import ParamSpec
 from offload_core.native.grad_norm import clip_coefficient
-from offload_core.rules.adam import AdamHyper
-from offload_core.rules.sgd import SGDHyper
 from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -21,6 +19,7 @@ from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles, state_formats
 from tests.support.kernel_calls import State
 from tests.support.oracles import assert_same_bits
+from tests.support.rules import KINDS, OPTAXS_KINDS, hyper_of, oracle_of, rule_of
 from tests.support.strategies import element_types
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -39,21 +38,6 @@ def held_states(pipeline, i):
     return {name: as_float32(run.values()) for name, run in StateAccess(pipeline)._local_runs(i).items()}
 
 
-def rule_of(config, hyper):
-    """The rule of a group with these hyperparameters."""
-    if isinstance(hyper, SGDHyper):
-        return config.rule({"optimizer": "sgd", "momentum": hyper.momentum, "dampening": hyper.dampening})
-    return config.rule()
-
-
-def oracle_of(rule, hyper, grad_scale, step):
-    if isinstance(hyper, SGDHyper):
-        own = (hyper.momentum, hyper.dampening, hyper.weight_decay, hyper.nesterov)
-        return oracles.Sgd(hyper.lr, *own, grad_scale, step)
-    own = (*hyper.betas, hyper.eps, hyper.eps_root, hyper.weight_decay)
-    return oracles.Adam(hyper.lr, *own, grad_scale, step, rule.mode)
-
-
 def overwrite(pipeline, i, value, names=STATES):
     """Give a parameter's states this value, as a front end does."""
     access = StateAccess(pipeline)
@@ -70,7 +54,7 @@ class Naive:
         self.dtypes, self.groups, self.config, self.hypers = dtypes, groups, config, hypers
         self.names = names
         self.states = [
-            self.kept(i, [m, *(np.zeros_like(m) for _ in rule.states)], None)
+            self.kept(i, [m, *(np.full_like(m, state.first) for state in rule.states)], None)
             for i, (m, rule) in enumerate(zip(masters, self.rules, strict=True))
         ]
         self.steps = [0] * len(masters)
@@ -87,7 +71,7 @@ class Naive:
         bits = None if update is None else state_formats.random_bits(seed, update, 0, values[0].size)
         found = []
         for state, (name, value) in enumerate(zip(self.rules[i].state_names, values, strict=True)):
-            kind, has_sign = formats[name].name, name != "exp_avg_sq"
+            kind, has_sign = formats[name].name, formats[name].has_sign
             random = None if bits is None else state_formats.random_of(state, kind, bits)
             found.append(state_formats.decode(state_formats.encode(kind, value, has_sign=has_sign, random=random)))
         return found
@@ -174,7 +158,7 @@ class Subject:
         access = StateAccess(self.pipeline)
         [(start, views)] = access.states(i)
         assert start == 0
-        return [as_float32(views.get(name, self.params()[i])) for name in access.names(i)]
+        return [as_float32(views.get(name, self.params()[i])) for name in access.rule(i).state_names]
 
 
 @dataclass(frozen=True)
@@ -200,9 +184,10 @@ formats = st.fixed_dictionaries(
 """Formats of states, as fields of a configuration."""
 
 
-_ADAMS = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1), AdamHyper(1e-3, (0.5, 0.95), 1e-6, 0.0)]
-_SGDS = [SGDHyper(1e-2), SGDHyper(1e-2, 0.9, 0.0, 0.1), SGDHyper(1e-3, 0.5, 0.0, 0.0, nesterov=True)]
-HYPERS = {"torch": [*_ADAMS, *_SGDS, SGDHyper(1e-2, 0.9, 0.3)], "optax": [*_ADAMS, *_SGDS]}
+HYPERS = {
+    "torch": [hyper_of(*each) for each in KINDS],
+    "optax": [hyper_of(*each) for each in OPTAXS_KINDS],
+}
 """Of a group, by the order of operations."""
 
 

@@ -15,6 +15,7 @@ from offload_core.dtypes import BFLOAT16, BY_NUMPY, FLOAT16, FLOAT32, ElementTyp
 from offload_core.native import kernels
 from tests.support import oracles
 from tests.support.kernel_calls import State, placed, using
+from tests.support.rules import REFERENCES, kernel_of
 
 BLOCK = 256
 NUMPY = {
@@ -26,7 +27,6 @@ NUMPY = {
 MASTERS = ("float32", "bfloat16", "split")
 MOMENTS = ("float32", "bfloat16", "float8")
 STATES = ("master", "first moment", "second moment")
-SIGNED = (True, True, False)
 
 
 @dataclass(frozen=True)
@@ -230,6 +230,15 @@ class Update:
         param = None if self.param is None else self.param[part]
         return replace(self, grad=self.grad[part], states=states, start=self.start + a, param=param)
 
+    def of(self, step: oracles.Step) -> "Update":
+        """This update with the signs that the step's rule gives its moments."""
+        master, *moments = self.states
+        signed = [
+            state if state.has_sign is sign else encode(state.format, decode(state), has_sign=sign)
+            for state, sign in zip(moments, step.signs, strict=True)
+        ]
+        return replace(self, states=(master, *signed))
+
     def decoded(self) -> State:
         """The fp32 values."""
         master, *moments = map(decode, self.states)
@@ -238,7 +247,7 @@ class Update:
 
 def update_of(values: State, formats: Sequence[str], *, start: int = 0, seed: int = 0) -> Update:
     """An update of states that are rounded to nearest from these fp32 values."""
-    arrays = zip(formats, (values.master, *values.moments), SIGNED, strict=True)
+    arrays = zip(formats, (values.master, *values.moments), (True, *oracles.Step.signs), strict=True)
     states = tuple(encode(state_format, array, has_sign=has_sign) for state_format, array, has_sign in arrays)
     return Update(values.grad, states, start=start, seed=seed)
 
@@ -385,9 +394,11 @@ def _sample() -> list[tuple[str, Update, np.ndarray, dict, Update]]:
             keep_states = param_dtype is not None and (case + n) % 2 == 0
             # A tie shows only if an update leaves its master: no step.
             rates = {"lr": 0.0, "weight_decay": 0.0} if case % 3 == 0 else {"lr": 1e-3, "weight_decay": 0.1}
-            for step in (oracles.Adam(**rates, step=3 + case), oracles.Sgd(**rates, step=3 + case)):
-                rule = f"{step.family}_{('torch', 'optax')[case // 4 % 2]}"
+            for name, reference in REFERENCES.items():
+                step = reference.step(**rates, step=3 + case)
+                rule = kernel_of(name, ("torch", "optax")[case // 4 % 2])
                 kind = {"rule": rule, "param_dtype": param_dtype, "keep_states": keep_states}
                 what = f"{n} of {', '.join(formats)}, {kind}"
-                rows.append((what, before, step.scalars(rule), kind, expected(before, step, **kind)))
+                given = before.of(step)
+                rows.append((what, given, step.scalars(rule), kind, expected(given, step, **kind)))
     return rows

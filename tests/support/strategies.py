@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.native.kernels import RULES
 from tests.support.kernel_calls import State
-from tests.support.oracles import Adam, Sgd
+from tests.support.oracles import Step
+from tests.support.rules import DRAWN
 
 
 def law(max_examples: int = 60) -> settings:
@@ -58,37 +59,10 @@ def states(draw, of_length: st.SearchStrategy[int] = lengths) -> State:
     return State(grad, master, (first, np.abs(second)))
 
 
-_SCALES = st.sampled_from([1.0, 0.3, 2.0**-16])
-_COUNTS = st.sampled_from([1, 2, 1000, 10**6])
-# beta1 on each side of the branch at 1 - beta1 = 0.5, and on it; factors that are 1 or 0 and are then left out.
-adams = st.builds(
-    Adam,
-    lr=st.sampled_from([1e-3, 0.0, 1e-8, 1.0]),
-    beta1=st.sampled_from([0.9, 0.5, 0.3, 0.0, 0.99]),
-    beta2=st.sampled_from([0.999, 0.95, 0.0]),
-    eps=st.sampled_from([1e-8, 0.0, 1e-3]),
-    eps_root=st.sampled_from([0.0, 1e-12]),
-    weight_decay=st.sampled_from([0.1, 0.0, 0.01]),
-    grad_scale=_SCALES,
-    step=_COUNTS,
-    mode=st.sampled_from(["adamw", "adam"]),
-)
-sgds = st.builds(
-    Sgd,
-    lr=st.sampled_from([1e-2, 0.0, 1e-8, 1.0]),
-    momentum=st.sampled_from([0.9, 0.0, 0.5, 1e-50]),
-    dampening=st.sampled_from([0.0, 0.1, 0.9]),
-    weight_decay=st.sampled_from([0.1, 0.0, 0.01]),
-    nesterov=st.booleans(),
-    grad_scale=_SCALES,
-    step=_COUNTS,
-)
-
-
 @st.composite
-def steps(draw, *rules: str) -> tuple[Adam | Sgd, dict]:
+def steps(draw, *rules: str) -> tuple[Step, dict]:
     """A step of one of the rules (default: all), and the other arguments of its kernel call."""
     rule, param_dtype = draw(st.sampled_from(rules or sorted(RULES))), draw(st.none() | element_types)
-    step = draw({"adam": adams, "sgd": sgds}[rule.partition("_")[0]])
+    step = draw(DRAWN[rule.partition("_")[0]])
     keep_states = param_dtype is not None and draw(st.booleans())
     return step, {"rule": rule, "param_dtype": param_dtype, "keep_states": keep_states}

@@ -49,6 +49,18 @@ def _sgd(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any) -
     return _after_decay(optax.sgd(lr, values["momentum"] or None, values["nesterov"]), values, mask)
 
 
+def _lion(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any) -> Any:
+    import optax
+
+    return optax.lion(lr, *values["betas"], weight_decay=values["weight_decay"], mask=mask)
+
+
+def _adagrad(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any) -> Any:
+    import optax
+
+    return _after_decay(optax.adagrad(lr, values["initial_accumulator_value"], values["eps"]), values, mask)
+
+
 def _after_decay(tx: Any, values: Mapping[str, Any], mask: Any) -> Any:
     """Return the transformation after L2 decay, if there is any."""
     import optax
@@ -62,5 +74,7 @@ WORDS: dict[str, OptaxWords] = {
         "ScaleByAdamState", "optax.adamw", {"exp_avg": "mu", "exp_avg_sq": "nu"}, _adamw, _adam_in_xlas_numbers
     ),
     "sgd": OptaxWords("TraceState", "optax.sgd with a momentum", {"momentum_buffer": "trace"}, _sgd),
+    "lion": OptaxWords("ScaleByLionState", "optax.lion", {"exp_avg": "mu"}, _lion),
+    "adagrad": OptaxWords("ScaleByRssState", "optax.adagrad", {"sum": "sum_of_squares"}, _adagrad),
 }
 """By the value of ``OffloadConfig.optimizer``."""

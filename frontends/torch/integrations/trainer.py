@@ -32,7 +32,13 @@ from .placement import to_device
 from .shards import FOLDER
 from .transformers import OffloadCallback
 
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_OPTIMIZERS = {
+    **dict.fromkeys(("adamw_torch", "adamw_torch_fused"), ("adamw", ("betas", "eps"))),
+    "sgd": ("sgd", ()),
+    "adagrad": ("adagrad", ()),
+    "lion_32bit": ("lion", ("betas",)),
+}
+"""For each ``optim`` of TrainingArguments: the optimizer, and its settings that further arguments give."""
 _BESIDE = {
     "lr": ("learning_rate", "optimizer.params.lr"),
     "betas": ("adam_beta1, adam_beta2", "optimizer.params.betas"),
@@ -291,7 +297,8 @@ class _Schedule(torch.optim.lr_scheduler.LRScheduler):
     def get_lr(self) -> list[float | torch.Tensor]:
         values = [self._config.hyperparameters(self.last_epoch, float(base)) for base in self.base_lrs]
         for group, (_, betas) in zip(self.optimizer.param_groups, values, strict=True):
-            group["betas"] = betas
+            if "betas" in group:
+                group["betas"] = betas
         return [lr for lr, _ in values]
 
     def state_dict(self) -> dict[str, Any]:
@@ -329,8 +336,10 @@ def _check_arguments(args: TrainingArguments, others: Mapping[str, Any]) -> None
                 f"{name} and offload= at the same time, which both partition the model and average gradients; expected "
                 "one of them"
             )
-    if args.optim not in _ADAMW:
+    if args.optim not in _OPTIMIZERS:
         raise _another_optimizer(f"optim={str(getattr(args.optim, 'value', args.optim))!r}")
+    if args.optim_args and _OPTIMIZERS[args.optim][0] != "adamw":  # Trainer's AdamW reads none
+        raise ConfigError(f"optim_args={args.optim_args!r}; expected its settings in offload=")
     if args.n_gpu > 1:
         raise ConfigError(
             f"{args.n_gpu} GPUs in one process, which Trainer would copy the model to; expected a process for each: "
@@ -396,19 +405,26 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
         scaler: Accelerate's GradScaler, which the engine replaces; None: there is none.
         model: its width gives the sizes that are ``"auto"``; None: it is not made yet.
     """
+    name, own = _OPTIMIZERS[args.optim]
+    of_adam = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     values: dict[str, Any] = {
         "lr": args.learning_rate,
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
+        **{setting: of_adam[setting] for setting in own},
         "weight_decay": args.weight_decay,
+        "optimizer": name,
         "gradient_clipping": args.max_grad_norm if args.max_grad_norm > 0 else math.inf,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
     offload, given = _given(offload, args, model)
+    if (asked := _optimizer_in(offload)) not in (None, name):
+        raise ConfigError(
+            f"optimizer {asked!r} in offload=, and TrainingArguments have optim={str(args.optim)!r}; expected optim="
+            f"{' or '.join(repr(optim) for optim, (rule, _) in _OPTIMIZERS.items() if rule == asked)} there"
+        )
     for name, value in given.items():
         if name == "gradient_clipping" and not value and values[name] == math.inf:
             values[name] = None  # nothing is clipped, and the norm not computed
-        elif value != values[name]:
+        elif name in values and value != values[name]:
             raise ConfigError(
                 f"{name}={value!r} in offload=, and TrainingArguments have {_BESIDE[name][0]}="
                 f"{values[name] if values[name] != math.inf else args.max_grad_norm!r}; expected it there alone"
@@ -423,6 +439,14 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
         window, scale = scaler.get_growth_interval(), scaler.get_scale()
         config = replace(config, loss_scale="dynamic", loss_scale_window=window, initial_loss_scale=scale)
     return config
+
+
+def _optimizer_in(offload: ConfigLike) -> Any:
+    """The optimizer that a configuration asks for; None: it names none."""
+    if isinstance(offload, OffloadConfig):
+        return offload.optimizer if is_set(offload, "optimizer") else None
+    named = offload.get("optimizer") if isinstance(offload, Mapping) else None
+    return translation.optimizer_of(named.get("type")) if isinstance(named, Mapping) else named
 
 
 def _given(offload: ConfigLike, args: TrainingArguments, model: Any) -> tuple[ConfigLike, dict[str, Any]]:
