@@ -351,6 +351,27 @@ static oc_scalars sgd_scalars(unsigned options, int rule) {
     return s;
 }
 
+static oc_scalars lion_scalars(unsigned options, int rule) {
+    oc_scalars s = {.update = 1 + random_below(1000)};
+    (void)rule;
+    s.values[LION_LR] = 1e-3;
+    s.values[LION_BETA1] = options >> 3 & 1 ? 0 : 0.9;
+    s.values[LION_BETA2] = 0.99;
+    s.values[LION_ONE_MINUS_BETA1] = 1 - s.values[LION_BETA1];
+    s.values[LION_ONE_MINUS_BETA2] = 1 - s.values[LION_BETA2];
+    s.values[LION_WEIGHT_DECAY] = options >> 4 & 1 ? 0.1 : 0;
+    return s;
+}
+
+static oc_scalars adagrad_scalars(unsigned options, int rule) {
+    oc_scalars s = {.update = 1 + random_below(1000)};
+    (void)rule;
+    s.values[ADAGRAD_LR] = 1e-3;
+    s.values[ADAGRAD_EPS] = options >> 3 & 1 ? 0 : random_below(2) ? 1e-10 : 1e-40;
+    s.values[ADAGRAD_WEIGHT_DECAY] = options >> 4 & 1 ? 0.1 : 0;
+    return s;
+}
+
 static oc_scalars scalars_of(unsigned options, int rule, double grad_scale) {
     oc_scalars s = {0};
     switch (rule) {

@@ -24,7 +24,9 @@ from tests.support.strategies import law
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     deepspeed = pytest.importorskip("deepspeed")
+    from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+    from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
     from deepspeed.runtime import constants, lr_schedules, precision_config
     from deepspeed.runtime.config import _REMOVED_TOP_LEVEL_CONFIG_KEYS, _REMOVED_ZERO_CONFIG_KEYS, DeepSpeedConfig
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -128,14 +130,24 @@ def test_a_key_of_the_top_level_with_its_default_means_what_leaving_it_out_means
         assert resolved({"bf16": {}, key: default}) == resolved({"bf16": {}}), key
 
 
-@pytest.mark.parametrize("optimizer", [DeepSpeedCPUAdam, FusedAdam], ids=lambda cls: cls.__name__)
-def test_an_optimizer_with_its_defaults_means_what_leaving_them_out_means(optimizer):
+@pytest.mark.parametrize(
+    ("optimizer", "kind", "known"),
+    [
+        (DeepSpeedCPUAdam, "AdamW", {"betas", "eps", "amsgrad", "bias_correction", "adam_w_mode"}),
+        (FusedAdam, "AdamW", {"betas", "eps", "amsgrad", "bias_correction", "adam_w_mode"}),
+        (DeepSpeedCPULion, "Lion", {"betas"}),
+        (FusedLion, "Lion", {"betas"}),
+        (DeepSpeedCPUAdagrad, "Adagrad", {"eps"}),
+    ],
+)
+def test_an_optimizer_with_its_defaults_means_what_leaving_them_out_means(optimizer, kind, known):
     signature = inspect.signature(optimizer).parameters.values()
     params = {each.name: each.default for each in signature if each.default is not each.empty}
-    params["adam_w_mode"] = params.pop("adamw_mode", params.get("adam_w_mode"))
+    if kind == "AdamW":
+        params["adam_w_mode"] = params.pop("adamw_mode", params.get("adam_w_mode"))
     given = {name: value for name, value in params.items() if name in keys_of("optimizer.params")}
-    assert {"lr", "betas", "eps", "weight_decay", "amsgrad", "bias_correction", "adam_w_mode"} <= {*given}
-    sections = [{"optimizer": {"type": "AdamW", "params": each}} for each in (given, {})]
+    assert {"lr", "weight_decay", *known} <= {*given}
+    sections = [{"optimizer": {"type": kind, "params": each}} for each in (given, {})]
     assert resolved(sections[0]) == resolved(sections[1])
 
 

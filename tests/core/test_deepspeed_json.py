@@ -295,11 +295,16 @@ def test_a_key_of_deepspeeds_that_is_given_as_a_field_is_named():
 # --- what keys become ------------------------------------------------------------------------------
 
 
+OF_SGD = {"optimizer": "sgd", "betas": None, "eps": None, "weight_decay": 0.0}
+OF_LION = {"optimizer": "lion", "eps": None, "weight_decay": 0.0}
+OF_ADAGRAD = {"optimizer": "adagrad", "betas": None, "eps": 1e-10, "lr": 1e-2, "weight_decay": 0.0}
+
+
 def zero(**keys):
     return {"zero_optimization": keys}
 
 
-def adam(kind="AdamW", **params):
+def optimizer(kind="AdamW", **params):
     return {"optimizer": {"type": kind, "params": params}}
 
 
@@ -333,16 +338,24 @@ def unchecked(**keys):
         (zero(stage=3, stage3_param_persistence_threshold=7), {"stage": 3, "param_persistence_threshold": 7}),
         (zero(stage=3, param_persistence_threshold=7), {"stage": 3, "param_persistence_threshold": 7}),
         (zero(stage=2, stage3_max_live_parameters=7), {}),
-        (adam(), {"weight_decay": 0.0}),
+        (optimizer(), {"weight_decay": 0.0}),
         (
-            adam(weight_decay=0.3, lr=1, betas=[0.8, 0.9], eps=1e-6),
+            optimizer(weight_decay=0.3, lr=1, betas=[0.8, 0.9], eps=1e-6),
             {"weight_decay": 0.3, "lr": 1, "betas": (0.8, 0.9), "eps": 1e-6},
         ),
-        (adam(betas=AUTO, eps=AUTO, torch_adam=True), {}),
-        (adam("Adam"), {"weight_decay": 0.0}),
-        (adam("Adam", adam_w_mode=False, torch_adam=True), {"weight_decay": 0.0, "adam_mode": "adam"}),
+        (optimizer(betas=AUTO, eps=AUTO, torch_adam=True), {}),
+        (optimizer("Adam"), {"weight_decay": 0.0}),
+        (optimizer("Adam", adam_w_mode=False, torch_adam=True), {"weight_decay": 0.0, "adam_mode": "adam"}),
         ({"optimizer": None, "scheduler": None, "gradient_clipping": 0}, {"gradient_clipping": None}),
         ({"optimizer": {"type": "adamw"}, "gradient_clipping": 0.5}, {"weight_decay": 0.0, "gradient_clipping": 0.5}),
+        (optimizer("SGD", momentum=0.9, nesterov=True), {**OF_SGD, "momentum": 0.9, "nesterov": True}),
+        (optimizer("sgd", momentum=0.9, dampening=0.5), {**OF_SGD, "momentum": 0.9, "dampening": 0.5}),
+        (optimizer("SGD", weight_decay=0.5), {**OF_SGD, "weight_decay": 0.5}),
+        (optimizer("Lion"), OF_LION),
+        (optimizer("DeepSpeedCPULion", betas=[0.9, 0.99]), {**OF_LION, "betas": (0.9, 0.99)}),
+        (optimizer("Adagrad"), OF_ADAGRAD),
+        (optimizer("DeepSpeedCPUAdagrad", lr=0.5, eps=0.1), {**OF_ADAGRAD, "lr": 0.5, "eps": 0.1}),
+        (optimizer("Adagrad", lr_decay=0.1), {**OF_ADAGRAD, "lr_decay": 0.1}),
         (half(), HALF),
         (half(loss_scale=128), {**HALF, "loss_scale": 128}),
         (
@@ -392,7 +405,7 @@ def test_what_keys_become(config, fields):
 @pytest.mark.parametrize(
     ("config", "overrides", "fields"),
     [
-        (adam(lr=AUTO, weight_decay=AUTO), {"lr": 2.0, "weight_decay": 0.5}, {"lr": 2.0, "weight_decay": 0.5}),
+        (optimizer(lr=AUTO, weight_decay=AUTO), {"lr": 2.0, "weight_decay": 0.5}, {"lr": 2.0, "weight_decay": 0.5}),
         ({"gradient_clipping": AUTO, "bf16": {}}, {"gradient_clipping": None}, {"gradient_clipping": None}),
         (unchecked(stage=3), {"stage": 2}, {"param_dtype": "bfloat16", "skip_nonfinite": False}),
         (zero(stage=2, stage3_max_live_parameters=7), {"stage": 3}, {"stage": 3, "max_live_parameters": 7}),
@@ -409,7 +422,7 @@ def test_fields_beside_it_win_and_stand_for_auto(config, overrides, fields):
 
 def test_every_auto_that_is_missing_is_named_at_once():
     config = {
-        **adam(lr=AUTO, betas=AUTO, weight_decay=AUTO),
+        **optimizer(lr=AUTO, betas=AUTO, weight_decay=AUTO),
         "scheduler": {
             "type": "WarmupDecayLR",
             "params": {"warmup_num_steps": AUTO, "warmup_max_lr": AUTO, "total_num_steps": 9},
@@ -467,15 +480,17 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
         (zero(reduce_bucket_size=1.5), "reduce_bucket_size: got 1.5, expected an integer"),
         (zero(overlap_comm="yes"), "overlap_comm: got 'yes', expected True or False"),
         (zero(offload_optimizer="cpu"), "zero_optimization.offload_optimizer: got 'cpu', expected an object"),
-        ({"optimizer": {"params": {}}}, "optimizer.type: missing; expected 'Adam' or 'AdamW'"),
+        ({"optimizer": {"params": {}}}, "optimizer.type: missing; expected 'AdamW', 'Adam', 'SGD', 'Lion' or 'Ada"),
+        (optimizer("Lion", eps=1e-8), "optimizer.params.eps: type 'lion' has lr, betas, weight_decay"),
+        (optimizer("AdamW", momentum=0.9), "optimizer.params.momentum: type 'adamw' has lr, betas"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type: got 'Lamb', expected one of 'adam', 'adamw'"),
-        (adam(adam_w_mode=False), "adam_w_mode: got False with type 'AdamW'; expected type 'Adam'"),
-        (adam(lr=-1), "optimizer.params.lr: got -1, expected a finite number >= 0"),
-        (adam(betas=[0.9]), r"optimizer.params.betas: got \[0.9\], expected a pair"),
-        (adam(betas=[0.9, 1.0]), "optimizer.params.betas: got 1.0"),
-        (adam(max_grad_norm=1.0), "max_grad_norm: got 1.0, which is not supported: .*gradient_clipping"),
-        (adam(amsgrad=True), "amsgrad: got True, which is not supported"),
-        (adam(bias_correction=False), "bias_correction: got False, which is not supported"),
+        (optimizer(adam_w_mode=False), "adam_w_mode: got False with type 'AdamW'; expected type 'Adam'"),
+        (optimizer(lr=-1), "optimizer.params.lr: got -1, expected a finite number >= 0"),
+        (optimizer(betas=[0.9]), r"optimizer.params.betas: got \[0.9\], expected a pair"),
+        (optimizer(betas=[0.9, 1.0]), "optimizer.params.betas: got 1.0"),
+        (optimizer(max_grad_norm=1.0), "max_grad_norm: got 1.0, which is not supported: .*gradient_clipping"),
+        (optimizer(amsgrad=True), "amsgrad: got True, which is not supported"),
+        (optimizer(bias_correction=False), "bias_correction: got False, which is not supported"),
         ({"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op: got 'SUM', .*: .*multiply the loss by the number"),
         ({"managed_gradient_accumulation": False}, r"managed_gradient_acc.*: got False, .*step\(boundary=True\)"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast: got .*leave it out, and use"),
@@ -493,7 +508,7 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
             "scheduler.params.warmup_num_steps: got 0",
         ),
         ({"scheduler": {"params": {"warmup_max_lr": 1e-3}}}, "scheduler.type: missing; expected one of 'WarmupLR'"),
-        (adam(lr=10**400), "optimizer.params.lr: got 10+, expected a number"),
+        (optimizer(lr=10**400), "optimizer.params.lr: got 10+, expected a number"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": [1, 2]}}},
             r"warmup_max_lr: got \[1, 2\], expected a n",
@@ -644,7 +659,7 @@ def test_wrong_schedules_are_refused(make_schedule, match):
     ids=str,
 )
 def test_a_scheduler_becomes_a_learning_rate(scheduler, overrides, lr):
-    got = read({**adam(lr=5e-5), "scheduler": scheduler}, **overrides).lr
+    got = read({**optimizer(lr=5e-5), "scheduler": scheduler}, **overrides).lr
     assert getattr(got, "schedule", got) == lr
 
 
@@ -672,7 +687,7 @@ def test_a_cycle_moves_betas_too_and_an_optimizer_without_rate_has_the_default()
 # --- training --------------------------------------------------------------------------------------
 
 WARM = {
-    **adam(lr=1e-2, weight_decay=0.1),
+    **optimizer(lr=1e-2, weight_decay=0.1),
     "scheduler": {
         "type": "WarmupLR",
         "params": {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_min_lr": 1e-3},
@@ -689,7 +704,8 @@ def run(engine, seeds):
 
 def test_a_file_trains_as_its_fields_do(tmp_path):
     path = written(
-        tmp_path, json.dumps({**adam(lr=1e-2), **zero(stage=1), "gradient_clipping": 0.5, "bf16": {"enabled": True}})
+        tmp_path,
+        json.dumps({**optimizer(lr=1e-2), **zero(stage=1), "gradient_clipping": 0.5, "bf16": {"enabled": True}}),
     )
     ours, theirs = make(), make()
     mine = wrap(ours, path)
@@ -864,7 +880,7 @@ def test_a_scheduler_section_does_with_a_groups_own_rate_what_deepspeed_does(sch
     def make_engine():
         model = make()
         groups = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 1e-2, "betas": (0.8, 0.9)}]
-        return wrap(model, {**adam(lr=1e-3), "scheduler": scheduler}, params=groups)
+        return wrap(model, {**optimizer(lr=1e-3), "scheduler": scheduler}, params=groups)
 
     engine = make_engine()
     for n in range(len(rates[0])):

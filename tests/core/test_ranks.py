@@ -21,8 +21,8 @@ from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.ranks import consistency
 from offload_core.ranks.collectives import SingleRank
 from offload_core.ranks.consistency import check_start, combine, fingerprint, together
+from offload_core.rules import RULES
 from offload_core.rules.adam import AdamHyper
-from offload_core.rules.sgd import SGD
 from offload_core.step.bucket_states import Gradient
 from offload_core.step.decision import StepArguments
 from offload_core.step.health import Health
@@ -287,15 +287,17 @@ OTHER_VALUES = {
     "max_reuse_distance": 2, "pin_memory": False, "num_threads": 3, "buffer_dtype": "bfloat16", "cast_inputs": False,
     "bind_threads": False, "state_format": "8bit", "master_dtype": "bfloat16", "exp_avg_dtype": "float8",
     "exp_avg_sq_dtype": "bfloat16", "activation_memory": 2, "host_activation_memory": 2,
-    "optimizer": "sgd", "momentum": 0.5, "dampening": 0.5, "nesterov": True,
+    "optimizer": "sgd", "momentum": 0.5, "dampening": 0.5, "nesterov": True, "lr_decay": 0.5,
+    "initial_accumulator_value": 0.5,
 }  # fmt: skip
 """Of each setting a value that is not the one in :func:`settings_beside`."""
 MAY_DIFFER = {"pin_memory", "num_threads", "bind_threads", "activation_memory", "host_activation_memory"}
 
 
 def settings_beside(name):
-    if name in SGD.settings:
-        return OffloadConfig(stage=3, optimizer="sgd", momentum=0.9)
+    [rule, *_] = [rule for rule in RULES.values() if name in rule.settings] or [RULES["adamw"]]
+    if rule.name != "adamw":
+        return OffloadConfig(stage=3, optimizer=rule.name, momentum=0.9 if "momentum" in rule.settings else 0.0)
     return OffloadConfig(stage=3, op_order="optax")
 
 

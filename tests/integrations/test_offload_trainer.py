@@ -89,6 +89,27 @@ def test_a_run_is_that_of_torchs_fused_adamw(reference, straight, stage):
     assert trainer.engine.optimizer.updates == trainer.state.global_step
 
 
+@pytest.mark.parametrize("optim", ["sgd", "adagrad"])
+def test_other_optimizers_have_the_losses_of_trainers_own(optim, tmp_path):
+    """Trainer's are not fused, so that the last bits differ."""
+    settings = {"optim": optim, "save_strategy": "no", "weight_decay": 0.1, "max_grad_norm": 0.0}
+    runs = [trained(tmp_path, TORCHS, **settings), on_engine(tmp_path, "3", **settings)]
+    losses = [[entry["loss"] for entry in run.state.log_history if "loss" in entry] for run in runs]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+    assert losses[1][0] != losses[1][-1]
+    assert runs[1].engine.optimizer.rule_name == optim
+
+
+def test_lion_has_the_settings_that_trainer_gives_to_it(tmp_path):
+    settings = {"optim": "lion_32bit", "adam_beta2": 0.98, "weight_decay": 0.1, "save_strategy": "no", "max_steps": 1}
+    optimizer = on_engine(tmp_path, "2", **settings).engine.optimizer
+    assert optimizer.rule_name == "lion"
+    assert {(group["betas"], group["weight_decay"]) for group in optimizer.param_groups} == {
+        ((0.9, 0.98), 0.1),
+        ((0.9, 0.98), 0.0),
+    }
+
+
 def test_clipping_agrees_with_torchs_own_norm(straight, tmp_path):
     """Its norm is summed in float32, so that the last bits differ."""
     theirs = trained(tmp_path, TORCHS, save_strategy="no", **FOUR, **EVALUATING)
@@ -522,6 +543,9 @@ def test_sizes_that_are_auto_follow_the_models_width_as_trainer_tells_deepspeed(
         (AUTO | {"scheduler": {"type": "Warm"}}, {}, "scheduler.type: got 'Warm'; did you mean"),
         (scheduled(warmup_max_lr=1.0), {}, r"warmup_max_lr=1.0 in offload=, and .* have learning_rate, .* 0.01; exp"),
         (scheduled(warmup_type="auto"), {}, 'warmup_type="auto" in offload=, and TrainingArguments have no value'),
+        ({"optimizer": "lion"}, {}, "'lion' in offload=, .* optim='adamw_torch.*'; expected optim='lion_32bit'"),
+        ({}, {"optim": "sgd", "optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'; expected its settings in off"),
+        ({"betas": (0.9, 0.99)}, {"optim": "adagrad"}, "betas=.* has no place in optimizer='adagrad'"),
         ({}, {"optim": "adafactor"}, "optim='adafactor' besides the engine's optimizer; expected no optimizers="),
         ({}, {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None)}, "an optimizer besides"),
         ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "an optimizer besides the engine's optimizer"),
