@@ -10,7 +10,7 @@ APART   as BEHIND, but other ranks have their parameters and will   yes     no  
         not send them again
 LOST    are of one step; another rank was lost between two steps    yes     yes      no
 TORN    a load broke off: they are partly of before, partly of      no      no       no
-        the checkpoint
+        the checkpoint; or a step's update cannot be completed
 GONE    another rank was lost, and they are of no step              no      no       no
 ======  ==========================================================  ======  =======  ====
 
@@ -40,7 +40,7 @@ class HealthEvent(Enum):
     LOSE_RANK = "lose a rank between two steps"
     LOSE_RANK_IN_UPDATE = "lose a rank in an update"
     LOAD = "begin a load"
-    TEAR = "break off a load"
+    TEAR = "break off a load, or lose an update"
 
 
 class Use(Enum):

@@ -14,8 +14,8 @@ from .bucket_states import Gradient, GradientEvent, Publication, PublicationEven
 from .buckets import LocalBuckets
 from .counts import UpdateCounts
 from .decision import Verdict
-from .health import HealthEvent, PipelineHealth, Use
-from .local_bucket import Writes
+from .health import Health, HealthEvent, PipelineHealth, Use
+from .local_bucket import LocalBucket, Writes
 from .state_lock import StateLock, changes
 from .update import Updates
 
@@ -128,8 +128,8 @@ class LastStep:
             for work in buckets.all
             if work.publication.state is Publication.EARLY or work.gradient.state is Gradient.USED
         )
-        completed = [] if health.lost_a_rank else self._updates.complete()
-        if (lost or completed) and not health.lost_a_rank:
+        completed = self._complete(error)
+        if (lost or completed) and health.state not in (Health.LOST, Health.GONE, Health.TORN):
             if device.world_size == 1:
                 health.on(HealthEvent.FALL_BEHIND)
             elif device.world_size > len(device.ranks):  # other processes will not send their parameters again
@@ -154,3 +154,17 @@ class LastStep:
         else:
             behind = self.behind
             self.published = {param: param not in behind for param in self.published}
+
+    def _complete(self, error: BaseException) -> list[LocalBucket]:
+        """Update the states that the step still owes after this error. Return their buckets."""
+        if self._health.lost_a_rank:
+            return []
+        try:
+            return self._updates.complete()
+        except BaseException as second:
+            self._health.on(
+                HealthEvent.TEAR,
+                f"the last update broke off ({error}) and could not be completed ({second}): states are partly of one "
+                "step, partly of the next; expected a checkpoint to be loaded next",
+            )
+            return []

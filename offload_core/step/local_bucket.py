@@ -72,8 +72,9 @@ class LocalBucket:
     """Publication: the start of the last one that nobody has waited for; its result orders reads after it."""
     arrived: Task[None] | None = None
     """Publication: the wait for the last arrival, which the worker was given; None: somebody has waited for it."""
-    owed: tuple[Scalars, Sequence[Any]] | None = None
-    """The scalars and the parameters of the step that has yet to update the states; its task takes them out."""
+    owed: tuple[Scalars, Sequence[Any], frozenset[int] | None] | None = None
+    """The scalars, the parameters and those to update (None: all) of the step that has yet to update the states; its
+    task takes them out."""
     task: Task[Any] | None = None
     """Ownership: the last task that the worker was given for this bucket."""
     updated: Task[None] | None = None

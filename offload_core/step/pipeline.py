@@ -438,6 +438,7 @@ class Pipeline:
         step that is still to come.
         """
         if self.early.holds(param):
+            self.health.check(Use.PUBLISH)  # else it may be a step that broke off
             if self.device.world_size > 1:
                 raise StateError(
                     f"parameter {self.params[param].name!r} is read between backward() and step(), and "

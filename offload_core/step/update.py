@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -39,7 +38,7 @@ class Updates:
     def owe(self, works: Iterable[LocalBucket], decision: Decision) -> None:
         """Begin the step in which these buckets are updated."""
         for work in works:
-            work.owed = decision.scalars, decision.tensors
+            work.owed = decision.scalars, decision.tensors, None
 
     def start(self, works: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
         """Update buckets and send their parameters, bucket after bucket.
@@ -130,11 +129,13 @@ class Updates:
             assert scalars is not None
             if not keep_states:
                 work.gradient.on(GradientEvent.USE)
+                work.owed = scalars, tensors, sent
             work.sent_early = sent
             work.publication.on(PublicationEvent.SEND_EARLY)
             out = self._run(work, scalars, Writes.STAGING, tensors, among=sent, keep_states=keep_states)
             assert out is not None
             if not keep_states:
+                work.owed = None
                 work.give_back()
             after = Done()  # the gradients arrived after all earlier reads of these parameters
             return self._buckets.device.publish(work.bucket, out, tensors, set(sent), self._lease(work), after)
@@ -342,19 +343,19 @@ class Updates:
         return any(task.done() and task.exception() is not None for task in asked)
 
     def complete(self) -> list[LocalBucket]:
-        """After a failure on the way to the device: update the states that the step still owes. Return their
-        buckets."""
-        done: list[LocalBucket] = []
-        with suppress(BaseException):  # of the rule itself: it is being raised
-            for work in self._buckets.all:
-                if work.owed is not None:
-                    scalars, tensors = work.owed
-                    if work.gradient.state is not Gradient.USED:
-                        work.gradient.on(GradientEvent.USE)
-                    writes = work.writes if work.writes is Writes.IN_PLACE else Writes.STATES
-                    self._run(work, scalars, writes, tensors)
-                    done.append(work)
-        return done
+        """After a failure on the way to the device: update the states that the step still owes. Return their buckets.
+
+        Raises the error of an update. The states of its bucket and of those after it are then of the step before.
+        """
+        owing = [work for work in self._buckets.all if work.owed is not None]
+        for work in owing:
+            assert work.owed is not None
+            scalars, tensors, among = work.owed
+            if work.gradient.state is not Gradient.USED:
+                work.gradient.on(GradientEvent.USE)
+            writes = work.writes if work.writes is Writes.IN_PLACE else Writes.STATES
+            self._run(work, scalars, writes, tensors, among=among)
+        return owing
 
     def forget(self) -> set[LocalBucket]:
         """After a failure: nothing is on its way any more. Return the buckets whose parameters may not have been

@@ -152,6 +152,7 @@ class LateStore(Store):
         """Give a state of an extent these values."""
         self.part(name, extent).write(values)
         self._versions[extent.bucket] += 1
+        self._begun.pop(extent.bucket, None)
 
     def held(self) -> dict[str, int]:
         held: dict[str, int] = {}

@@ -1,5 +1,8 @@
 """The laws of the seam *store*, over each of its implementations."""
 
+from contextlib import suppress
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,6 +13,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.config.state_formats import SPLIT
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import BFLOAT16
+from offload_core.errors import CollectiveError, StateError
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import MemoryPlan, PlanRow
@@ -19,11 +23,13 @@ from offload_core.rules.adam import AdamHyper
 from offload_core.states import STORES
 from offload_core.states.store import Extent
 from offload_core.step.decision import StepArguments
+from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.late_store import AHEAD, LateStore
+from offload_core.testing.thread_ranks import run_ranks
 from tests.support import late_stores
 from tests.support.oracles import assert_same_bits
-from tests.support.pipelines import bits, make
+from tests.support.pipelines import Subject, bits, make, overwrite
 from tests.support.strategies import law
 
 SIZES = (300, 40, 700)
@@ -189,6 +195,96 @@ def test_a_load_or_a_commit_that_fails_is_one_error_and_loses_no_update(schedule
     assert len(raised) == 1
     assert not none
     assert found == expected
+
+
+def add_gradients(subject):
+    for i in (1, 0):
+        subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+
+
+@pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
+def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_load(schedule):
+    def trained(fail):
+        with late_stores.late():
+            subject = make(FakeDevice(), schedule=schedule, reduce_bucket_size=16, delay_warmup_steps=0)
+        pipeline, store = subject.pipeline, subject.pipeline.buckets.store
+        if fail:
+            add_gradients(subject)
+            store.fail_at = frozenset(range(store.asked, 10**6))
+            with pytest.raises(OSError, match="failed as asked"):
+                pipeline.step(StepArguments(HYPERS, subject.tensors))
+                pipeline.last_step.finish()
+            store.fail_at = frozenset()
+            for act in (
+                partial(add_gradients, subject),
+                partial(pipeline.step, StepArguments(HYPERS, subject.tensors)),
+                partial(pipeline.flush, subject.tensors),
+                pipeline.last_step.finish,
+                partial(subject.states, 0),
+            ):
+                with pytest.raises(StateError, match="could not be completed .*a checkpoint to be loaded next"):
+                    act()
+        with pipeline.replacing_states():
+            for i in range(2):
+                overwrite(pipeline, i, 1.0)
+                StateAccess(pipeline).publish_later([i])
+                pipeline.counts.steps[i][...] = 0
+        pipeline.flush(subject.tensors)
+        add_gradients(subject)
+        pipeline.step(StepArguments(HYPERS, subject.tensors))
+        pipeline.flush(subject.tensors)
+        return bits(subject)
+
+    assert trained(True) == trained(False)
+
+
+@pytest.mark.parametrize("failing", range(6))
+def test_a_store_that_fails_in_backward_loses_no_update_that_is_counted(failing):
+    config = OffloadConfig(update_in_backward=True, reduce_bucket_size=64)
+    with late_stores.late():
+        subject = Subject(FakeDevice(), [np.ones(64, np.float32)] * 3, [BFLOAT16] * 3, [0] * 3, config)
+    pipeline, store = subject.pipeline, subject.pipeline.buckets.store
+    assert [work.members for work in pipeline.buckets.all] == [{2}, {1}, {0}]
+    pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
+    store.fail_at = frozenset([store.asked + failing])
+    try:
+        for i in (2, 1, 0):
+            subject.add_gradient(i, np.ones(64, BFLOAT16.numpy))
+        pipeline.end_micro_step()
+        pipeline.step(StepArguments(HYPERS, subject.tensors))
+    except OSError:
+        pipeline.drop_gradients()
+    for i in range(3):
+        with suppress(OSError):  # of a commit, which is tried again
+            subject.states(i)
+        assert subject.states(i)[1].all() == bool(pipeline.counts.steps[i]), i
+
+
+def test_ranks_whose_store_failed_in_backward_say_so_to_readers():
+    """Not that the parameter is of a step to come."""
+
+    def body(rank):
+        subject = make(FakeDevice(), collectives=rank, update_in_backward=True, reduce_bucket_size=64)
+        pipeline = subject.pipeline
+        store = pipeline.buckets.store
+        arguments = StepArguments(HYPERS, subject.tensors)
+        pipeline.early.expect_step(arguments)
+        if rank.rank == 0:
+            store.fail_at = frozenset([store.asked])
+        with pytest.raises(OSError if rank.rank == 0 else CollectiveError):  # noqa: PT012
+            try:
+                add_gradients(subject)
+                pipeline.end_micro_step()
+                pipeline.step(arguments)
+                pipeline.last_step.finish()
+            finally:
+                rank._group.lose()  # as a process that ends does
+        for param in range(2):
+            with pytest.raises(StateError, match="^the last update broke off"):
+                pipeline.await_param(param)
+
+    with late_stores.late():
+        run_ranks(2, body)
 
 
 def test_a_split_master_weight_is_only_in_a_store_whose_memory_stays():

@@ -247,11 +247,11 @@ def assert_equal_runs(case, subject, naive):
         assert subject.pipeline.counts.steps[i] == naive.steps[i]
 
 
-def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, **fields):
+def make(device=None, dtype: ElementType = BFLOAT16, scaler=None, collectives=None, **fields):
     rng = np.random.default_rng(0)
     masters = [rng.standard_normal(n).astype(np.float32) for n in (40, 100)]
     config = OffloadConfig(**fields)
-    return Subject(device or HostDevice(), masters, [dtype] * 2, [0, 0], config, scaler)
+    return Subject(device or HostDevice(), masters, [dtype] * 2, [0, 0], config, scaler, collectives)
 
 
 def bits(subject):
