@@ -3,7 +3,7 @@
 import os
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Unpack
@@ -278,8 +278,7 @@ class Engine(nn.Module):
             hooks.callback(self.register_forward_hook(end, always_call=True).remove)
             yield
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[Any]:
         """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.
 
         As in ``DistributedDataParallel``, all ranks must do the same, gradients are summed in the parameters' own
@@ -294,8 +293,7 @@ class Engine(nn.Module):
                 "no no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
             )
         alone = self.optimizer.pipeline.device.world_size == 1
-        with nullcontext() if alone else self.optimizer.parts.intake.deferring():
-            yield
+        return nullcontext() if alone else self.optimizer.parts.intake.deferring()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients at an accumulation boundary; between micro-steps, keep them.

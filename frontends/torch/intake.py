@@ -2,8 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -70,8 +70,9 @@ class Intake:
         """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
         self._backward = _Backward()
         """The last one of the engine."""
-        self._deferring = False
-        """True while gradients stay in ``p.grad`` (``Engine.no_sync``)."""
+        self._deferrals: set[weakref.ref[threading.Lock]] = set()
+        """A lock for each ``Engine.no_sync`` that has not been let go: gradients stay in ``p.grad`` while one is taken.
+        """
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
@@ -106,7 +107,7 @@ class Intake:
 
         def added(gradient: torch.Tensor) -> None:
             intake = this()
-            if intake is not None and intake._deferring:
+            if intake is not None and intake._deferrals and intake._deferring():
                 intake._deferred[slot.index] = param.grad = gradient.clone()
             elif intake is not None:
                 intake._arrive_untraced(slot, gradient, first=False)
@@ -138,7 +139,7 @@ class Intake:
             and not self._continues(i, gradient)
         ):
             self._drop([i])  # earlier ones were discarded or replaced by hand
-        if self._deferring:
+        if self._deferrals and self._deferring():
             self._deferred[i], self.fresh = gradient, True
         else:
             as_it_is = plain and self._direct
@@ -223,14 +224,18 @@ class Intake:
             self._backward = started
             act(scale)
 
-    @contextmanager
-    def deferring(self) -> Iterator[None]:
-        """Keep the gradients that arrive inside in ``p.grad``, until the first one arrives outside."""
-        before, self._deferring = self._deferring, True
-        try:
-            yield
-        finally:
-            self._deferring = before
+    def deferring(self) -> AbstractContextManager[Any]:
+        """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
+        outside.
+
+        C code ends it, so that no interrupt leaves it on.
+        """
+        deferral = threading.Lock()
+        self._deferrals.add(weakref.ref(deferral, self._deferrals.discard))
+        return deferral
+
+    def _deferring(self) -> bool:
+        return any(deferral.locked() for ref in [*self._deferrals] if (deferral := ref()) is not None)
 
     # --- gradients that have arrived -----------------------------------------------------------------
 

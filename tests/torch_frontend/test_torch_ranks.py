@@ -20,6 +20,7 @@ from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
 from offload_core import StateError
 from offload_core.ranks import consistency
 from offload_core.ranks.consistency import FORMAT, VERSION
+from tests.support.interrupts import interrupt_at, numbers_of
 from tests.support.processes import ROOT, environment_of, on_ranks
 from tests.support.torch_rank import batch, bits, give_up, loss_of, make, said_by, train
 
@@ -170,6 +171,32 @@ def test_no_sync_defers_the_reduction_to_the_boundary_as_ddp_does():
         return bits(engine.module)
 
     assert found[0] == found[1]
+
+
+def test_deferrals_nest_and_an_interrupt_at_any_line_leaves_none():
+    @on_ranks(2)
+    def found(rank):
+        engine = wrap(make(), lr=1e-2, stage=1)
+
+        with engine.no_sync():
+            with engine.no_sync():
+                pass
+            engine.backward(loss_of(engine, 0, rank))
+        assert engine.optimizer.intake.has_deferred
+
+        def defer():
+            with engine.no_sync():
+                pass
+
+        numbers = numbers_of(defer, "each pass")
+        for number in numbers:
+            interrupt_at(number, defer)
+            engine.optimizer.zero_grad()
+            engine.backward(loss_of(engine, number, rank))
+            assert not engine.optimizer.intake.has_deferred, f"line {number}"
+        return len(numbers)
+
+    assert min(found) > 0
 
 
 def test_deferred_gradients_join_those_that_have_left_or_are_discarded_with_them():
