@@ -73,7 +73,7 @@ class Parts:
     def close(self) -> None:
         """Release the parameters, and free the states."""
         self.release()
-        self.pipeline.buckets.store.close()
+        self.pipeline.buckets.close()
         self.pipeline.device.close()
 
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
+from weakref import WeakMethod
 
 import numpy as np
 
@@ -44,7 +45,7 @@ class Store(ABC):
         self.memory = memory
         self.n_ranks = n_ranks
         self.threads = config.threads
-        self._before_change: Callable[[Iterable[int]], None] | None = None
+        self._before_change: Callable[[], Callable[[Iterable[int]], None] | None] = lambda: None
         self._replaced: dict[int, dict[Extent, dict[int, np.ndarray]]] = {}
         """By parameter: what :meth:`follow` has replaced since its states last changed."""
 
@@ -123,10 +124,13 @@ class Store(ABC):
         self._replaced.clear()
 
     def _announce(self, params: Iterable[int]) -> None:
-        if self._before_change is not None:
-            self._before_change(params)
+        if (before_change := self._before_change()) is not None:
+            before_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
         """Call ``before_change(params)`` before states of parameters change, in the thread that changes them; None: no
-        call."""
-        self._before_change = before_change
+        call.
+
+        The caller keeps the object of this method: it may hold what closes the store once it is gone.
+        """
+        self._before_change = (lambda: None) if before_change is None else WeakMethod(before_change)

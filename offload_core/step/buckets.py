@@ -1,5 +1,6 @@
 """All buckets of a process: states, homes of gradients, staging, and the thread that may touch each."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -20,7 +21,7 @@ from ..plans.terms import BucketTerms
 from ..ranks.consistency import check_start
 from ..rules import MASTER
 from ..states.store import Extent
-from ..support.threads import Task
+from ..support.threads import Task, clear_up
 from .gradient_memory import GradientMemory
 from .local_bucket import LocalBucket, Writes
 
@@ -51,7 +52,15 @@ class LocalBuckets:
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
         self.store = self.terms.store_kind(config, self.memory, len(device.ranks))
+        self._end = weakref.finalize(self, clear_up, self.store.close)
+        self._end.atexit = False  # tasks and saves may still need the states
         self.worker = self.terms.worker()
+
+    def close(self) -> None:
+        """Give back all that the states take. This object's end does so, too: a front end without ``close()`` and a
+        ``wrap`` that fails rely on it."""
+        if self._end.detach() is not None:
+            self.store.close()
 
     # --- parameters and states ---------------------------------------------------------------------
 

@@ -131,7 +131,7 @@ class Pipeline:
         """Forget all parameters and their states, and free their memory. Others may be added then."""
         self.last_step.finish()
         self.drop_gradients()
-        self.buckets.store.close()
+        self.buckets.close()
         self._begin()
 
     @contextmanager

@@ -141,7 +141,8 @@ class StateAccess:
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
-        """Have this function called, in any thread, before states of parameters change; None removes it."""
+        """Have this method called, in any thread, before states of parameters change; None removes it. The caller keeps
+        its object."""
         self._buckets.store.watch(before_change)
 
     def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:

@@ -1,5 +1,6 @@
 """The laws of the seam *store*, over each of its implementations."""
 
+import gc
 from contextlib import suppress
 from functools import partial
 
@@ -285,6 +286,46 @@ def test_ranks_whose_store_failed_in_backward_say_so_to_readers():
 
     with late_stores.late():
         run_ranks(2, body)
+
+
+def test_a_store_is_closed_once_with_its_pipeline_and_by_nobody_before(monkeypatch):
+    closed, close = [], LateStore.close
+    monkeypatch.setattr(LateStore, "close", lambda store: (closed.append(id(store)), close(store)))
+
+    class Saver:
+        """As a save that is written while training goes on."""
+
+        def __init__(self, pipeline):
+            self.pipeline = pipeline
+
+        def before(self, params):
+            told.append(params)
+
+    def train():
+        with late_stores.late():
+            subject = make(FakeDevice())
+        pipeline, saver = subject.pipeline, Saver(subject.pipeline)
+        StateAccess(pipeline).watch(saver.before)
+        add_gradients(subject)
+        pipeline.step(StepArguments(HYPERS, subject.tensors))
+        pipeline.last_step.finish()
+        gc.collect()
+        return subject, saver
+
+    told = []
+    [subject, saver] = train()
+    assert told
+    assert not closed
+    expected = id(subject.pipeline.buckets.store)
+    del subject, saver
+    gc.collect()
+    assert closed == [expected]
+    [subject, saver] = train()
+    subject.pipeline.start_over()
+    assert len(closed) == 2
+    del subject, saver
+    gc.collect()
+    assert len(closed) == 2
 
 
 def test_a_split_master_weight_is_only_in_a_store_whose_memory_stays():

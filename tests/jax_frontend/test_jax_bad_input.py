@@ -1,5 +1,6 @@
 """Input that the JAX front end refuses. The error says what is wrong and where, and nothing has changed."""
 
+import gc
 import re
 from contextlib import contextmanager
 
@@ -12,8 +13,11 @@ from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from frontends.jax import ScaledGradients, wrap
+from frontends.jax.files.checkpoint import TreeCheckpoints
 from offload_core.errors import ConfigError, ConfigWarning, GradientError, HostMemoryError, ParameterError, StateError
 from offload_core.memory.host_memory import HostMemory
+from offload_core.testing.late_store import LateStore
+from tests.support import late_stores
 from tests.support.oracles import assert_same_bits
 
 
@@ -74,6 +78,26 @@ def refused(offloaded, error, *words):
 
 
 # --- wrap --------------------------------------------------------------------------------------------
+
+
+def test_a_store_of_states_is_closed_when_its_parameters_are_gone_or_wrap_has_failed(monkeypatch):
+    def fail(*args):
+        raise MemoryError("as asked")
+
+    closed, close = [], LateStore.close
+    monkeypatch.setattr(LateStore, "close", lambda store: (closed.append(store.place), close(store)))
+    with late_stores.late():
+        offloaded = trained()
+        gc.collect()
+        assert not closed
+        del offloaded
+        gc.collect()
+        assert len(closed) == 1
+        monkeypatch.setattr(TreeCheckpoints, "__init__", fail)
+        with pytest.raises(MemoryError, match="as asked"):
+            wrap(make_params())
+        gc.collect()
+        assert len(closed) == 2
 
 
 @pytest.mark.parametrize(
