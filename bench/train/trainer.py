@@ -153,9 +153,9 @@ def check_room(settings: Settings, ranks: Ranks, on_host: bool) -> None:
         least.append(PlanRow("the model while it is whole", "device", whole, "--init", passing=True))
     plan = replace(plan, rows=tuple(least))
     available = available_bytes()
-    if missing := plan.missing(available, processes=ranks.local_world_size):
+    if needed := plan.missing(available, processes=ranks.local_world_size).get("host"):
         of_ranks = f" for {ranks.local_world_size} ranks" if ranks.local_world_size > 1 else ""
         raise HostMemoryError(
-            f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(missing['host'])} of host memory"
+            f"{settings.preset} in {settings.param_dtype} needs at least {format_bytes(needed)} of host memory"
             f"{of_ranks} ({plan.largest('host')}), and {format_bytes(available)} is available; take a smaller --preset"
         )

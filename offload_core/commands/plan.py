@@ -312,7 +312,9 @@ def _jax_plan(
     rows = [*Planner(terms).host_rows(specs), *rows_at_once(terms, specs, arrays, on_host=on_host, donate=donate)]
     rows += Planner(terms).activations(part.devices)
     numel = sum(spec.numel for spec in specs)
-    plan = MemoryPlan(tuple(rows), numel, shared=on_host, savings=Planner(terms).savings(specs))
+    plan = MemoryPlan(
+        tuple(rows), numel, shared=on_host, savings=Planner(terms).savings(specs), free_elsewhere=terms.free_elsewhere
+    )
     step = predict(
         terms,
         specs,

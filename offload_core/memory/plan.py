@@ -1,7 +1,7 @@
 """The bytes that a wrap will need, computed before anything is allocated."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from ..errors import DeviceMemoryError, HostMemoryError
 from .host_memory import format_bytes
@@ -45,6 +45,8 @@ class MemoryPlan:
     """Bytes of the device that the model takes now; the plan's rows replace them."""
     savings: tuple[tuple[str, int], ...] = ()
     """Settings that store states in fewer bytes, and the bytes that each would save on the host, least first."""
+    free_elsewhere: Mapping[str, int | None] = field(default_factory=dict)
+    """Free bytes by place, of places that are neither the host nor the device; None: unknown, and counted as enough."""
 
     @property
     def host_bytes(self) -> int:
@@ -85,19 +87,22 @@ class MemoryPlan:
             host: free bytes; None: unknown, and counted as enough. ``device`` is read in the same way.
             processes: processes of this machine with such a plan each; they share its memory.
         """
-        free = {HOST: host, DEVICE: device}
+        free = self._free(host, device)
         needed = {where: n if where == DEVICE else processes * n for where, n in self.needs.items()}
         return {where: n for where, n in needed.items() if n > (n if (has := free.get(where)) is None else has)}
+
+    def _free(self, host: int | None, device: int | None) -> dict[str, int | None]:
+        return {**self.free_elsewhere, HOST: host, DEVICE: device}
 
     def check(self, host: int, device: int | None = None, *, processes: int = 1) -> None:
         """Raise :class:`HostMemoryError` or :class:`DeviceMemoryError`, with the table, if a memory is
         :meth:`missing`."""
         for where, needed in self.missing(host, device, processes=processes).items():
-            free = host if where == HOST else device
-            of = f" on each of {processes} ranks of this machine" if processes > 1 and where == HOST else ""
+            free = self._free(host, device)[where]
+            of = f" on each of {processes} ranks of this machine" if processes > 1 and where != DEVICE else ""
             if self.held and (self.shared or where == DEVICE):
                 of += f" besides the {format_bytes(self.held)} that the model takes"
-            error = HostMemoryError if where == HOST else DeviceMemoryError
+            error = DeviceMemoryError if where == DEVICE else HostMemoryError
             assert free is not None
             raise error(
                 f"training needs {format_bytes(needed)} of {where} memory for {self.numel:,} parameters{of}, and "

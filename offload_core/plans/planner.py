@@ -11,7 +11,7 @@ from ..dtypes import BFLOAT16, FLOAT32
 from ..layout.partition import Bucket, Kinds, ParamSpec
 from ..memory.plan import DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
 from ..rules import MASTER, Rule
-from .terms import GATHERED, GRADIENT_SLOTS, GRADIENTS, GRADIENTS_ON_HOST, PARAMETERS, STAGING, BucketTerms
+from .terms import BLOCKS, GATHERED, GRADIENT_SLOTS, GRADIENTS, GRADIENTS_ON_HOST, PARAMETERS, STAGING, BucketTerms
 
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
@@ -80,6 +80,7 @@ class Planner:
             sum(spec.numel for spec in specs),
             shared=self._terms.device.addressable,
             savings=self.savings(specs, frozen=frozen),
+            free_elsewhere=self._terms.free_elsewhere,
         )
 
     def activations(self, devices: int = 1) -> list[PlanRow]:
@@ -113,10 +114,14 @@ class Planner:
         rules = dict.fromkeys(self._terms.rule_of(bucket) for bucket, _ in kinds) or {self._terms.rule: None}
         states = dict.fromkeys(name for rule in rules for name in rule.state_names)
         kept, host = dict.fromkeys(states, 0), dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
+        blocks = []
         for bucket, n in kinds:
             numel = len(self._terms.device.ranks) * bucket.shard_numel
-            for name, format in self._terms.state_formats(bucket).items():
-                kept[name] += n * format.n_bytes(numel)
+            of = {name: format.n_bytes(numel) for name, format in self._terms.state_formats(bucket).items()}
+            for name, n_bytes in of.items():
+                kept[name] += n * n_bytes
+            blocks.append((sum(of.values()), n))
+        host[BLOCKS] = self._terms.store_kind.working_bytes(blocks)
         lent = self._terms.slot_bytes_of_kinds(kinds)
         if lent is not None:
             host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self._terms.lent_bytes)
@@ -132,6 +137,7 @@ class Planner:
             **_narrower_states(self._terms.config, rules, specs),
             GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
             STAGING: "reduce_bucket_size",
+            BLOCKS: "reduce_bucket_size",
             PARAMETER_SHARDS: smaller,
         }
         return [

@@ -18,6 +18,8 @@ from ..states import STORES
 from ..support.worker import Background, Inline
 
 STAGING = "staging"
+BLOCKS = "blocks of states"
+"""States of another place while they are updated."""
 GRADIENTS_ON_HOST = "gradients on the host"
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
@@ -114,6 +116,11 @@ class BucketTerms:
         elif bucket.partitioned and self.config.offload_param == "cpu" and bucket.dtype is SPLIT.upper:
             formats[MASTER] = SPLIT if self.store_kind.holds(SPLIT) else formats[MASTER]
         return formats
+
+    @property
+    def free_elsewhere(self) -> dict[str, int | None]:
+        """The free bytes of the place of the states, as :attr:`MemoryPlan.free_elsewhere`."""
+        return {self.store_kind.place: self.store_kind.free_bytes(self.config)}
 
     @property
     def overlaps(self) -> bool:

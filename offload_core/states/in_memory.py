@@ -1,6 +1,6 @@
 """Optimizer states of a process's shards, in host memory."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 
 from ..config.options import OffloadConfig
@@ -31,6 +31,14 @@ class StatesInMemory(Store):
     @classmethod
     def holds(cls, format: StateFormat) -> bool:
         return True
+
+    @classmethod
+    def working_bytes(cls, blocks: Collection[tuple[int, int]]) -> int:
+        return 0
+
+    @classmethod
+    def free_bytes(cls, config: OffloadConfig) -> int | None:
+        return None
 
     def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
         by_key: dict[Key, list[Bucket]] = {}

@@ -1,7 +1,7 @@
 """The seam *store*: where the states of a process's shards live, and in which formats."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import ClassVar, NamedTuple
 from weakref import WeakMethod
 
@@ -55,6 +55,20 @@ class Store(ABC):
     @abstractmethod
     def holds(cls, format: StateFormat) -> bool:
         """True if states can be kept in this format."""
+
+    @classmethod
+    @abstractmethod
+    def working_bytes(cls, blocks: Collection[tuple[int, int]]) -> int:
+        """Return the most bytes of host memory that blocks take during updates, besides ``place``.
+
+        Args:
+            blocks: the bytes of a bucket's states, and the number of buckets with so many.
+        """
+
+    @classmethod
+    @abstractmethod
+    def free_bytes(cls, config: OffloadConfig) -> int | None:
+        """Return the free bytes in ``place``; None: it is unknown, or the host's."""
 
     @abstractmethod
     def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:

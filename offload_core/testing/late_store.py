@@ -7,7 +7,7 @@ is stored. So an update that does not commit, or that uses a block after that, g
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -35,6 +35,8 @@ class LateStore(Store):
     """
 
     place = "late store"
+    free: int | None = None
+    """The free bytes of its place."""
     max_delay = 0.0
     """The longest delay of a load or a commit, in seconds."""
 
@@ -59,6 +61,17 @@ class LateStore(Store):
     @classmethod
     def holds(cls, format: StateFormat) -> bool:
         return format.upper is None  # its memory does not stay, and a parameter's must
+
+    @classmethod
+    def working_bytes(cls, blocks: Collection[tuple[int, int]]) -> int:
+        """All may be on their way back, while one is updated and others are loaded."""
+        return sum(n * n_bytes for n_bytes, n in blocks) + (AHEAD + 1) * max(
+            (n_bytes for n_bytes, _ in blocks), default=0
+        )
+
+    @classmethod
+    def free_bytes(cls, config: OffloadConfig) -> int | None:
+        return cls.free
 
     def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
         for bucket in buckets:

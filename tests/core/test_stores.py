@@ -1,6 +1,8 @@
 """The laws of the seam *store*, over each of its implementations."""
 
 import gc
+import threading
+import weakref
 from contextlib import suppress
 from functools import partial
 
@@ -14,12 +16,12 @@ from offload_core.config.options import OffloadConfig
 from offload_core.config.state_formats import SPLIT
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import BFLOAT16
-from offload_core.errors import CollectiveError, StateError
+from offload_core.errors import CollectiveError, HostMemoryError, StateError
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import MemoryPlan, PlanRow
 from offload_core.plans.planner import Planner
-from offload_core.plans.terms import BucketTerms
+from offload_core.plans.terms import BLOCKS, BucketTerms
 from offload_core.rules.adam import AdamHyper
 from offload_core.states import STORES
 from offload_core.states.store import Extent
@@ -341,7 +343,37 @@ def test_a_split_master_weight_is_only_in_a_store_whose_memory_stays():
         assert format_of_masters().name == "float32"
 
 
-def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path):
+@pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
+def test_the_blocks_of_an_update_take_the_host_memory_that_is_planned(schedule, monkeypatch):
+    live, counts, zeros = 0, [], LateStore._zeros
+    turn = threading.RLock()
+
+    def add(n_bytes):
+        nonlocal live
+        with turn:
+            live += n_bytes
+            counts.append(live)
+
+    def counted(store, format, numel):
+        array = zeros(store, format, numel)
+        n_bytes = sum(part.nbytes for part in array.stored)
+        add(n_bytes)
+        weakref.finalize(array, add, -n_bytes)
+        return array
+
+    with late_stores.late():
+        subject = make(FakeDevice(), schedule=schedule, reduce_bucket_size=16, delay_warmup_steps=0)
+    monkeypatch.setattr(LateStore, "_zeros", counted)
+    for _ in range(3):
+        add_gradients(subject)
+        subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+    subject.pipeline.flush(subject.tensors)
+    [planned] = [row for row in subject.pipeline.buckets.planned if row.what == BLOCKS]
+    assert planned.where == "host"
+    assert 0 < max(counts) <= planned.n_bytes
+
+
+def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path, monkeypatch):
     with late_stores.late():
         subject = make(FakeDevice())
         terms = BucketTerms(subject.pipeline.config, planned_device(1, addressable=False))
@@ -350,6 +382,13 @@ def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path):
     assert plan.host_bytes == sum(row.n_bytes for row in plan.rows if row.where == "host") > 0
     assert not {row.what for row in plan.rows if row.where == "host"} & {"master", "exp_avg", "exp_avg_sq"}
     assert "late store" not in plan.missing(0, 0)  # nobody has said what is free there
+    for free, missing in ((12 * 144, {}), (12 * 144 - 1, {"late store": 12 * 144})):
+        monkeypatch.setattr(LateStore, "free", free)
+        with late_stores.late():
+            plan = Planner(terms).plan(subject.specs)
+        assert plan.missing(None) == missing
+    with pytest.raises(HostMemoryError, match=r"needs 1\.7 KiB of late store memory .* and 1\.7 KiB is available"):
+        plan.check(10**9)
     report = subject.pipeline.memory_report([], {})
     assert {(row.what, row.planned, row.held) for row in report.rows if row.where == "late store"} == {
         (name, 4 * 144, 4 * 144) for name in ("master", "exp_avg", "exp_avg_sq")

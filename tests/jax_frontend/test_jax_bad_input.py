@@ -237,6 +237,9 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(monkey
         assert re.search(rf"{row}.* MiB", str(raised.value)), raised.value
     wrap({"w": jnp.ones(10**5, jnp.bfloat16)})
     assert allocated
+    monkeypatch.setattr(LateStore, "free", 10**6)
+    with late_stores.late(), pytest.raises(HostMemoryError, match=r"needs 1.1 MiB of late store memory"):
+        wrap({"w": jnp.ones(10**5, jnp.bfloat16)})
 
 
 # --- update ------------------------------------------------------------------------------------------

@@ -28,6 +28,8 @@ from offload_core import (
     StateError,
 )
 from offload_core.native.grad_norm import clip_coefficient
+from offload_core.testing.late_store import LateStore
+from tests.support import late_stores
 from tests.support.torch_models import assert_same, batch, loss_of, make, same_bits, step, train
 from tests.support.ways import WAYS
 
@@ -848,6 +850,10 @@ def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(m
         param_dtype="bfloat16",
     )
     expect_refusal(HostMemoryError, r"(?s)exp_avg 12.3 KiB \(state_format='bf16'\)", make())
+    monkeypatch.setattr(registration, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr(LateStore, "free", 10_000)
+    with late_stores.late():
+        expect_refusal(HostMemoryError, r"needs 36.9 KiB of late store memory", make(), param_dtype="bfloat16")
     assert not allocated
 
 

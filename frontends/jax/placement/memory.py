@@ -48,7 +48,14 @@ def checked_plan(
     held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
     numel = sum(spec.numel for spec in specs)
     rows = (*Planner(terms).host_rows(specs), *planned, *Planner(terms).activations(len(device.ranks)))
-    plan = MemoryPlan(rows, numel, shared=placement.on_host, held=held, savings=Planner(terms).savings(specs))
+    plan = MemoryPlan(
+        rows,
+        numel,
+        shared=placement.on_host,
+        held=held,
+        savings=Planner(terms).savings(specs),
+        free_elsewhere=terms.free_elsewhere,
+    )
     processes = min(local_processes(), device.collectives.world_size)
     plan.check(available_bytes(), device.free_bytes(), processes=processes)
     return planned
