@@ -3,6 +3,7 @@
 import atexit
 import os
 import re
+import socket
 import sys
 import threading
 import time
@@ -61,6 +62,8 @@ def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds
             "shutdown_timeout_seconds": timeout_seconds,
         }
     try:
+        if launched.rank == 0:
+            _check_free(port)
         jax.distributed.initialize(
             coordinator,
             launched.world_size,
@@ -69,16 +72,23 @@ def initialize(local_device_ids: Sequence[int] | None = None, *, timeout_seconds
             cluster_detection_method="deactivate",  # it would take one device of each machine
             **timeouts,
         )
-    except (RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError, OSError) as error:
         raise CollectiveError(
             f"process {launched.rank} of {launched.world_size} did not meet the others at {host}, port {port} "
-            f"({type(error).__name__}: {error}); expected all of them to be started, and that machine and port to be "
-            "reached from all"
+            f"({type(error).__name__}: {error}); expected all of them to be started, that machine and port to be "
+            "reached from all, and the port to be free there (MASTER_PORT)"
         ) from error
     atexit.register(_leave_at_once_after_an_error)
     if timeout_seconds is not None:
         global _watch
         _watch = Watch(timeout_seconds, _end)
+
+
+def _check_free(port: int) -> None:
+    """Raise :class:`OSError` if another program listens at this port: JAX would end this process by SIGSEGV."""
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
 
 
 @contextmanager

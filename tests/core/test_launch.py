@@ -487,6 +487,23 @@ def test_jax_processes_that_meet_nobody_say_whom_they_expected(launched, monkeyp
         module.initialize()
 
 
+@pytest.mark.parametrize("front_end", ["torch", "jax"])
+def test_a_port_that_another_program_has_taken_is_one_error(front_end, launched, monkeypatch):
+    """JAX alone would end the process by SIGSEGV."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        place = {"RANK": "0", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}
+        launched(**{**TORCHRUN, **place, "MASTER_PORT": port})
+        said = rf"0 of 4 did not meet the others at 127\.0\.0\.1, port {port} .*in use.*free there \(MASTER_PORT\)$"
+        with pytest.raises(CollectiveError, match=f"(?s){said}"):
+            if front_end == "torch":
+                torch_launch().init_process_group("cpu")
+            else:
+                module, joined = jax_launch(monkeypatch)
+                module.initialize()
+        assert front_end == "torch" or not joined
+
+
 def test_a_wait_that_takes_too_long_is_told_of_and_others_are_not(monkeypatch):
     module, _ = jax_launch(monkeypatch)
     now = 0.0

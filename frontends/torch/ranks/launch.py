@@ -60,7 +60,8 @@ def init_process_group(
         host, port = launched.meeting_point()
         raise CollectiveError(
             f"rank {launched.rank} of {launched.world_size} did not meet the others at {host}, port {port} ({error}); "
-            "expected all of them to be started and that machine and port to be reached from all"
+            "expected all of them to be started, that machine and port to be reached from all, and the port to be free "
+            "there (MASTER_PORT)"
         ) from error
     return device
 
