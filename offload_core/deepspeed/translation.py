@@ -12,6 +12,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from ..errors import ConfigError, ConfigWarning
+from ..rules import RULES
 from ..support import checks
 from ..support.files import read_regular
 from ..support.user_line import UserLine
@@ -397,6 +398,12 @@ class _Translation:
             if made is not None:
                 self.schedule["lr"] = made
                 if isinstance(made.schedule, OneCycle) and made.schedule.betas is not None:
+                    optimizer = self.overrides.get("optimizer")
+                    if checks.is_in(optimizer, RULES) and "betas" not in RULES[optimizer].settings:
+                        raise ConfigError(
+                            f"scheduler.type: 'OneCycle' moves betas, which optimizer={optimizer!r} lacks; expected "
+                            "scheduler.params.cycle_momentum=false, or another optimizer"
+                        )
                     self.fields["betas"] = made.schedule.betas
         elif lr is not None:
             self.fields["lr"] = self._or_missing(lr)

@@ -680,6 +680,10 @@ def test_a_cycle_moves_betas_too_and_an_optimizer_without_rate_has_the_default()
     config = read({"scheduler": {"type": "OneCycle", "params": cycle}})
     assert config.hyperparameters(2) == (OneCycle(**cycle)(2), (pytest.approx(0.85), 0.99))
     assert read({"scheduler": {"type": "OneCycle", "params": {**cycle, "cycle_momentum": False}}}).betas == (0.9, 0.999)
+    without = {"scheduler": {"type": "OneCycle", "params": {**cycle, "cycle_momentum": False}}}
+    assert OffloadConfig.resolve(without, optimizer="sgd").hyperparameters(2)[0] == config.hyperparameters(2)[0]
+    with pytest.raises(ConfigError, match=r"'OneCycle' moves betas, which optimizer='sgd' lacks; expected .*false"):
+        OffloadConfig.resolve({"scheduler": {"type": "OneCycle", "params": cycle}}, optimizer="sgd")
     assert read({"scheduler": {"type": "WarmupLR"}}).lr.schedule == WarmupLR(OffloadConfig().lr)
     assert OffloadConfig().lr == OWN_LR
 

@@ -547,6 +547,8 @@ def test_sizes_that_are_auto_follow_the_models_width_as_trainer_tells_deepspeed(
         ({}, {"optim": "sgd", "optim_args": "momentum=0.9"}, "optim_args='momentum=0.9'; expected its settings in off"),
         ({"betas": (0.9, 0.99)}, {"optim": "adagrad"}, "betas=.* has no place in optimizer='adagrad'"),
         ({}, {"optim": "adafactor"}, "optim='adafactor' besides the engine's optimizer; expected no optimizers="),
+        ({}, {"optim": "sgd"}, "optim='sgd' besides the engine's .* or what offload={'optimizer': ...} names"),
+        ({"optimizer": "sgd"}, {"adam_beta1": 0.8}, r"betas=\(0.8, 0.999\) has no place in optimizer='sgd'"),
         ({}, {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1), None)}, "an optimizer besides"),
         ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "an optimizer besides the engine's optimizer"),
         ({"param_dtype": "float16", "loss_scale": 1.0}, {}, r"loss_scale=1.0 in offload= with float16 parameters"),
@@ -652,6 +654,14 @@ def bytes_a_parameter(kind, folder):
 
 
 @pytest.mark.slow
+def test_sgd_has_the_bits_of_torchs_own_in_a_plain_trainer(tmp_path):
+    fields = {"momentum": 0.9, "nesterov": True}
+    own = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": LR, "fused": True, **fields})}
+    theirs = trained(tmp_path / "theirs", own, learning_rate=LR, max_grad_norm=0)
+    ours = on_engine(tmp_path / "ours", {"optimizer": "sgd", **fields}, max_grad_norm=0)
+    assert bits(ours.model) == bits(theirs.model)
+
+
 @pytest.mark.skipif(simulated.why_not() is not None, reason=str(simulated.why_not()))
 def test_on_an_accelerator_gradients_and_parameters_leave_its_memory(tmp_path):
     """In fp32, a parameter: torch holds parameter, gradient and moments, the optimizer alone parameter and gradient."""

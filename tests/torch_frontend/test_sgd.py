@@ -2,12 +2,14 @@
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
 
 from frontends.torch import OffloadedAdamW, OffloadedSGD, wrap
-from offload_core import ConfigError, StateError
+from offload_core import ConfigError, OffloadConfig, StateError
+from offload_core.rules.sgd import SGD
 from tests.support.torch_models import loss_of, make, same_bits
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.1}
@@ -76,6 +78,33 @@ def test_wrong_groups_are_refused():
     for fields in ({"optimizer": "sgd"}, {"config": {"optimizer": "sgd"}}):
         with pytest.raises(ConfigError, match="optimizer='sgd' in OffloadedAdamW; expected OffloadedSGD"):
             OffloadedAdamW(params, **fields)
+
+
+def test_a_key_of_the_user_that_is_a_setting_of_all_groups_changes_no_rule():
+    """Hyperparameters alone are a group's own."""
+
+    def trained(**keys):
+        model = make()
+        params = [*model.parameters()]
+        own = {"params": params[2:], "optimizer": "adamw", "weight_decay": 0.1}
+        engine = wrap(model, optimizer="sgd", lr=1e-2, params=[{"params": params[:2]}, {**own, **keys}])
+        for seed in range(3):
+            step(engine, seed)
+        assert keys.items() <= engine.optimizer.param_groups[1].items()
+        return model
+
+    assert_same_values(trained(adam_mode="adam", op_order="optax"), trained())
+
+
+@pytest.mark.parametrize("fields", [{}, {"adam_mode": "adam", "betas": (0.5, 0.9), "lr": 1e-2}])
+def test_a_configuration_that_was_pickled_before_there_were_rules_is_that_of_adam(fields):
+    config = OffloadConfig(**fields)
+    before = copy.copy(config)
+    for name in ("optimizer", *SGD.settings):
+        del vars(before)[name]
+    loaded = pickle.loads(pickle.dumps(before))
+    assert loaded == config
+    assert loaded.rule() == config.rule()
 
 
 def test_the_momentum_may_change_but_not_from_or_to_zero():
