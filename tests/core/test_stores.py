@@ -205,6 +205,11 @@ def add_gradients(subject):
         subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
 
 
+def step(subject):
+    subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+    subject.pipeline.last_step.finish()
+
+
 @pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
 def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_load(schedule):
     def trained(fail):
@@ -215,8 +220,7 @@ def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_
             add_gradients(subject)
             store.fail_at = frozenset(range(store.asked, 10**6))
             with pytest.raises(OSError, match="failed as asked"):
-                pipeline.step(StepArguments(HYPERS, subject.tensors))
-                pipeline.last_step.finish()
+                step(subject)
             store.fail_at = frozenset()
             for act in (
                 partial(add_gradients, subject),

@@ -105,6 +105,7 @@ def test_a_configuration_that_was_pickled_before_there_were_rules_is_that_of_ada
     loaded = pickle.loads(pickle.dumps(before))
     assert loaded == config
     assert loaded.rule() == config.rule()
+    assert loaded.state_block == config.state_block
 
 
 def test_the_momentum_may_change_but_not_from_or_to_zero():
