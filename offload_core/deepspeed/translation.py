@@ -398,8 +398,8 @@ class _Translation:
             if made is not None:
                 self.schedule["lr"] = made
                 if isinstance(made.schedule, OneCycle) and made.schedule.betas is not None:
-                    optimizer = self.overrides.get("optimizer")
-                    if checks.is_in(optimizer, RULES) and "betas" not in RULES[optimizer].settings:
+                    optimizer = str(self.overrides.get("optimizer"))
+                    if optimizer in RULES and "betas" not in RULES[optimizer].settings:
                         raise ConfigError(
                             f"scheduler.type: 'OneCycle' moves betas, which optimizer={optimizer!r} lacks; expected "
                             "scheduler.params.cycle_momentum=false, or another optimizer"
