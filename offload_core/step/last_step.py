@@ -164,7 +164,7 @@ class LastStep:
         except BaseException as second:
             self._health.on(
                 HealthEvent.TEAR,
-                f"the last update broke off ({error}) and could not be completed ({second}): states are partly of one "
-                "step, partly of the next; expected a checkpoint to be loaded next",
+                f"the last update broke off ({error!r}) and could not be completed ({second!r}): states are partly of "
+                "one step, partly of the next; expected a checkpoint to be loaded next",
             )
             return []

@@ -719,16 +719,18 @@ def an_interrupt():
     class Interrupt(BaseException):
         pass
 
-    def interrupt(*args):
-        raise Interrupt
-
     for owner, name in (("updates", "_await_arrival"), ("updates", "_run"), ("reduction", "add_squares")):
         twin = Twin(gradient_clipping=0.5)
         twin.add(1, 0)
-        setattr(getattr(twin.pipeline, owner), name, interrupt)
+        part = getattr(twin.pipeline, owner)
+
+        def interrupt(*args, part=part, name=name):
+            delattr(part, name)  # once
+            raise Interrupt
+
+        setattr(part, name, interrupt)
         with pytest.raises(Interrupt):
             update_and_call(twin, lambda twin, _: twin.pipeline.last_step.finish(), None)
-        delattr(getattr(twin.pipeline, owner), name)
         twin.pipeline.drop_gradients()
         twin.check_at_rest()
         twin.follow_states()
