@@ -141,7 +141,7 @@ class Planner:
             PARAMETER_SHARDS: smaller,
         }
         return [
-            PlanRow(what, where, n_bytes, remedies.get(what, _RANKS))
+            PlanRow(what, where, n_bytes, remedies.get(what, _RANKS), brief=what == BLOCKS)
             for where, of in ((self._terms.store_kind.place, kept), (HOST, host))
             for what, n_bytes in of.items()
         ]

@@ -487,11 +487,11 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
             owner = LocalBucket if name == "held" else Updates
             original, count = getattr(owner, name), [0]
 
-            def interrupted(*args, original=original, count=count, after=after):
+            def interrupted(*args, original=original, count=count, after=after, **options):
                 count[0] += 1
-                if count[0] > after:
+                if count[0] == after + 1:
                     raise Interrupt
-                return original(*args)
+                return original(*args, **options)
 
             subject.add_all()
             with monkeypatch.context() as patch:

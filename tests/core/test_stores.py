@@ -1,6 +1,7 @@
 """The laws of the seam *store*, over each of its implementations."""
 
 import gc
+import re
 import threading
 import weakref
 from contextlib import suppress
@@ -397,7 +398,8 @@ def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path, mon
     assert {(row.what, row.planned, row.held) for row in report.rows if row.where == "late store"} == {
         (name, 4 * 144, 4 * 144) for name in ("master", "exp_avg", "exp_avg_sq")
     }
-    assert "late store  in all" in str(report)
+    assert report.host_bytes == report.planned_host_bytes  # blocks come and go
+    assert re.search("late store +in all", str(report))
     pytest.importorskip("matplotlib")
     report.plot(tmp_path / "report.svg")
     assert "late store" in (tmp_path / "report.svg").read_text()
