@@ -19,9 +19,9 @@ from tests.support.kernel_calls import (
     update,
     using,
 )
-from tests.support.oracles import Sgd
+from tests.support.oracles import Adagrad, Lion, Sgd
 
-BITS = "6df1fa15a80042949110e695d19aac226c3d5068feb8e93c185de019d0b3fa57"
+BITS = "456f573b58d216902e00d71593fa2bb81c87a508d37b8f2731cdd7700c7c05fc"
 """SHA-256 of what the kernels make of the pinned vector, on every platform and with every instruction set."""
 NUMEL = 1003
 STEPS = 3
@@ -60,6 +60,13 @@ def cases() -> Iterator[tuple[dict, State, list[np.ndarray]]]:
         steps = [Sgd(momentum=momentum, dampening=0.1, nesterov=nesterov, step=t) for t in range(1, STEPS + 1)]
         kind = {"rule": rule, "param_dtype": BFLOAT16}
         yield kind, replace(state, grad=cast(state.grad, grad_dtype)), [step.scalars(rule) for step in steps]
+    positive = replace(state, moments=state.moments[::-1])
+    for (rule, before, step), grad_dtype in product(
+        (("lion", state, Lion()), ("adagrad_torch", positive, Adagrad()), ("adagrad_optax", positive, Adagrad())),
+        BY_NAME.values(),
+    ):
+        scalars = [replace(step, step=t).scalars(rule) for t in range(1, STEPS + 1)]
+        yield {"rule": rule, "param_dtype": BFLOAT16}, replace(before, grad=cast(state.grad, grad_dtype)), scalars
 
 
 def after_steps(kind: dict, state: State, scalars: list[np.ndarray]) -> State:

@@ -338,7 +338,7 @@ def _check_arguments(args: TrainingArguments, others: Mapping[str, Any]) -> None
                 "one of them"
             )
     if args.optim not in _OPTIMIZERS:
-        raise _another_optimizer(f"optim={str(getattr(args.optim, 'value', args.optim))!r}")
+        raise _another_optimizer(f"optim={_optim_of(args)!r}")
     if args.optim_args and _OPTIMIZERS[args.optim][0] != "adamw":  # Trainer's AdamW reads none
         raise ConfigError(f"optim_args={args.optim_args!r}; expected its settings in offload=")
     if args.n_gpu > 1:
@@ -419,7 +419,7 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
     offload, given = _given(offload, args, model)
     if (asked := _optimizer_in(offload)) not in (None, name):
         raise ConfigError(
-            f"optimizer {asked!r} in offload=, and TrainingArguments have optim={str(args.optim)!r}; expected optim="
+            f"optimizer {asked!r} in offload=, and TrainingArguments have optim={_optim_of(args)!r}; expected optim="
             f"{' or '.join(repr(optim) for optim, (rule, _) in _OPTIMIZERS.items() if rule == asked)} there"
         )
     for name, value in given.items():
@@ -440,6 +440,10 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
         window, scale = scaler.get_growth_interval(), scaler.get_scale()
         config = replace(config, loss_scale="dynamic", loss_scale_window=window, initial_loss_scale=scale)
     return config
+
+
+def _optim_of(args: TrainingArguments) -> str:
+    return str(getattr(args.optim, "value", args.optim))
 
 
 def _optimizer_in(offload: ConfigLike) -> Any:
