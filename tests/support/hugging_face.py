@@ -148,8 +148,8 @@ def states_of(trainer):
         if isinstance(trainer, OffloadTrainer):
             found[name] = trainer.engine.optimizer.whole_states(p)
         else:
-            state = trainer.optimizer.state[p]
-            found[name] = {"master": p.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+            state = {key: value for key, value in trainer.optimizer.state[p].items() if key != "step"}
+            found[name] = {"master": p.detach(), **state}
     return found
 
 
