@@ -158,6 +158,8 @@ class _Translation:
         self.ignored: dict[str, str] = {}
         self.differs: dict[str, str] = {}
         """Keys that have another effect here than in DeepSpeed, by path, with the effect and the setting to use."""
+        self.has_betas = True
+        """False: the optimizer has no betas for a schedule to cycle."""
         self.missing: dict[str, str] = {}
         """Paths of each ``"auto"`` without a known value, and the field that would give it; ``""`` if no field does."""
         given = dict(config)
@@ -371,6 +373,7 @@ class _Translation:
             if name not in kind.params:
                 raise ConfigError(f"optimizer.params.{name}: type {kind.rule!r} has {', '.join(kind.params)}")
         self.fields |= {"optimizer": kind.rule, **{name: v for name, v in kind.defaults.items() if name != "lr"}}
+        self.has_betas = "betas" in kind.params
         decoupled = params.get("adam_w_mode", True)
         if given["type"] == "adamw" and not decoupled:
             raise ConfigError("optimizer.params.adam_w_mode: got False with type 'AdamW'; expected type 'Adam'")
@@ -397,7 +400,7 @@ class _Translation:
             made = self._scheduled(given["type"], given.get("params", {}), lr)
             if made is not None:
                 self.schedule["lr"] = made
-                if isinstance(made.schedule, OneCycle) and made.schedule.betas is not None:
+                if isinstance(made.schedule, OneCycle) and made.schedule.betas is not None and self.has_betas:
                     optimizer = str(self.overrides.get("optimizer"))
                     if optimizer in RULES and "betas" not in RULES[optimizer].settings:
                         raise ConfigError(

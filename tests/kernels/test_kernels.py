@@ -133,7 +133,7 @@ def test_segments_of_one_call_keep_to_their_own_scalars(states, case, data):
 
 
 @our.law()
-@given(our.states(), our.steps("sgd_torch", "sgd_optax"))
+@given(our.states(), our.steps())
 def test_a_moment_that_the_rule_lacks_may_be_absent(state, case):
     step, kind = case
     few = replace(state, moments=state.moments[: step.n_moments])
