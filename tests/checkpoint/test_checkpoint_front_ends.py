@@ -10,6 +10,8 @@ from torch import nn
 from frontends import jax as in_jax
 from frontends import torch as in_torch
 from offload_core.errors import CheckpointError
+from tests.support.rules import REFERENCES, settings_of
+from tests.support.torch_models import same_bits
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
 
@@ -103,6 +105,20 @@ def assert_same(one, other):
             assert x.shape == y.shape, name
         else:
             assert x == y, name
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_run_of_each_rule_goes_on_after_it_was_in_the_other_front_end(tmp_path, name):
+    fields = {**settings_of(name), "op_order": "torch"}
+    engine, back = (in_torch.wrap(Model(seed), **fields) for seed in range(2))
+    offloaded = new_jax(2, 2, **fields)
+    update_torch(engine, 0)
+    offloaded.load_checkpoint(engine.save_checkpoint(tmp_path / "torch"))
+    back.load_checkpoint(offloaded.save_checkpoint(tmp_path / "jax"))
+    for each in (engine, back):
+        update_torch(each, 1)
+    for mine, other in zip(engine.module.parameters(), back.module.parameters(), strict=True):
+        assert same_bits(mine, other)
 
 
 @pytest.mark.parametrize("stage", [2, 3])
