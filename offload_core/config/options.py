@@ -76,7 +76,7 @@ class _Number(float):
 
 
 class _Pair(tuple):
-    """A pair of numbers that was not set, likewise."""
+    """A pair of numbers that was not set, and is the rule's default."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,8 @@ class OffloadConfig:
     Hyperparameters mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``, and in SGD, Lion and Adagrad of
     these libraries. ``lr`` and ``betas`` may be schedules: functions of the number of updates made so far (an optax
     schedule, those of ``lr_schedules``). ``None`` for ``lr``, ``betas``, ``eps`` or ``weight_decay`` is the default of
-    the optimizer's own class in torch; an attribute then has that number, or None if the optimizer has no such thing.
+    the optimizer's own class in torch. An attribute then has that number, or None if the optimizer has no such thing. A
+    default that is read from one configuration and given to another counts as not given.
     """
 
     optimizer: str = field(default="adamw", kw_only=True)
