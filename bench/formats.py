@@ -53,7 +53,7 @@ def allocated(fields: Mapping[str, Any], numel: int) -> float:
     config = OffloadConfig(op_order="torch", **fields)
     pipeline = Pipeline(config, HostRanks(HostDevice()), None)
     tensor = np.zeros(numel, BFLOAT16.numpy)
-    pipeline.add_parameters([ParamSpec("w", numel, BFLOAT16)], [tensor])
+    pipeline.state_lock.change("", pipeline.add_parameters, [ParamSpec("w", numel, BFLOAT16)], [tensor])
     states = {name: n for name, n in pipeline.memory.report().items() if name in STATE_NAMES}
     own = tensor.nbytes if "master" not in states else 0  # on the CPU the parameter is its own master weight
     return (sum(states.values()) + own) / numel

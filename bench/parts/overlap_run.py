@@ -7,6 +7,7 @@ the real ones.
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -138,7 +139,9 @@ class Run:
         weights = np.ones(numel, BFLOAT16.numpy)
         self.tensors = [FakeTensor(weights) for _ in self.layers]
         self.gradients = [FakeTensor(weights) for _ in self.layers]
-        self.pipeline.add_parameters([ParamSpec(f"layer {i}", numel, BFLOAT16) for i in self.layers], self.tensors)
+        specs = [ParamSpec(f"layer {i}", numel, BFLOAT16) for i in self.layers]
+        self.change = partial(self.pipeline.state_lock.change, "a benchmark")
+        self.change(self.pipeline.add_parameters, specs, self.tensors)
         self.device, self.hypers = Sleeper(), [AdamHyper(1e-3)]
 
     def compute(self, what: str, layer: int, seconds: float) -> None:
@@ -151,12 +154,12 @@ class Run:
             with self.pipeline.device.trace.span(COMPUTE, "the device waits"):  # as the caller computes in its place
                 self.fake.compute(lambda: None).wait()
             self.compute("forward", layer, self.times.forward)
-        self.pipeline.early.expect_step(StepArguments(self.hypers, self.tensors))
+        self.change(self.pipeline.early.expect_step, StepArguments(self.hypers, self.tensors))
         for layer in reversed(self.layers):
             self.compute("backward", layer, self.times.backward)
-            self.pipeline.add_gradients({layer: self.gradients[layer]})
-        self.pipeline.end_micro_step()
-        assert self.pipeline.step(StepArguments(self.hypers, self.tensors)).updated
+            self.change(self.pipeline.add_gradients, {layer: self.gradients[layer]})
+        self.change(self.pipeline.end_micro_step)
+        assert self.change(self.pipeline.step, StepArguments(self.hypers, self.tensors)).updated
 
     def step_times(self, steps: int) -> list[float]:
         """Seconds of so many steps in a row, each from the boundary before to its own."""
@@ -165,9 +168,9 @@ class Run:
         for _ in range(steps):
             self.step()
             ends.append(time.perf_counter())
-        self.pipeline.last_step.finish()
+        self.change(self.pipeline.last_step.finish)
         return [after - before for before, after in pairwise(ends)]
 
     def close(self) -> None:
-        self.pipeline.last_step.finish()
+        self.change(self.pipeline.last_step.finish)
         self.fake.close()

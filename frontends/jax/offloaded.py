@@ -130,7 +130,7 @@ class OffloadedParams:
         self._planned = checked_plan(self._pipeline, self._placement, leaves, tree.trained, specs)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
         tensors = self._placement.start(tree.trained, arrays)
-        self._pipeline.add_parameters(specs, tensors)
+        self._state_lock.change("wrap()", self._pipeline.add_parameters, specs, tensors)
         arrays = self._placement.started(arrays, tensors)
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
@@ -304,7 +304,7 @@ class OffloadedParams:
     def discard_gradients(self) -> None:
         """Forget the gradients accumulated since the last update."""
         self._later.wait()
-        self._pipeline.drop_gradients()
+        self._state_lock.change("discard_gradients()", self._pipeline.drop_gradients)
 
     # --- states ------------------------------------------------------------------------------------
 
@@ -328,7 +328,7 @@ class OffloadedParams:
         """
         self.flush()
         self._tree.check_alive("to_pytree")
-        return self._states.to_pytree(self.count, sharded=sharded)
+        return self._state_lock.change("to_pytree()", self._states.to_pytree, self.count, sharded=sharded)
 
     @public("load_pytree()")
     def load_pytree(self, tree: Mapping[str, Any]) -> Any:

@@ -212,9 +212,9 @@ class Engine(nn.Module):
                 to be trained and that the optimizer was not given.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
         """
-        self._changes.check(self.module, self.optimizer)
         if boundary is None:
             self._warn_of_uncounted()
+        self._changes.check(self.module, self.optimizer)
         optimizer, steps = self.optimizer, self.optimizer.steps
         pipeline = steps.parts.pipeline
         with pipeline.device.trace.span(COMPUTE, "step"):
@@ -230,8 +230,8 @@ class Engine(nn.Module):
 
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
-        n_steps, backwards = self.offload_config.gradient_accumulation_steps, self.optimizer.parts.intake.backwards
-        if n_steps > 1 and backwards > 1:
+        n_steps = self.offload_config.gradient_accumulation_steps
+        if n_steps > 1 and (backwards := self.optimizer.parts.intake.backwards) > 1:
             UserLine.now("torch").warn(
                 UserWarning(
                     f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "

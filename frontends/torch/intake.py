@@ -245,9 +245,9 @@ class Intake:
         return min(self._arrived.values(), default=0) - self._counted
 
     @property
-    def averages(self) -> bool:
-        """True if gradients wait for the update that it averages over the accumulation steps."""
-        return bool(self._averaged)
+    def divisor(self) -> float:
+        """The divisor of the summed gradients: the number of accumulation steps if the update averages over them."""
+        return float(self._pipeline.config.gradient_accumulation_steps) if self._averaged else 1.0
 
     @property
     def has_deferred(self) -> bool:
@@ -303,8 +303,8 @@ class Intake:
             GradientError: averaged and summed gradients are mixed.
             CollectiveError: an exchange between ranks failed before.
         """
-        self._pipeline.health.check(Use.STEP)
         if not (self.fresh or (may_be_empty and self._pipeline.arrivals.holds_gradients)):
+            self._pipeline.health.check(Use.STEP)  # it may say why none arrived
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"

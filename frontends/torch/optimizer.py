@@ -221,7 +221,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         That schedule holds back the last step's parameters; after a flush the next forward sees them a step early.
         """
         self.follow_sizes()
-        self.parts.registration.flush()
+        self._state_lock.change("flush()", self.parts.registration.flush)
 
     @property
     def slots(self) -> list[Slot]:
@@ -236,7 +236,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         pipeline = self.pipeline
-        pipeline.last_step.finish()
+        self._state_lock.change("sent_bytes", pipeline.last_step.finish)
         return pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
@@ -313,7 +313,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._steps is not None:
             self.checkpoints.wait()
             if self._steps.parts.pipeline.health.usable:  # else it must end, too
-                self._steps.parts.registration.flush()
+                self._state_lock.change("close()", self._steps.parts.registration.flush)
         if self.partitioned is not None:
             self.partitioned.close()
         if self._steps is not None:
@@ -350,7 +350,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
-        self.parts.intake.discard()
+        self._state_lock.change("zero_grad()", self.parts.intake.discard)
         super().zero_grad(set_to_none)
 
     @untraced
@@ -452,7 +452,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             names: the states to return; None: all.
         """
         self.follow_sizes()
-        return self.parts.states.whole(param, names)
+        return self._state_lock.change("whole_states()", self.parts.states.whole, param, names)
 
     @whole("load_master()")
     @changes("load_master()")

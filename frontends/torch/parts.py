@@ -48,9 +48,13 @@ class Parts:
             model: the plan includes the memory of its other tensors, too.
         """
         rules = [self.pipeline.config.rule(group) for group in groups]
-        for slot in self.registration.take_on(named, rules, model):
-            self.states.hold(slot)
-            self.intake.hook(slot)
+
+        def take_on() -> None:
+            for slot in self.registration.take_on(named, rules, model):
+                self.states.hold(slot)
+                self.intake.hook(slot)
+
+        self.pipeline.state_lock.change("the registration of parameters", take_on)
 
     def take_on_unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False) -> None:
         """Make states for parameters that were frozen and can have a gradient now (``with_gradient``: have one)."""

@@ -101,7 +101,8 @@ class TorchStates:
 
     def finish(self) -> None:
         """Wait until the last update has ended."""
-        self._pipeline.state_lock.whole("a read of optimizer.state", self._pipeline.last_step.finish)
+        lock, what = self._pipeline.state_lock, "a read of optimizer.state"
+        lock.whole(what, lock.change, what, self._pipeline.last_step.finish)
 
     def hold(self, slot: Slot) -> None:
         """Add the parameter's states."""
@@ -121,7 +122,7 @@ class TorchStates:
         if entry := counted(entry, rule):
             entry = own_part(self._pipeline, slot.index, param, entry)
             check_entry(slot.name, held.shape, entry, rule.state_names)
-        self._registration.flush()
+        self._pipeline.state_lock.change("an assignment to optimizer.state", self._registration.flush)
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
         self._replace("an assignment to optimizer.state", partial(self._load, slot, entry))
 

@@ -269,7 +269,8 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
         views |= {name: torch.empty(shape, device="cpu") for name in rule.state_names if name != MASTER}
     kind = HostState if alone else StatePart
     shared = {name: view.as_subclass(kind) for name, view in views.items()}
-    return Views(shape, shared, encoded, partial(access.will_change, [index]), rule)
+    changing = partial(pipeline.state_lock.change, "an assignment to optimizer.state", access.will_change, [index])
+    return Views(shape, shared, encoded, changing, rule)
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

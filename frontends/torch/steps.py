@@ -85,11 +85,11 @@ class Steps:
         parts = self.parts
         pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
         hypers, group_of_each = self._prepare(groups, boundary=True)
-        divisor = self._divisor(intake.averages)
-        arguments = StepArguments(hypers, registration.current_tensors(), divisor, group_of_each)
+        arguments = StepArguments(hypers, registration.current_tensors(), intake.divisor, group_of_each)
         number = pipeline.counts.updates + 1
         if micro_step is not None:
-            pipeline.early.confirm_step(arguments)
+            if self._config.update_in_backward:
+                pipeline.early.confirm_step(arguments)
             intake.end_micro_step(boundary=True, may_be_empty=micro_step.may_be_empty)
         gathered = 0 if parts.partitioned is None else parts.partitioned.before_change()
         try:
@@ -126,25 +126,27 @@ class Steps:
         """
         parts, hypers = self.parts, self.hypers(groups)
         registration = parts.registration
+        grouping = registration.grouping(groups)
         if boundary:
             if parts.partitioned is not None:
                 parts.partitioned.gathering.check_closed()
             if self._config.update_in_backward:  # else no gradient has been used yet
-                group_of_each = registration.grouping(groups).groups
-                arguments = StepArguments(hypers, (), self._divisor(parts.intake.averages), group_of_each)
+                arguments = StepArguments(hypers, (), parts.intake.divisor, grouping.groups)
                 parts.pipeline.early.check_expected(arguments)
-        for g, rule in registration.grouping(groups).rules:
+        for g, rule in grouping.rules:
             try:
                 rule.check(hypers[g])
             except ConfigError as error:
                 raise ConfigError(f"parameter group {g}: {error}") from None
-        # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
-        parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.device.world_size == 1)
+        if grouping.without_states:
+            # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
+            parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.device.world_size == 1)
+            grouping = registration.grouping(groups)
         registration.check_unchanged()
-        grouping = registration.grouping(groups)
         parts.intake.take_present(grouping.left_out, boundary=boundary)
         return hypers, grouping.groups
 
+    @changes("backward()")
     def expect(self, groups: Groups, *, average: bool) -> None:
         """Announce that an update follows the backward that now begins, so that parameters may be written during it.
 
@@ -153,9 +155,6 @@ class Steps:
         pipeline, registration = self.parts.pipeline, self.parts.registration
         if registration.readers_can_wait:
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
-            arguments = StepArguments(self.hypers(groups), tensors, self._divisor(average), group_of_each)
+            divisor = float(self._config.gradient_accumulation_steps) if average else 1.0
+            arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)
             pipeline.early.expect_step(arguments, registration.before_send)
-
-    def _divisor(self, averages: bool) -> float:
-        """The divisor of summed gradients."""
-        return float(self._config.gradient_accumulation_steps) if averages else 1.0

@@ -12,7 +12,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, fields
 from datetime import UTC, datetime
 from functools import partial
@@ -333,6 +333,7 @@ class Checkpoints:
         ours, users = ([part for part in last if part.ours is own] for own in (True, False))
 
         def replace() -> None:
+            replaced.enter_context(pipeline.replacing_states())
             delayed = pipeline.config.schedule == "delayed"
             entries = [loaded.parameters.get(name) for name in names]
             behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
@@ -362,7 +363,7 @@ class Checkpoints:
                 pipeline.scaler.load_state_dict(scale)
             run_last(loaded.checkpoint.path, ours)
 
-        with pipeline.replacing_states():
+        with ExitStack() as replaced:
             self._state_lock.change("load_checkpoint()", replace)
             with self.together("load"):  # their code may read the states
                 run_last(loaded.checkpoint.path, users, ours)

@@ -41,7 +41,7 @@ def agree(
     terms: str,
     save_asked: bool,
 ) -> Agreement:
-    """Sum the squares, and agree on what is updated.
+    """Sum the squares, and agree on what is updated. The caller has claimed all buckets.
 
     Args:
         recalled: this rank has recalled parameters that it had sent early.
@@ -51,7 +51,7 @@ def agree(
     squares, device, order = SumOfSquares(), buckets.device, arrivals.order_of_arrival()
     if device.collectives.world_size == 1:
         if examines:
-            buckets.run(lambda: reduction.add_squares(squares))
+            reduction.add_squares(squares)
         return Agreement(
             squares if examines else None, frozenset(arrivals.since.present), order, False, True, save_asked
         )

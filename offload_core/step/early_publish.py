@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from ..errors import StateError
+from ..support.threads import RUNNING_SECTIONS
 from .announced import Announced, Announcement
 from .arrivals import Arrivals
 from .bucket_states import Publication
@@ -12,7 +13,7 @@ from .counts import UpdateCounts
 from .decision import StepArguments
 from .last_step import LastStep
 from .loss_scale import LossScaler
-from .state_lock import StateLock, changes
+from .state_lock import StateLock
 from .update import Updates
 
 
@@ -29,7 +30,6 @@ class EarlyPublish:
     _scaler: LossScaler | None
     _state_lock: StateLock
 
-    @changes("backward()")
     def expect_step(
         self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
     ) -> None:
@@ -42,6 +42,7 @@ class EarlyPublish:
             before_send: called in this thread with parameters before they are sent: their readers must wait from then
                 on. Every call that may launch a bucket may call it.
         """
+        assert self._state_lock.changing.locked()
         terms, verdict = self._buckets.terms, self._last_step.verdict
         begun = self._arrivals.holds_gradients and self._buckets.config.gradient_accumulation_steps == 1
         interfered = verdict is not None and verdict.interferes  # a clipped step often follows another
@@ -82,12 +83,12 @@ class EarlyPublish:
             )
         return given
 
-    @changes("a change of parameters")
     def recall(self, params: Collection[int] | None = None) -> None:
         """Recall all early sends if any of these parameters was sent early: the step sends the parameters again.
 
         Raises :class:`StateError` if states have been updated, too.
         """
+        assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         announced = self._announced
         touched = [work for work in announced.asked if params is None or not work.members.isdisjoint(params)]
         if not touched:
@@ -104,12 +105,12 @@ class EarlyPublish:
         self._last_step.wait(self._updates.finish_publications)
         announced.recall()
 
-    @changes("zero_grad()")
     def withdraw(self) -> None:
         """Undo early sends: write the parameters of the last step again, and wait for them.
 
         All processes call it alike.
         """
+        assert self._state_lock.changing.locked()
         self.recall()
         if self._announced.recalled:
             self._last_step.flush(self._announced.tensors)

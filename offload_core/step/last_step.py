@@ -7,7 +7,7 @@ from typing import Any
 
 from ..config.state_formats import Master
 from ..errors import CollectiveError
-from ..support.threads import uninterrupted
+from ..support.threads import RUNNING_SECTIONS, uninterrupted
 from .announced import Announced
 from .arrivals import Arrivals
 from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
@@ -16,7 +16,7 @@ from .counts import UpdateCounts
 from .decision import Verdict
 from .health import Health, HealthEvent, PipelineHealth, Use
 from .local_bucket import LocalBucket, Writes
-from .state_lock import StateLock, changes
+from .state_lock import StateLock
 from .update import Updates
 
 
@@ -52,18 +52,18 @@ class LastStep:
 
     # --- waiting -------------------------------------------------------------------------------------
 
-    @changes("the end of a step")
     def finish(self) -> None:
         """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
+        assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         self._health.check(Use.READ)
         self.wait(self._updates.finish)
 
-    @changes("the end of a step")
     def finish_publications(self) -> None:
         """Wait until all parameters that the last step writes are written; states may still be on their way.
 
         Raises what went wrong.
         """
+        assert self._state_lock.changing.locked()
         self._health.check(Use.READ)
         self.wait(self._updates.finish_publications)
 

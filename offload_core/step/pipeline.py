@@ -38,6 +38,7 @@ from ..layout.partition import ParamSpec
 from ..memory.plan import HOST, PlanRow
 from ..memory.report import MemoryReport
 from ..rules import Rule
+from ..support.threads import RUNNING_SECTIONS
 from .agreement import agree
 from .announced import Announced
 from .arrivals import Arrivals
@@ -50,7 +51,7 @@ from .health import Health, HealthEvent, PipelineHealth, Use
 from .last_step import LastStep
 from .loss_scale import LossScaler
 from .reduction import Reduction
-from .state_lock import StateLock, changes
+from .state_lock import StateLock
 from .update import Updates
 
 __all__ = ["Pipeline", "StepReport"]
@@ -78,8 +79,8 @@ class Pipeline:
         self._rule = rule or config.rule()
         self.device = device
         self.scaler = scaler
-        self.state_lock = self._state_lock = StateLock()
-        """Held inside each method that changes anything; front ends hold it while they change or save anything."""
+        self.state_lock = StateLock()
+        """Front ends hold it while they change or save anything. Methods that change anything assert it."""
         self.save_asked = False
         """This rank was asked to save (by a signal); the next step tells the others."""
         self.save_agreed = False
@@ -99,7 +100,7 @@ class Pipeline:
         self.reduction = Reduction(buckets)
         self.updates = updates = Updates(buckets)
         self._announced = announced = Announced(buckets, updates)
-        lock = self._state_lock
+        lock = self.state_lock
         self.last_step = LastStep(buckets, arrivals, updates, announced, counts, self.health, lock)
         self.early = EarlyPublish(buckets, arrivals, updates, announced, self.last_step, counts, self.scaler, lock)
 
@@ -111,7 +112,6 @@ class Pipeline:
 
     # --- parameters and states ---------------------------------------------------------------------
 
-    @changes("the registration of parameters")
     def add_parameters(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
     ) -> None:
@@ -122,13 +122,14 @@ class Pipeline:
         Args:
             frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
         """
+        assert self.state_lock.changing.locked()
         self.last_step.finish()
         self.arrivals.take_on(self.buckets.add(specs, tensors, frozen))
         self.counts.take_on(specs)
 
-    @changes("the registration of parameters")
     def start_over(self) -> None:
         """Forget all parameters and their states, and free their memory. Others may be added then."""
+        assert self.state_lock.changing.locked()
         self.last_step.finish()
         self.drop_gradients()
         self.buckets.close()
@@ -158,20 +159,19 @@ class Pipeline:
 
     # --- gradients ---------------------------------------------------------------------------------
 
-    @changes("backward()")
     def add_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Take gradients of this micro-step, by parameter, which they fit (:meth:`Reduction.check`).
 
         Further ones of a parameter before the next update are summed in fp32. Where the device is addressable they are
         not copied: they must stay as they are until the update.
         """
+        assert self.state_lock.changing.locked()
         self._begin_gradients()
         if before := self.arrivals.out_of_aside(gradients):
             self._take(before)
         if now := self.arrivals.put_aside(gradients):
             self._take(now)
 
-    @changes("backward()")
     def settle(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
         """No gradient of these parameters is to come in this backward, besides those that came.
 
@@ -184,6 +184,7 @@ class Pipeline:
         Returns:
             Those of them that are not settled before the backward has ended: a gradient of theirs came too late once.
         """
+        assert self.state_lock.changing.locked()
         late = frozenset[int]() if ended else self.arrivals.late(params)
         given, without = self.arrivals.settled([param for param in params if param not in late])
         if given or without:
@@ -238,13 +239,13 @@ class Pipeline:
         self._launch(ending=True, boundary=boundary)
         self.arrivals.end_round()
 
-    @changes("zero_grad()")
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
 
         If gradients of other parameters are kept and one was lost on its way, its error is raised and nothing is
         forgotten. :meth:`EarlyPublish.withdraw` brings back parameters that were sent early.
         """
+        assert self.state_lock.changing.locked() or RUNNING_SECTIONS
         if not self.arrivals.holds_gradients:
             return
         try:
@@ -261,7 +262,6 @@ class Pipeline:
             self._announced.end()
             self.arrivals.drop_all()
 
-    @changes("step()")
     def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> bool:
         """End a micro-step. Return True at the boundary, where an update is due.
 
@@ -271,6 +271,7 @@ class Pipeline:
             reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
             boundary: True or False from a caller that counts itself; None: as ``gradient_accumulation_steps`` says.
         """
+        assert self.state_lock.changing.locked()
         boundary = self.arrivals.at_boundary if boundary is None else boundary
         if reduce:
             self._begin_gradients()
@@ -282,12 +283,13 @@ class Pipeline:
             except BaseException as error:
                 self.last_step.lose_gradient(error)
                 raise
+        else:
+            self.health.check(Use.STEP)
         self.arrivals.count_micro_step(boundary=boundary)
         return boundary
 
     # --- update ------------------------------------------------------------------------------------
 
-    @changes("step()")
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
         """Update every parameter that has a gradient, or none.
 
@@ -299,6 +301,7 @@ class Pipeline:
         Args:
             gathered: stage 3: a fingerprint of the gathers and their order (``LiveParams.release_all``).
         """
+        assert self.state_lock.changing.locked()
         given = self.early.check_expected(arguments)
         self.health.check(Use.STEP)
         after = self.device.mark()
@@ -425,9 +428,9 @@ class Pipeline:
 
     # --- parameters ----------------------------------------------------------------------------------
 
-    @changes("flush()")
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
+        assert self.state_lock.changing.locked()
         self.early.recall()
         self.last_step.flush(tensors)
 
@@ -445,20 +448,21 @@ class Pipeline:
                     "update_in_backward=True has written to it; expected engine.step() or engine.zero_grad() before, "
                     "on every rank: set update_in_backward=False to read it there"
                 )
-            self.early.withdraw()
+            # Readers hold the lock, but no change goes on, so that a signal handler may save while they wait.
+            self.state_lock.change("a read of a parameter", self.early.withdraw)
         try:
             self.updates.await_param(param)
         except BaseException:
-            self.last_step.finish()
+            self.state_lock.change("a read of a parameter", self.last_step.finish)
             raise
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Record what is done inside to a file, as :meth:`Trace.to_file`; both its ends wait for the last update."""
-        self.last_step.finish()
+        self.state_lock.change("trace()", self.last_step.finish)
         with self.device.trace.to_file(path):
             yield
-            self.last_step.finish()
+            self.state_lock.change("trace()", self.last_step.finish)
 
     @property
     def loss_scale(self) -> float:

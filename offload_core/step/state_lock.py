@@ -3,6 +3,11 @@
 A save that another thread asks for waits until the change (a step, a gradient's arrival, a load) has ended, and the
 next change waits for the save. A signal handler runs in the main thread in the middle of whatever that thread does; if
 that is a change, waiting for its end would last for ever, so that a save there raises :class:`StateError`.
+
+The lock is taken once, at the border: by the calls that users make, by autograd's hooks, by readers of pending
+parameters and by checkpoints. The methods inside only assert that a change is going on (``changing.locked()``). If
+several interrupts at once separate a section from its caller, the section goes on without the lock, and whoever takes
+the lock waits for it. So methods that a load calls in its section also accept that one runs (``RUNNING_SECTIONS``).
 """
 
 import os
@@ -20,14 +25,14 @@ T = TypeVar("T")
 
 
 class StateLock:
-    """The lock of one pipeline. It is held inside its methods only; threads without it wait.
+    """The lock of one pipeline. It is held during calls only; threads without it wait.
 
     Both locks are C code's, held in ``with``, so that no interrupt leaves them taken.
     """
 
     def __init__(self) -> None:
         self._of_thread = threading.RLock()
-        self._of_change = threading.Lock()
+        self.changing = threading.Lock()
         """Taken, inside the other one, while states change."""
         self._change = ""
         """The change, as users call it."""
@@ -52,8 +57,8 @@ class StateLock:
             return act(*args, **kwargs)
 
     def is_changing(self) -> bool:
-        """True if this thread is in the middle of a change: a part of the change need not ask for the lock."""
-        return self._of_change.locked() and self._of_thread._is_owned() and not RUNNING_SECTIONS  # type: ignore[attr-defined]
+        """True if this thread is in the middle of a change."""
+        return self.changing.locked() and self._of_thread._is_owned() and not RUNNING_SECTIONS  # type: ignore[attr-defined]
 
     def change(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Do this, which changes states; it may be a part of another change."""
@@ -64,9 +69,9 @@ class StateLock:
         return self.run(self._alone, what, False, act, *args, **kwargs)
 
     def _alone(self, what: str, tears: bool, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._of_change.locked():
+        if self.changing.locked():
             return act(*args, **kwargs)
-        with self._of_change:
+        with self.changing:
             self._change, self._tears = what, tears
             return act(*args, **kwargs)
 
@@ -79,7 +84,7 @@ class StateLock:
         return self.run(self._checked, what, act, *args, **kwargs)
 
     def _checked(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self._of_change.locked() and not in_section():
+        if self.changing.locked() and not in_section():
             raise StateError(
                 f"{what} in the middle of {self._change}, in the same thread (in a signal handler?): states and "
                 "parameters are partly of one step, partly of the next; expected it between two steps: "
@@ -91,12 +96,12 @@ class StateLock:
         """In a forked process: the other threads, with what they held, are not there."""
         if self._of_thread.acquire(blocking=False):  # free, or this thread's own
             self._of_thread.release()
-            if RUNNING_SECTIONS and not self._of_change.locked():  # a change may have been separated from its caller
+            if RUNNING_SECTIONS and not self.changing.locked():  # a change may have been separated from its caller
                 self._torn = self._change
             return
-        if self._of_change.locked() and self._tears:
+        if self.changing.locked() and self._tears:
             self._torn = self._change
-        self._of_thread, self._of_change = threading.RLock(), threading.Lock()
+        self._of_thread, self.changing = threading.RLock(), threading.Lock()
 
 
 _LOCKS: "weakref.WeakSet[StateLock]" = weakref.WeakSet()
@@ -116,18 +121,7 @@ Method = Callable[Concatenate[Any, P], T]
 
 def changes(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
     """A method, of an object with a ``_state_lock``, that changes states: see :meth:`StateLock.change`."""
-
-    def decorate(method: Method[P, T]) -> Method[P, T]:
-        @wraps(method)
-        def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:
-            lock: StateLock = self._state_lock
-            if lock.is_changing():
-                return method(self, *args, **kwargs)
-            return lock.run(lock._alone, what, True, method, self, *args, **kwargs)
-
-        return locked  # type: ignore[return-value]  # it may be called with self=
-
-    return decorate
+    return partial(_locked, StateLock.change, what)
 
 
 def uses(what: str) -> Callable[[Method[P, T]], Method[P, T]]:

@@ -9,6 +9,7 @@ acquisition and the block.
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -215,6 +216,21 @@ def do_in_threads(acts: Sequence[Callable[[], object]]) -> None:
 
 RUNNING_SECTIONS: list[Task[None]] = []
 """Sections of :func:`uninterrupted` that have begun and not ended."""
+_sections: "SimpleQueue[Task[None]] | None" = None
+"""The sections that the thread has yet to run; None: it was not started in this process."""
+
+
+def _run_sections(sections: "SimpleQueue[Task[None]]") -> None:
+    while True:
+        sections.get().run()
+
+
+def _forget_thread() -> None:
+    global _sections
+    _sections = None
+
+
+os.register_at_fork(after_in_child=_forget_thread)
 
 
 def uninterrupted(section: Callable[[], object]) -> None:
@@ -222,9 +238,11 @@ def uninterrupted(section: Callable[[], object]) -> None:
 
     Python raises ``KeyboardInterrupt`` and the like in the main thread only, between any two of its instructions. So
     the section runs in another thread, while the caller waits; the first interrupt of this wait is raised when the
-    section has ended. Where no thread can be started, as at the interpreter's end, the caller runs the section.
+    section has ended. The thread is started once, for all sections. Where none can be started, or at the interpreter's
+    end, which stops it, the caller runs the section.
     """
-    if threading.get_ident() != threading.main_thread().ident:
+    global _sections
+    if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():
         section()
         return
 
@@ -237,7 +255,11 @@ def uninterrupted(section: Callable[[], object]) -> None:
 
     task = Task(run)
     try:
-        start_new_thread(task.run, ())
+        if (sections := _sections) is None:
+            sections = SimpleQueue()
+            start_new_thread(_run_sections, (sections,))
+            _sections = sections
+        sections.put(task)
         task.wait()
     except BaseException as error:
         if task.cancel():  # it has not begun
@@ -260,7 +282,7 @@ def _no_thread(error: BaseException) -> bool:
 
 
 def clear_up(act: Callable[[], object]) -> None:
-    """Make a call that may wait, when garbage is collected: in a new thread, for which the main thread waits.
+    """Make a call that may wait, when garbage is collected: in another thread, for which the main thread waits.
 
     Python collects garbage in any thread, also in the very one whose tasks ``act`` waits for; and between any two
     instructions, also while a framework has switched that thread to tensors without values, to compile. ``act`` must
@@ -285,5 +307,5 @@ def await_sections() -> None:
 
 
 def forget_sections() -> None:
-    """Forget all sections in a forked process: it lacks their threads, and new threads may get their identifiers."""
+    """Forget all sections in a forked process: it lacks their thread, and a new thread may get its identifier."""
     RUNNING_SECTIONS.clear()

@@ -430,7 +430,7 @@ def test_front_ends_that_replace_states_copy_them_first(tmp_path, monkeypatch, f
         return [
             {name: view.copy() for name, view in views.items()}
             for i in range(len(names))
-            for _, views in StateAccess(pipeline).states(i)
+            for _, views in pipeline.state_lock.change("a test", StateAccess(pipeline).states, i)
         ]
 
     before = states()

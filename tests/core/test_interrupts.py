@@ -197,7 +197,8 @@ def test_two_interrupts_at_once_let_no_other_thread_into_a_section():
     assert seen == [(1, 1)] * 30
 
 
-def test_where_no_thread_can_be_started_the_caller_runs_the_section():
+def test_where_no_thread_can_be_started_the_caller_runs_the_section(monkeypatch):
+    monkeypatch.setattr(threads, "_sections", None)  # as at the first section of a process
     ran_in = []
     before = threading.stack_size(2**46)  # more than there is
     try:
@@ -215,6 +216,7 @@ def test_a_handlers_runtime_error_does_not_make_the_caller_run_the_section(monke
     def starts_as_a_signal_comes(run, arguments):
         raise RuntimeError("the handler's")
 
+    monkeypatch.setattr(threads, "_sections", None)
     monkeypatch.setattr(threads, "start_new_thread", starts_as_a_signal_comes)
     ran = []
     with pytest.raises(RuntimeError, match="the handler's"):

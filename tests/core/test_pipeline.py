@@ -1,9 +1,11 @@
 """The pipeline against a naive unsharded loop, on the host device and on the fake asynchronous one."""
 
 import copy
+import inspect
 import math
 import pickle
 from dataclasses import replace
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
+from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import GradientError, StateError
 from offload_core.rules.adam import AdamHyper
@@ -19,12 +22,15 @@ from offload_core.step.bucket_states import Gradient, Publication
 from offload_core.step.decision import StepArguments
 from offload_core.step.local_bucket import LocalBucket
 from offload_core.step.loss_scale import LossScaler
+from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.step.update import Updates
+from offload_core.support.threads import uninterrupted
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles
 from tests.support.kernel_calls import INSTRUCTION_SETS, using
 from tests.support.late_stores import over_both_stores
+from tests.support.locking_pipeline import LOCKED
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import (
@@ -501,6 +507,22 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
             subject.pipeline.drop_gradients()
             subject.add_all()
             assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
+
+
+@pytest.mark.parametrize("call", LOCKED)
+def test_what_changes_anything_is_refused_without_the_state_lock(call):
+    """A front end that forgets the lock would let a save see the middle of a change."""
+    pipeline = Pipeline(OffloadConfig(), HostRanks(HostDevice()), None)
+    method = attrgetter(call)(pipeline)
+    arguments = [None] * sum(p.default is p.empty for p in inspect.signature(method).parameters.values())
+    with pytest.raises(AssertionError):
+        method(*arguments)
+
+
+@pytest.mark.parametrize("call", ["drop_gradients", "early.recall", "last_step.finish"])
+def test_a_load_whose_caller_was_interrupted_twice_goes_on_without_the_lock(call):
+    pipeline = Pipeline(OffloadConfig(), HostRanks(HostDevice()), None)
+    uninterrupted(attrgetter(call)(pipeline))
 
 
 def test_a_pipeline_is_not_copied_with_its_addresses():

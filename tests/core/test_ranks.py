@@ -27,11 +27,11 @@ from offload_core.step.bucket_states import Gradient
 from offload_core.step.decision import StepArguments
 from offload_core.step.health import Health
 from offload_core.step.loss_scale import LossScaler
-from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.late_stores import over_both_stores
+from tests.support.locking_pipeline import LockingPipeline
 from tests.support.one_thread import Threads, ThreadsOfRanks
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import STATES, UNANNOUNCED, Case, Subject
@@ -187,7 +187,7 @@ def test_a_native_reduction_sums_in_the_element_type_that_travels():
     def body(rank, **options):
         case = model(OffloadConfig(**options))
         device = HostRanks(HostDevice(), rank, native=case.config.reduction == "native")
-        pipeline = Pipeline(case.config, device, None)
+        pipeline = LockingPipeline(case.config, device, None)
         params = [m.astype(BFLOAT16.numpy) for m in case.masters]
         pipeline.add_parameters([ParamSpec(f"p{i}", p.size, BFLOAT16) for i, p in enumerate(params)], params)
         for i, p in enumerate(params):

@@ -8,6 +8,7 @@ import time
 import pytest
 
 from offload_core.errors import StateError
+from offload_core.support import threads
 from offload_core.support.threads import Condition, Task, TaskThread, do_in_threads, uninterrupted
 from tests.support.interrupts import interrupt_at_event
 from tests.support.processes import ROOT, environment_of
@@ -60,6 +61,78 @@ def test_an_interrupt_at_any_moment_leaves_a_section_whole_or_not_begun():
             break
         number += 1
     assert seen == {0, 2}
+
+
+def test_an_interrupt_at_any_moment_of_the_first_section_leaves_the_next_ones_working(monkeypatch):
+    number = 0
+    while True:
+        monkeypatch.setattr(threads, "_sections", None)
+        done = []
+        interrupted = interrupt_at_event(number, lambda done=done: uninterrupted(lambda: done.append("first")))
+        uninterrupted(lambda done=done: done.append("next"))
+        assert done in (["next"], ["first", "next"])
+        if not interrupted:
+            break
+        number += 1
+    assert number > 20
+
+
+def test_all_sections_run_in_one_thread():
+    ran_in = set()
+    for _ in range(3):
+        uninterrupted(lambda: ran_in.add(threading.get_ident()))
+    assert len(ran_in) == 1
+    assert ran_in.isdisjoint({threading.get_ident()})
+
+
+def test_a_section_that_garbage_or_a_handler_asks_for_meanwhile_follows_the_one_that_runs(monkeypatch):
+    """Python calls both in the middle of the wait."""
+    done, begun = [], threading.Event()
+
+    def section():
+        begun.set()
+        time.sleep(0.01)
+        done.append("first")
+
+    wait = Task.wait
+
+    def wait_and_ask(task):
+        if begun.wait(60) and not done:
+            monkeypatch.setattr(Task, "wait", wait)
+            uninterrupted(lambda: done.append("second"))
+        wait(task)
+
+    monkeypatch.setattr(Task, "wait", wait_and_ask)
+    uninterrupted(section)
+    assert done == ["first", "second"]
+
+
+def said_by(code):
+    """What a process prints that runs this; it has the function ``uninterrupted``."""
+    code = "import os, threading; from offload_core.support.threads import uninterrupted\n" + code
+    options = {"env": environment_of(ROOT), "capture_output": True, "text": True, "timeout": 60, "check": True}
+    done = subprocess.run([sys.executable, "-c", code], **options)
+    assert not done.stderr
+    return done.stdout
+
+
+def test_a_fork_runs_sections_in_a_thread_of_its_own():
+    code = (
+        "main = threading.get_ident(); uninterrupted(lambda: None)\n"
+        "if child := os.fork(): print(os.waitpid(child, 0)[1])\n"
+        "else: uninterrupted(lambda: print(threading.get_ident() != main, flush=True)); os._exit(0)"
+    )
+    assert said_by(code) == "True\n0\n"
+
+
+def test_a_section_of_an_object_that_dies_with_the_interpreter_runs():
+    """Its thread is gone by then."""
+    code = (
+        "class Kept:\n"
+        "    def __del__(self): uninterrupted(lambda: os.write(1, b'ended'))\n"
+        "kept = Kept(); kept.itself = kept; uninterrupted(lambda: os.write(1, b'began '))"
+    )
+    assert said_by(code) == "began ended"
 
 
 def test_tasks_are_done_in_order_and_their_errors_are_those_of_who_asks():

@@ -14,10 +14,10 @@ from offload_core.errors import StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.decision import StepArguments
-from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
+from tests.support.locking_pipeline import LockingPipeline
 from tests.support.traces import ends, read
 
 N_BUCKETS, NUMEL = 3, 64
@@ -29,7 +29,7 @@ class Model:
     def __init__(self, device, collectives=None, **fields):
         config = OffloadConfig(reduce_bucket_size=NUMEL, op_order="torch", **fields)
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
-        self.pipeline = Pipeline(config, HostRanks(device, collectives), None)
+        self.pipeline = LockingPipeline(config, HostRanks(device, collectives), None)
         ones = np.ones(NUMEL, BFLOAT16.numpy)
         self.tensors = [self.put(ones) for _ in range(N_BUCKETS)]
         self.gradients = [self.put(ones) for _ in range(N_BUCKETS)]

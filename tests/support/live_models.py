@@ -14,11 +14,11 @@ from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.rules.adam import AdamHyper
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.decision import StepArguments
-from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.step.state_lock import StateLock
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import ThreadRank, _Group, run_ranks
+from tests.support.locking_pipeline import LockingPipeline
 
 SIZES = (40, 1, 200, 77, 33)
 
@@ -56,7 +56,7 @@ class Model:
         self.device = device
         put = FakeTensor if isinstance(device, FakeDevice) else np.copy
         ranks = HostRanks(device, world)
-        self.pipeline = Pipeline(config, ranks, None)
+        self.pipeline = LockingPipeline(config, ranks, None)
         self.live = LiveParams(config, HostRanks(device, apart), StateLock())
         self.specs = [ParamSpec(f"p{i}", n, (FLOAT32, BFLOAT16)[i % 2], partitioned=True) for i, n in enumerate(SIZES)]
         rng = np.random.default_rng(0)

@@ -13,11 +13,11 @@ from offload_core.dtypes import BFLOAT16, FLOAT32, ElementType
 from offload_core.layout.partition import ParamSpec
 from offload_core.native.grad_norm import clip_coefficient
 from offload_core.step.decision import StepArguments
-from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles, state_formats
 from tests.support.kernel_calls import State
+from tests.support.locking_pipeline import LockingPipeline
 from tests.support.oracles import assert_same_bits
 from tests.support.rules import KINDS, OPTAXS_KINDS, hyper_of, oracle_of, rule_of
 from tests.support.strategies import element_types
@@ -117,7 +117,7 @@ class Subject:
     def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None, leaves=(), hypers=()):
         self.device = device
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
-        self.pipeline = Pipeline(config, HostRanks(device, collectives), scaler)
+        self.pipeline = LockingPipeline(config, HostRanks(device, collectives), scaler)
         self.specs = [
             ParamSpec(
                 f"p{i}",

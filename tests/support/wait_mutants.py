@@ -107,7 +107,10 @@ def source_of(module: str) -> str:
 def is_wait(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
-    return getattr(node.func, "attr", getattr(node.func, "id", None)) in WAITS
+    called = node.func
+    if isinstance(called, ast.Attribute) and called.attr == "change" and len(node.args) > 1:
+        called = node.args[1]  # StateLock.change(what, act)
+    return getattr(called, "attr", getattr(called, "id", None)) in WAITS
 
 
 def nodes_of(module: str) -> Iterator[tuple[ast.AST, ast.stmt, str]]:

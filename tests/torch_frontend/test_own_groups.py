@@ -140,7 +140,7 @@ def test_headers_go_through_gloo_where_ranks_cannot_reach_each_other():
         assert bits(engine.module) == bits(expected.module)
         engine.backward(loss_of(engine, 1, rank))
         if rank == 0:
-            engine.optimizer.pipeline.flush(engine.optimizer.parts.registration.tensors())
+            engine.flush()
             said = said_by(lambda: engine.optimizer.whole_states(next(engine.module.parameters())))
         else:
             said = said_by(engine.step)

@@ -99,7 +99,7 @@ def test_a_save_of_another_thread_waits_for_the_steps_end(monkeypatch, tmp_path)
     other = threading.Thread(target=save_and_go_on)
 
     def begin(place):
-        if not other.ident and "in_section" not in place and engine.optimizer.pipeline.state_lock._of_change.locked():
+        if not other.ident and "in_section" not in place and engine.optimizer.pipeline.state_lock.changing.locked():
             other.start()
 
     handled_at_each_line(engine.step, begin)

@@ -93,7 +93,7 @@ class Run:
         pipeline = self.engine.optimizer.pipeline
         for i, spec in enumerate(pipeline.params):
             whole = torch.zeros(3, spec.numel, dtype=torch.float64)
-            for start, views in StateAccess(pipeline).states(i):
+            for start, views in pipeline.state_lock.change("a test", StateAccess(pipeline).states, i):
                 for row, name in enumerate(("master", "exp_avg", "exp_avg_sq")):
                     if name in views and not (row == 0 and spec.dtype.itemsize == 4):  # those may be the parameters
                         whole[row, start : start + views[name].size] = torch.from_numpy(views[name].astype("float64"))

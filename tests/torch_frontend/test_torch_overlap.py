@@ -110,7 +110,7 @@ def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
     assert all(pending(engine))
     got = read(engine.module)
     assert not any(pending(engine))
-    engine.optimizer.pipeline.last_step.finish()
+    engine.flush()
     for a, b in zip(got, read(engine.module), strict=True):
         assert type(a) is type(b)
         assert same_bits(a, b)
@@ -332,7 +332,7 @@ def test_the_optimizer_alone_has_finished_when_step_returns(device):
 def test_a_failed_copy_is_an_error_of_the_next_forward_once(slow):
     engine = wrap(make(), **OPTIONS)
     step(engine)
-    engine.optimizer.pipeline.last_step.finish()
+    engine.flush()
     slow.fails = True
     step(engine, 1)
     with pytest.raises(OSError, match="the copy failed"):

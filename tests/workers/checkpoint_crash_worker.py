@@ -33,8 +33,8 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Region
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.decision import StepArguments
-from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
+from tests.support.locking_pipeline import LockingPipeline
 
 SIZES = (40, 1500, 3)
 KEEP = 2
@@ -70,7 +70,7 @@ def values(step, i, name, numel):
 class Run:
     def __init__(self, collectives=None):
         config = OffloadConfig(num_threads=1, schedule="serial", reduce_bucket_size=700)
-        self.pipeline = Pipeline(config, HostRanks(HostDevice(), collectives), None)
+        self.pipeline = LockingPipeline(config, HostRanks(HostDevice(), collectives), None)
         self.tensors = [np.zeros(n, BFLOAT16.numpy) for n in SIZES]
         specs = [ParamSpec(f"p{i}", n, BFLOAT16, 0) for i, n in enumerate(SIZES)]
         self.names = [spec.name for spec in specs]

@@ -83,7 +83,7 @@ class ModelCheckpoints:
         optimizer = self._optimizer
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
-            tensors = optimizer.parts.registration.current_tensors()
+            tensors = self._state_lock.change("save_checkpoint()", optimizer.parts.registration.current_tensors)
             contents = self._contents(stateful, extras, frozen)
         return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
 
@@ -141,7 +141,7 @@ class ModelCheckpoints:
         with optimizer.checkpoints.together("load"):
             self._check_closed("load_checkpoint()")
             optimizer.parts.take_on_unfrozen(optimizer.param_groups)
-            tensors = optimizer.parts.registration.current_tensors()
+            tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
 
         def accept(loaded: Loaded) -> list[LastPart]:
             updates, state = check_run(loaded), loaded.state

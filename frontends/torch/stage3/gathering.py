@@ -174,7 +174,8 @@ class Gathering:
                 increment_version(param)
                 record.spread = param._version
                 if record.index is not None:
-                    StateAccess(self._pipeline).adopt(record.index, values)
+                    adopt = StateAccess(self._pipeline).adopt
+                    self._pipeline.state_lock.change("gathered_parameters()", adopt, record.index, values)
                 record.shard.copy_(values)
 
     def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:

@@ -36,7 +36,8 @@ class WholeParameters:
             with nullcontext() if innermost_transform() is None else outside_transforms():
                 self._live.acquire([record.live for record in records])
         except BaseException:
-            self._pipeline.last_step.finish()  # an error in an update is the cause, and is raised instead
+            # An error in an update is the cause, and is raised instead.
+            self._pipeline.state_lock.change("a gathering of parameters", self._pipeline.last_step.finish)
             raise
         for record in records:
             for tensor in record.values.tensors:
