@@ -25,7 +25,9 @@ enum {
     OC_LION = 4,
     OC_ADAGRAD_TORCH = 5,
     OC_ADAGRAD_OPTAX = 6,
-    OC_RULES = 7
+    OC_MUON_DIRECTION = 7,
+    OC_MUON = 8,
+    OC_RULES = 9
 };
 
 /* The most moments and scalars that a rule has. */

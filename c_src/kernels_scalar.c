@@ -266,6 +266,21 @@ static void adagrad(float g, element *x, const oc_rounded_scalars *s, int rule) 
         x->master = p + -lr * ((*sum != 0 ? 1 / sqrtf(*sum + eps) : 0) * g);
 }
 
+/* torch.lerp of one element. */
+static float lerp(float from, float to, float weight) {
+    return weight < 0.5f ? fmaf(weight, to - from, from) : fmaf(weight - 1, to - from, to);
+}
+
+static void muon(float g, element *x, const oc_rounded_scalars *s, int rule) {
+    const float *k = s->values;
+    float *m = x->moments;
+    m[0] = lerp(m[0], g, k[MUON_ONE_MINUS_MOMENTUM]);
+    if (rule == OC_MUON)
+        x->master = fmaf(m[1], k[MUON_STEP_SIZE], x->master * k[MUON_DECAY]);
+    else
+        x->master = k[MUON_NESTEROV] != 0 ? lerp(g, m[0], k[MUON_MOMENTUM]) : m[0];
+}
+
 static void update_element(float g, element *x, const oc_rounded_scalars *s, int rule) {
     if (s->grad_scale != 1)
         g = g * s->grad_scale;

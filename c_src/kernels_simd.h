@@ -67,12 +67,13 @@ INLINE void from_lanes(const lanes *padded, void *array, int dtype, int64_t i, i
 typedef struct {
     v32 grad_scale, values[OC_SCALARS]; /* the rounded scalars, which the rule may replace */
     int n_moments, scaled, reads_master;
-    int on[2]; /* the rule's own switches */
+    int on[3]; /* the rule's own switches */
 } rule_constants;
 
 #include "rule_adagrad.h"
 #include "rule_adam.h"
 #include "rule_lion.h"
+#include "rule_muon.h"
 #include "rule_sgd.h"
 
 static void set_constants(rule_constants *c, const oc_rounded_scalars *s, int rule) {

@@ -51,6 +51,15 @@ enum {
     ADAGRAD_WEIGHT_DECAY, /* the factor of the parameter in the gradient; 0: none */
 };
 
+/* oc_scalars.values of Muon, in both of its passes. */
+enum {
+    MUON_MOMENTUM,
+    MUON_ONE_MINUS_MOMENTUM,
+    MUON_NESTEROV,  /* 1 or 0 */
+    MUON_DECAY,     /* 1 - lr * weight_decay; 1: none */
+    MUON_STEP_SIZE, /* -lr, adjusted to the shape of the matrix */
+};
+
 /* For each rule: the name of its functions, its number of moments, the scalar that is 0 if it has none of them (or
  * OC_ALWAYS), and a bit for each moment that has a sign, the lowest for the first. */
 #define OC_EACH_RULE(DO)                                                                                               \
@@ -60,7 +69,9 @@ enum {
     DO(OC_SGD_OPTAX, sgd, 1, SGD_MOMENTUM, 1)                                                                          \
     DO(OC_LION, lion, 1, OC_ALWAYS, 1)                                                                                 \
     DO(OC_ADAGRAD_TORCH, adagrad, 1, OC_ALWAYS, 0)                                                                     \
-    DO(OC_ADAGRAD_OPTAX, adagrad, 1, OC_ALWAYS, 0)
+    DO(OC_ADAGRAD_OPTAX, adagrad, 1, OC_ALWAYS, 0)                                                                     \
+    DO(OC_MUON_DIRECTION, muon, 1, OC_ALWAYS, 1)                                                                       \
+    DO(OC_MUON, muon, 2, OC_ALWAYS, 3)
 
 enum { OC_ALWAYS = -1 };
 

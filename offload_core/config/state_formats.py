@@ -92,7 +92,7 @@ def formats_of(
     if dtype is not BFLOAT16:  # a master weight is at least as exact as its parameter
         master = of_master = FLOAT32.name
     others = {
-        state.name: replace(FORMATS[name or of_others], has_sign=state.has_sign)
+        state.name: replace(FORMATS[name or of_others if state.narrows else FLOAT32.name], has_sign=state.has_sign)
         for state, name in zip(states, own, strict=True)
     }
     return MappingProxyType({MASTER: FORMATS[master or of_master], **others})

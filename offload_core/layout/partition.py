@@ -16,7 +16,7 @@ from functools import lru_cache
 from ..config.options import OffloadConfig
 from ..dtypes import ElementType
 from ..errors import ConfigError
-from ..rules import Rule
+from ..rules import Matrix, Rule
 from .regions import Elements
 
 _MOST_BUCKETS = 2**15
@@ -45,6 +45,9 @@ class ParamSpec:
     """False: another process holds the same elements, and counts and saves them."""
     seed_name: str | None = None
     """The name that :attr:`seed` follows from; None: ``name``."""
+    matrix: Matrix | None = None
+    """The shape of the matrices that it consists of, which no bucket cuts; None: its rule updates any run of elements
+    alone."""
     settled_with: int | None = None
     """Not None: its gradient may come on some ranks only, or earlier on some, and waits until it is settled
     (``Pipeline.settle``), with those of all parameters that have the same number."""
@@ -88,6 +91,8 @@ class Bucket:
     """The place of its parameters."""
     rule: Rule | None = None
     """The update rule of its parameters."""
+    matrix: Matrix | None = None
+    """The shape of the matrices that its pieces consist of; None: they may be cut anywhere."""
 
     @property
     def padded_numel(self) -> int:
@@ -95,8 +100,8 @@ class Bucket:
 
     @property
     def key(self) -> "Key":
-        """Group, element type, ``partitioned``, place and rule: the same for all parameters of a bucket."""
-        return (self.group, self.dtype.name, self.partitioned, self.place, self.rule)
+        """Group, element type, ``partitioned``, place, rule and matrix: the same for all parameters of a bucket."""
+        return (self.group, self.dtype.name, self.partitioned, self.place, self.rule, self.matrix)
 
     @property
     def start(self) -> int:
@@ -136,7 +141,7 @@ class Bucket:
         return tuple(owned)
 
 
-Key = tuple[int, str, bool, int, Rule | None]
+Key = tuple[int, str, bool, int, Rule | None, Matrix | None]
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -147,6 +152,19 @@ def round_up(n: int, multiple: int) -> int:
 def shard_unit(block: int) -> int:
     """Shards are whole multiples of this many elements, if parameters are cut into whole blocks of ``block``."""
     return math.lcm(ALIGNMENT, block)
+
+
+def owners(bucket: Bucket, n_matrices: int, loads: list[int], work: int) -> tuple[int, ...]:
+    """Return the rank that computes with each of a bucket's matrices, and add their work to the ranks' loads.
+
+    Each matrix goes to the rank that has had the least work so far.
+    """
+    chosen = []
+    for _ in range(n_matrices):
+        rank = min(range(bucket.world_size), key=loads.__getitem__)
+        loads[rank] += work
+        chosen.append(rank)
+    return tuple(chosen)
 
 
 Kinds = Sequence[tuple[Bucket, int]]
@@ -219,19 +237,28 @@ def build_buckets(
         numel = pieces[-1].offset + pieces[-1].numel
         shard_numel = round_up(numel, unit) // world_size
         index = first_bucket + len(buckets)
-        group, _, partitioned, place, rule = key
-        buckets.append(Bucket(index, group, dtype, tuple(pieces), shard_numel, world_size, partitioned, place, rule))
+        group, _, partitioned, place, rule, matrix = key
+        buckets.append(
+            Bucket(index, group, dtype, tuple(pieces), shard_numel, world_size, partitioned, place, rule, matrix)
+        )
 
     for local, spec in reversed(list(enumerate(params))):
-        key = (spec.group, spec.dtype.name, spec.partitioned, spec.place, spec.rule)
+        key = (spec.group, spec.dtype.name, spec.partitioned, spec.place, spec.rule, spec.matrix)
+        whole = 1 if spec.matrix is None else math.prod(spec.matrix)
+        if spec.matrix is not None and spec.partitioned:  # which has padding in its last bucket alone
+            whole = math.lcm(whole, unit)
         start = 0
         while start < spec.numel:
             pieces = filling.setdefault(key, [])
             offset = round_up(pieces[-1].offset + pieces[-1].numel, block) if pieces else 0
-            numel = min(spec.numel - start, capacity - offset)
+            room = max(capacity - offset, 0) // whole * whole or (0 if pieces else whole)
+            if not room:
+                close(key, spec.dtype)
+                continue
+            numel = min(spec.numel - start, room)
             pieces.append(Piece(first_param + local, start, numel, offset))
             start += numel
-            if round_up(offset + numel, block) == capacity or (spec.partitioned and start == spec.numel):
+            if round_up(offset + numel, block) >= capacity or (spec.partitioned and start == spec.numel):
                 close(key, spec.dtype)
     by_name = {spec.dtype.name: spec.dtype for spec in params}
     for key in list(filling):

@@ -58,6 +58,8 @@ RULES = {
     "lion": lib.OC_LION,
     "adagrad_torch": lib.OC_ADAGRAD_TORCH,
     "adagrad_optax": lib.OC_ADAGRAD_OPTAX,
+    "muon_direction": lib.OC_MUON_DIRECTION,
+    "muon": lib.OC_MUON,
 }
 FORMATS = {"float32": lib.OC_FLOAT32, "bfloat16": lib.OC_BFLOAT16, "float8": lib.OC_FLOAT8, "split": lib.OC_SPLIT}
 """Formats of states: masters are ``"float32"``, ``"bfloat16"`` or ``"split"``, moments ``"float32"``, ``"bfloat16"`` or

@@ -3,12 +3,13 @@
 from .adagrad import Adagrad
 from .adam import Adam
 from .lion import Lion
-from .rule import MASTER, Hyper, Rule, Scalars, State
+from .muon import Muon
+from .rule import MASTER, DevicePart, Hyper, Matrix, Rule, Scalars, State
 from .sgd import SGD
 
-__all__ = ["MASTER", "RULES", "STATE_NAMES", "Hyper", "Rule", "Scalars", "State"]
+__all__ = ["MASTER", "RULES", "STATE_NAMES", "DevicePart", "Hyper", "Matrix", "Rule", "Scalars", "State"]
 
-RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adam, SGD, Lion, Adagrad)}
+RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adam, SGD, Lion, Adagrad, Muon)}
 """The rules by their names in configurations."""
 
 STATE_NAMES = (MASTER, *dict.fromkeys(state.name for rule in RULES.values() for state in rule.every_state))

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from ..errors import ConfigError
 from ..support import checks
-from .rule import Rule, State
+from .rule import Matrix, Rule, State
 
 
 @dataclass(frozen=True)
@@ -59,5 +59,5 @@ class Adagrad(Rule):
     def kernel(self) -> str:
         return f"adagrad_{self.op_order}"
 
-    def values(self, hyper: AdagradHyper, t: int) -> tuple[float, ...]:
+    def values(self, hyper: AdagradHyper, t: int, matrix: Matrix | None) -> tuple[float, ...]:
         return hyper.lr / (1 + (t - 1) * hyper.lr_decay), hyper.eps, hyper.weight_decay

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from ..errors import ConfigError
 from ..support import checks
-from .rule import Rule, State
+from .rule import Matrix, Rule, State
 
 
 def check_betas(betas: object) -> None:
@@ -68,7 +68,7 @@ class Adam(Rule):
     def kernel(self) -> str:
         return f"adam_{self.op_order}"
 
-    def values(self, hyper: AdamHyper, t: int) -> tuple[float, ...]:
+    def values(self, hyper: AdamHyper, t: int, matrix: Matrix | None) -> tuple[float, ...]:
         beta1, beta2 = hyper.betas
         decoupled = self.mode == "adamw"
         if self.op_order == "torch":

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from ..support import checks
 from .adam import check_betas
-from .rule import Rule, State
+from .rule import Matrix, Rule, State
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,6 @@ class Lion(Rule):
     def kernel(self) -> str:
         return "lion"
 
-    def values(self, hyper: LionHyper, t: int) -> tuple[float, ...]:
+    def values(self, hyper: LionHyper, t: int, matrix: Matrix | None) -> tuple[float, ...]:
         beta1, beta2 = hyper.betas
         return hyper.lr, beta1, 1 - beta1, beta2, 1 - beta2, hyper.weight_decay

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Protocol, Self
 
 import numpy as np
 
-from ..dtypes import ElementType
+from ..dtypes import BFLOAT16, ElementType
 from ..errors import ConfigError
 from ..native import kernels
 
@@ -27,6 +27,24 @@ class State:
     """False: values are never negative. In 8 bits they then have one more bit of exponent."""
     first: float = 0.0
     """The value of each element before a parameter's first update."""
+    narrows: bool = True
+    """False: it is kept in float32, whatever format the other states have."""
+
+
+Matrix = tuple[int, int]
+"""The numbers of rows and of columns of a matrix."""
+
+
+class DevicePart(ABC):
+    """A part of an update that the device computes, from whole matrices in bfloat16 to such matrices."""
+
+    @abstractmethod
+    def work(self, matrix: Matrix) -> int:
+        """Return the multiplications that a matrix costs."""
+
+    @abstractmethod
+    def numel(self, matrix: Matrix) -> int:
+        """Return the elements in bfloat16 that the device needs at a time beside the matrix itself."""
 
 
 class Hyper(Protocol):
@@ -92,9 +110,31 @@ class Rule(ABC):
     def kernel(self) -> str:
         """The rule's key in ``kernels.RULES``."""
 
+    @property
+    def device_part(self) -> DevicePart | None:
+        """The part that the device computes between two passes of the kernel; None: there is one pass.
+
+        The first pass (key ``kernel`` + ``"_direction"``) changes no state, and writes the matrices that the device
+        gets. The second has the result as a further moment, which it leaves as it is.
+        """
+        return None
+
+    def matrix(self, name: str, shape: Sequence[int], *, in_order: bool = True) -> Matrix | None:
+        """Return the shape of the matrices that a parameter consists of, and that no bucket may cut; None: any run of
+        elements may be updated alone.
+
+        Args:
+            in_order: False: its elements do not lie row by row in memory.
+
+        Raises:
+            ParameterError: the rule cannot update such a parameter.
+        """
+        return None
+
     @abstractmethod
-    def values(self, hyper: Any, t: int) -> tuple[float, ...]:
-        """Return the kernel's scalars (``oc_scalars.values``) for update number ``t``, counted from 1.
+    def values(self, hyper: Any, t: int, matrix: Matrix | None) -> tuple[float, ...]:
+        """Return the kernel's scalars (``oc_scalars.values``) for update number ``t``, counted from 1, of a parameter
+        that consists of such matrices.
 
         Compute them in double, from ``t`` and never from a running product, so that a resumed run gives the same bits.
         The kernel rounds them.
@@ -108,9 +148,11 @@ class Rule(ABC):
                 "of that optimizer: make the optimizer anew to change it"
             )
 
-    def scalars(self, hyper: Any, t: int, *, grad_scale: float) -> tuple[float, tuple[float, ...], int]:
+    def scalars(
+        self, hyper: Any, t: int, matrix: Matrix | None, *, grad_scale: float
+    ) -> tuple[float, tuple[float, ...], int]:
         """A row of ``kernels.SCALARS`` for update number ``t``, with this factor on the gradients."""
-        values = self.values(hyper, t)
+        values = self.values(hyper, t, matrix)
         return grad_scale, (*values, *[0.0] * (kernels.N_SCALARS - len(values))), t
 
     @property
@@ -130,6 +172,21 @@ class Rule(ABC):
             states[MASTER].point(rows, None, offsets)
         rows["numel"] = numels
         return rows
+
+    def directions(
+        self, segments: np.ndarray, scalars: "Scalars", *, grad_dtype: ElementType, threads: int
+    ) -> None:
+        """Write in bfloat16, to where the segments have a device parameter, what the device part gets."""
+        segments["master"] = segments["moments"][:, 0]  # of the same type, and not used
+        kernels.update(
+            segments,
+            scalars.table,
+            rule=f"{self.kernel}_direction",
+            grad_dtype=grad_dtype,
+            param_dtype=BFLOAT16,
+            threads=threads,
+            keep_states=True,
+        )
 
     def update(
         self,
@@ -158,17 +215,19 @@ class Rule(ABC):
             threads=threads,
             keep_states=keep_states,
             master_format=formats[MASTER],
-            moment_formats=[formats[state.name] for state in self.states],
+            moment_formats=[formats[state.name] for state in self.states] + [BFLOAT16.name] * (self.device_part is not None),
         )
 
 
 class Scalars:
-    """The kernel scalars of one step: a row for each distinct (group, update number).
+    """The kernel scalars of one step: a row for each distinct (group, shape of matrices, update number).
 
     Args:
         rules: the rule of each parameter; parameters of one group have the same.
         hypers: one for each parameter group.
         groups: the group of each parameter.
+        matrices: shapes of matrices.
+        of_shape: the number in ``matrices`` of the shape that each parameter consists of.
         steps: updates that each parameter has had.
         present: the parameters that have a gradient.
         grad_scale: the factor on the gradients.
@@ -179,20 +238,23 @@ class Scalars:
         rules: Sequence[Rule],
         hypers: Sequence[Hyper],
         groups: Sequence[int],
+        matrices: Sequence[Matrix | None],
+        of_shape: np.ndarray,
         steps: np.ndarray,
         present: Collection[int],
         *,
         grad_scale: float,
     ) -> None:
         params = np.fromiter(present, np.int64, len(present))
-        group, count = np.asarray(groups, np.int64)[params], steps[params].astype(np.int64)
-        pairs, first, of_param = np.unique(group << _COUNT_BITS | count, return_index=True, return_inverse=True)
+        alike = np.asarray(groups, np.int64)[params] * len(matrices) + of_shape[params]
+        counts = steps[params].astype(np.int64)
+        pairs, first, of_param = np.unique(alike << _COUNT_BITS | counts, return_index=True, return_inverse=True)
         self.rows = np.full(len(groups), -1)
         """The row of ``table`` for each parameter; -1: it has no gradient."""
         self.rows[params] = of_param
         rows = []
         for pair, param in zip(pairs.tolist(), params[first].tolist(), strict=True):
-            t, hyper = (pair & (1 << _COUNT_BITS) - 1) + 1, hypers[pair >> _COUNT_BITS]
+            t, hyper = (pair & (1 << _COUNT_BITS) - 1) + 1, hypers[groups[param]]
             rules[param].check(hyper)
-            rows.append(rules[param].scalars(hyper, t, grad_scale=grad_scale))
+            rows.append(rules[param].scalars(hyper, t, matrices[of_shape[param]], grad_scale=grad_scale))
         self.table = np.array(rows, kernels.SCALARS)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 
 from ..errors import ConfigError
 from ..support import checks
-from .rule import Hyper, Rule, State
+from .rule import Hyper, Matrix, Rule, State
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class SGD(Rule):
                 + ". Make the optimizer anew to change between them"
             )
 
-    def values(self, hyper: SGDHyper, t: int) -> tuple[float, ...]:
+    def values(self, hyper: SGDHyper, t: int, matrix: Matrix | None) -> tuple[float, ...]:
         return (
             hyper.lr,
             hyper.momentum,
