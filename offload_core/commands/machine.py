@@ -46,7 +46,7 @@ def measure_bandwidths(threads: int) -> Bandwidths:
     arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
     grad, master, *moments = map(kernels.address, arrays)
     segments = kernels.segments_of([{"grad": grad, "master": master, "moments": moments, "numel": _MEASURED}])
-    scalars = np.array([Adam("torch").scalars(AdamHyper(1e-3), 1, grad_scale=1.0)], kernels.SCALARS)
+    scalars = np.array([Adam("torch").scalars(AdamHyper(1e-3), 1, None, grad_scale=1.0)], kernels.SCALARS)
 
     def update() -> None:
         kernels.update(segments, scalars, rule="adam_torch", grad_dtype=FLOAT32, param_dtype=None, threads=threads)

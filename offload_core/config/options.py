@@ -14,6 +14,7 @@ from ..deepspeed.keys import KEYS
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..rules import RULES, Rule
+from ..rules.muon import COEFFICIENTS
 from ..support import checks
 from ..support.processors import default_threads
 from .schedules import GroupSchedule, Schedule
@@ -118,6 +119,13 @@ class OffloadConfig:
     """Adagrad's, with ``op_order="torch"``: update t has the rate lr / (1 + (t - 1) * lr_decay)."""
     initial_accumulator_value: float = field(default=0.0, kw_only=True)
     """Adagrad's: the first value of its sum of squares (``optax.adagrad`` has 0.1)."""
+    ns_coefficients: tuple[float, float, float] = field(default=COEFFICIENTS, kw_only=True)
+    """Muon's: the coefficients of the Newton-Schulz iteration."""
+    ns_steps: int = field(default=5, kw_only=True)
+    """Muon's: the steps of the iteration."""
+    adjust_lr_fn: str | None = field(default=None, kw_only=True)
+    """Muon's: ``"original"`` (None) multiplies the learning rate by the root of max(1, rows / columns),
+    ``"match_rms_adamw"`` by 0.2 times the root of the larger of both, so that AdamW's rate and weight decay fit."""
     op_order: str | None = None
     """The library whose rounding is reproduced, ``"torch"`` or ``"optax"``; None: the front end's own."""
     stage: int = 2

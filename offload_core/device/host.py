@@ -5,8 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..dtypes import BY_NUMPY, ElementType
+from ..rules.muon import NewtonSchulz
 from .events import Done, Event
-from .protocols import Copy, HostArray, HostArrays
+from .protocols import Copy, HostArray, HostArrays, Matrices
 
 
 class HostDevice:
@@ -40,11 +41,41 @@ class HostDevice:
             np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
 
+    def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
+        compute_in(matrices, host)
+        return Done()
+
     def mark(self) -> Event:
         return Done()
 
     def synchronize(self) -> None:
         pass
+
+
+def compute_in(matrices: Matrices, host: np.ndarray) -> None:
+    """Put what the matrices' part makes of each in its place."""
+    assert isinstance(matrices.part, NewtonSchulz)
+    for matrix in matrices.in_(host):
+        shaped = matrix.reshape(matrices.shape)
+        shaped[...] = newton_schulz(shaped, matrices.part)
+
+
+def newton_schulz(matrix: np.ndarray, part: NewtonSchulz) -> np.ndarray:
+    """Orthogonalize a matrix in bfloat16, as :class:`NewtonSchulz` defines it; products are summed in float32."""
+    a, b, c = map(np.float32, part.coefficients)
+
+    def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
+        return (x.astype(np.float32) @ y.astype(np.float32)).astype(matrix.dtype)
+
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T if is_tall else matrix
+    norm = np.sqrt(np.square(x.astype(np.float32)).sum(dtype=np.float32))
+    x = (x.astype(np.float32) / np.maximum(norm, np.float32(part.eps))).astype(matrix.dtype)
+    for _ in range(part.steps):
+        gram = product(x, x.T)
+        polynomial = (b * gram.astype(np.float32) + c * product(gram, gram).astype(np.float32)).astype(matrix.dtype)
+        x = (a * x.astype(np.float32) + product(polynomial, x).astype(np.float32)).astype(matrix.dtype)
+    return x.T if is_tall else x
 
 
 def fill(host: np.ndarray, runs: Sequence[tuple[int, np.ndarray]]) -> None:

@@ -12,8 +12,8 @@ from ..memory.host_memory import Lease
 from ..ranks.collectives import Collectives, HostCollectives, SingleRank
 from .events import Done, Event, Waiting, traced
 from .exchange_sizes import OnHost
-from .protocols import Copy, ExchangeSizes, HostArray, TensorMemory
-from .trace import GATHER, REDUCTION, TO_DEVICE, TO_HOST, Trace
+from .protocols import Copy, ExchangeSizes, HostArray, Matrices, TensorMemory
+from .trace import GATHER, MATRICES, REDUCTION, TO_DEVICE, TO_HOST, Trace
 
 _BROADCAST_BYTES = 64 * 2**20
 """The most bytes that are copied at a time when all ranks get rank 0's parameters."""
@@ -116,6 +116,27 @@ class HostRanks:
                 self._exchange.gather(shards, whole, f"bucket {bucket.index}: gathering of parameters")
         to_device = partial(self.memory.to_device, whole, copies, after)
         return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, to_device)
+
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+        if self.world_size == 1:
+            start = partial(self.memory.transform, matrices, shards)
+            return traced(self.trace, MATRICES, bucket.index, shards.nbytes, start)
+        what = f"bucket {bucket.index}: exchange of matrices"
+        whole = staging.borrow(bucket.padded_numel, shards.dtype)
+        with self.trace.span(GATHER, "matrices", bucket.index, whole.nbytes):
+            self._exchange.gather(shards, whole, what)
+        start = partial(self.memory.transform, matrices.of_ranks(self.ranks), whole)
+        computed = traced(self.trace, MATRICES, bucket.index, whole.nbytes, start)
+
+        def finish() -> None:
+            computed.wait()
+            for matrix, row in zip(matrices.in_(whole), matrices.rows, strict=True):
+                self._exchange.broadcast(matrix, what, row.owner)
+                if row.owner in self.ranks:
+                    self._exchange.sent_bytes += matrix.nbytes * (self.world_size - 1)
+            shards[:] = whole[self.ranks[0] * bucket.shard_numel :][: bucket.shard_numel]
+
+        return Waiting(finish)
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
         if self.world_size > 1:

@@ -4,8 +4,9 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 (torch) or of several (JAX: one for each local device).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,6 +17,7 @@ from ..memory.host_memory import Lease
 from ..memory.pinning import Pinning
 from ..native import kernels
 from ..ranks.collectives import Collectives
+from ..rules import DevicePart, Matrix
 from .events import Event
 from .trace import Trace
 
@@ -103,6 +105,39 @@ class Arrival(NamedTuple):
     """The divisor that is still to be applied to the sum."""
 
 
+class OneMatrix(NamedTuple):
+    """A matrix of a parameter, row by row in a flat array."""
+
+    param: int
+    offset: int
+    """The number in the array of its first element."""
+    owner: int
+    """The rank that computes with it."""
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """Whole matrices in a flat array in bfloat16."""
+
+    part: DevicePart
+    """The computation, of each matrix alone."""
+    shape: Matrix
+    rows: tuple["OneMatrix", ...]
+
+    def of_params(self, params: Collection[int]) -> "Matrices":
+        """Return those of these parameters."""
+        return replace(self, rows=tuple(row for row in self.rows if row.param in params))
+
+    def of_ranks(self, ranks: Collection[int]) -> "Matrices":
+        """Return those of these owners."""
+        return replace(self, rows=tuple(row for row in self.rows if row.owner in ranks))
+
+    def in_(self, array: Any) -> list[Any]:
+        """Return each one's elements in the array, which has one dimension."""
+        numel = math.prod(self.shape)
+        return [array[row.offset : row.offset + numel] for row in self.rows]
+
+
 class TensorAccess(Protocol):
     """Reads tensors, and tells of the memory that they are in."""
 
@@ -155,6 +190,13 @@ class TensorMemory(TensorAccess, Protocol):
         """Start to write runs of ``host`` to the tensors, after the mark ``after``.
 
         The caller changes neither side before the event.
+        """
+        ...
+
+    def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
+        """Start to compute with matrices of a host array, and to put the results in their place.
+
+        The caller does not touch the array before the event.
         """
         ...
 
@@ -215,8 +257,8 @@ class DeviceTerms(Protocol):
 class Device(DeviceTerms, TensorAccess, Protocol):
     """Holds device parameters and gradients, and carries their buckets to and from this process's shards.
 
-    All processes make the same calls of :meth:`reduce` and :meth:`publish` in the same order. A call that needs a lost
-    rank raises :class:`CollectiveError`.
+    All processes make the same calls of :meth:`reduce`, :meth:`publish` and :meth:`transform` in the same order. A call
+    that needs a lost rank raises :class:`CollectiveError`.
     """
 
     @property
@@ -278,6 +320,19 @@ class Device(DeviceTerms, TensorAccess, Protocol):
 
         Returns:
             The event after which the parameters are written; ``shards`` may not be touched before.
+        """
+        ...
+
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+        """Start to compute with whole matrices of a bucket, and to put the results in their place in the shards.
+
+        Args:
+            matrices: of the whole bucket.
+            shards: the shards of ``ranks``, in bfloat16, end to end.
+            staging: lends buffers for ``sizes.link_numel`` elements. The caller releases it after the event.
+
+        Returns:
+            The event after which the results are there; ``shards`` may not be touched before.
         """
         ...
 

@@ -24,7 +24,9 @@ REDUCTION = "reduction"
 UPDATE = "update"
 GATHER = "gather"
 TO_DEVICE = "host to device"
-LANES = (COMPUTE, TO_HOST, REDUCTION, UPDATE, GATHER, TO_DEVICE)
+MATRICES = "matrices"
+"""To the device, computing there, and back."""
+LANES = (COMPUTE, TO_HOST, REDUCTION, UPDATE, GATHER, TO_DEVICE, MATRICES)
 
 _NOTHING = nullcontext()
 

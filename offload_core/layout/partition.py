@@ -154,17 +154,23 @@ def shard_unit(block: int) -> int:
     return math.lcm(ALIGNMENT, block)
 
 
-def owners(bucket: Bucket, n_matrices: int, loads: list[int], work: int) -> tuple[int, ...]:
-    """Return the rank that computes with each of a bucket's matrices, and add their work to the ranks' loads.
+def matrices_of(bucket: Bucket, loads: list[int], work: int) -> list[tuple[int, int, int]]:
+    """Return ``(parameter, offset, rank)`` of each matrix in a bucket: the rank is the one that computes with it.
 
-    Each matrix goes to the rank that has had the least work so far.
+    Each goes to the rank that has the least work so far.
+
+    Args:
+        loads: the work that each rank has; that of these matrices is added.
+        work: of each of the bucket's matrices.
     """
-    chosen = []
-    for _ in range(n_matrices):
-        rank = min(range(bucket.world_size), key=loads.__getitem__)
-        loads[rank] += work
-        chosen.append(rank)
-    return tuple(chosen)
+    assert bucket.matrix is not None
+    found = []
+    for piece in bucket.pieces:
+        for offset in range(piece.offset, piece.offset + piece.numel, math.prod(bucket.matrix)):
+            rank = min(range(len(loads)), key=loads.__getitem__)
+            loads[rank] += work
+            found.append((piece.param, offset, rank))
+    return found
 
 
 Kinds = Sequence[tuple[Bucket, int]]

@@ -90,10 +90,10 @@ class StagingRing:
     The caller makes sure that a buffer is free before it borrows. Threads may borrow and return at the same time.
     """
 
-    def __init__(self, memory: HostMemory, *, slots: int, n_bytes: int, pinned: bool) -> None:
+    def __init__(self, memory: HostMemory, *, slots: int, n_bytes: int, pinned: bool, label: str = "staging") -> None:
         self.slot_bytes = n_bytes
         """Bytes of each buffer."""
-        allocate = partial(memory.allocate, "staging", n_bytes, np.dtype(np.uint8), pinned=pinned)
+        allocate = partial(memory.allocate, label, n_bytes, np.dtype(np.uint8), pinned=pinned)
         self._free = deque(allocate() for _ in range(slots))
 
     def lease(self) -> "Lease":

@@ -11,7 +11,17 @@ from ..dtypes import BFLOAT16, FLOAT32
 from ..layout.partition import Bucket, Kinds, ParamSpec
 from ..memory.plan import DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
 from ..rules import MASTER, Rule
-from .terms import BLOCKS, GATHERED, GRADIENT_SLOTS, GRADIENTS, GRADIENTS_ON_HOST, PARAMETERS, STAGING, BucketTerms
+from .terms import (
+    BLOCKS,
+    DIRECTIONS,
+    GATHERED,
+    GRADIENT_SLOTS,
+    GRADIENTS,
+    GRADIENTS_ON_HOST,
+    PARAMETERS,
+    STAGING,
+    BucketTerms,
+)
 
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
@@ -130,14 +140,15 @@ class Planner:
         if not self._terms.direct:
             slot_bytes = self._terms.slot_bytes([bucket for bucket, _ in kinds])
             host[STAGING] = self._terms.staging_slots * max(slot_bytes - self._terms.ring_bytes, 0)
+        if direction_bytes := self._terms.direction_bytes(bucket for bucket, _ in kinds):
+            host[DIRECTIONS] = self._terms.direction_slots * max(direction_bytes - self._terms.directions_bytes, 0)
         if self._terms.config.offload_param is not None:
             host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self._terms.kinds(frozen))
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
             **_narrower_states(self._terms.config, rules, specs),
             GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
-            STAGING: "reduce_bucket_size",
-            BLOCKS: "reduce_bucket_size",
+            **dict.fromkeys((STAGING, DIRECTIONS, BLOCKS), "reduce_bucket_size"),
             PARAMETER_SHARDS: smaller,
         }
         return [
@@ -185,7 +196,10 @@ class Planner:
         ]
         each = [self._terms.way_bytes(bucket) for bucket, _ in self._terms.kinds(specs)]
         on_way = min(self._terms.depth, len(buckets)) * max(each, default=0)
-        return [*rows_of, PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True)]
+        rows_of.append(PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True))
+        if matrices := self._terms.matrix_bytes(buckets):
+            rows_of.append(PlanRow("matrices in an update", DEVICE, matrices, "reduce_bucket_size", brief=True))
+        return rows_of
 
     def _most_together(
         self,

@@ -4,14 +4,14 @@
 what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import SPLIT, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
-from ..dtypes import BY_NAME, FLOAT16, FLOAT32, ElementType
+from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, Kinds, ParamSpec, planned
 from ..rules import MASTER, Rule
 from ..states import STORES
@@ -20,6 +20,8 @@ from ..support.worker import Background, Inline
 STAGING = "staging"
 BLOCKS = "blocks of states"
 """States of another place while they are updated."""
+DIRECTIONS = "directions"
+"""Of rules with a part that the device computes from whole matrices."""
 GRADIENTS_ON_HOST = "gradients on the host"
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
@@ -62,6 +64,8 @@ class BucketTerms:
         self.ring_bytes = 0
         self.lent_bytes = 0
         """The size of the slots of gradients that there are."""
+        self.directions_bytes = 0
+        """The size of the buffers for directions that there are."""
 
     def ring_was_made(self, slot_bytes: int) -> None:
         """There are staging buffers of this size now: plans count what more would take."""
@@ -71,11 +75,16 @@ class BucketTerms:
         """Record the size of the gradient slots, so that plans count only what more they would take."""
         self.lent_bytes = slot_bytes
 
+    def directions_were_made(self, n_bytes: int) -> None:
+        """Record the size of the buffers for directions, so that plans count only what more they would take."""
+        self.directions_bytes = n_bytes
+
     def with_(self, **fields: Any) -> "BucketTerms":
         """Return these terms with other settings."""
         terms = BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
         terms.ring_was_made(self.ring_bytes)
         terms.slots_were_made(self.lent_bytes)
+        terms.directions_were_made(self.directions_bytes)
         return terms
 
     # --- small decisions, each made here only --------------------------------------------------------
@@ -172,6 +181,26 @@ class BucketTerms:
 
     def home_dtype(self, bucket: Bucket) -> ElementType:
         return FLOAT32 if self.sums else self.device.sizes.arrival(self.wire(bucket)).dtype
+
+    @property
+    def direction_slots(self) -> int:
+        """Buffers for directions: one bucket's may travel while the device computes with another's."""
+        return self.device.sizes.staging_slots * (2 if self.overlaps else 1)
+
+    def direction_bytes(self, buckets: Iterable[Bucket]) -> int:
+        """The size of each of these buffers."""
+        numels = [self.device.sizes.link_numel(b) for b in buckets if self.rule_of(b).device_part is not None]
+        return max(numels, default=0) * BFLOAT16.itemsize
+
+    def matrix_bytes(self, buckets: Iterable[Bucket]) -> int:
+        """The bytes that the device takes for matrices, beside those that lie on the host."""
+        most = 0
+        for bucket in buckets:
+            part = self.rule_of(bucket).device_part
+            if part is not None and bucket.matrix is not None:
+                held = 0 if self.device.addressable else (2 if self.overlaps else 1) * bucket.padded_numel
+                most = max(most, held + part.numel(bucket.matrix))
+        return most * BFLOAT16.itemsize
 
     def slot_bytes(self, buckets: Sequence[Bucket]) -> int:
         return max((self.device.sizes.slot_bytes(bucket, self.wire(bucket)) for bucket in buckets), default=0)

@@ -1,7 +1,7 @@
 """The seam *rule*: the states that an update keeps, its hyperparameters, its scalars, and the update itself."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
 
@@ -173,9 +173,7 @@ class Rule(ABC):
         rows["numel"] = numels
         return rows
 
-    def directions(
-        self, segments: np.ndarray, scalars: "Scalars", *, grad_dtype: ElementType, threads: int
-    ) -> None:
+    def directions(self, segments: np.ndarray, scalars: "Scalars", *, grad_dtype: ElementType, threads: int) -> None:
         """Write in bfloat16, to where the segments have a device parameter, what the device part gets."""
         segments["master"] = segments["moments"][:, 0]  # of the same type, and not used
         kernels.update(
@@ -206,6 +204,7 @@ class Rule(ABC):
             param_dtype: the type of the device parameters to write; None: write none.
             keep_states: leave the states as they are, and write the device parameters only.
         """
+        directions = [] if self.device_part is None else [BFLOAT16.name]
         kernels.update(
             segments,
             scalars.table,
@@ -215,7 +214,7 @@ class Rule(ABC):
             threads=threads,
             keep_states=keep_states,
             master_format=formats[MASTER],
-            moment_formats=[formats[state.name] for state in self.states] + [BFLOAT16.name] * (self.device_part is not None),
+            moment_formats=[*[formats[state.name] for state in self.states], *directions],
         )
 
 
@@ -258,3 +257,7 @@ class Scalars:
             rules[param].check(hyper)
             rows.append(rules[param].scalars(hyper, t, matrices[of_shape[param]], grad_scale=grad_scale))
         self.table = np.array(rows, kernels.SCALARS)
+
+    def present(self, params: Iterable[int], among: Collection[int] | None = None) -> frozenset[int]:
+        """Return those of these parameters that have a row; ``among``: of these alone."""
+        return frozenset(p for p in params if self.rows[p] >= 0 and (among is None or p in among))

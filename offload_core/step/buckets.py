@@ -3,21 +3,22 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import Master
-from ..device.protocols import Copy, Device, HostArray
+from ..device.protocols import Copy, Device, HostArray, Matrices, OneMatrix
 from ..device.trace import COMPUTE
 from ..dtypes import BY_NUMPY, FLOAT32
-from ..layout.partition import Bucket, ParamSpec, Piece, cut
+from ..layout.partition import Bucket, ParamSpec, Piece, cut, matrices_of
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
 from ..native import kernels
 from ..plans.planner import Planner
-from ..plans.terms import BucketTerms
+from ..plans.terms import DIRECTIONS, BucketTerms
 from ..ranks.consistency import check_start
 from ..rules import MASTER
 from ..states.store import Extent
@@ -49,6 +50,10 @@ class LocalBuckets:
         """The planned memory of the host, for each time that parameters were taken on."""
         self.gradient_memory = GradientMemory(self.memory, device, self.terms)
         self.staging: StagingRing | None = None
+        self.directions: StagingRing | None = None
+        """Memory for matrices on their way through the device; None: no rule asks for any."""
+        self._matrix_work = [0] * device.world_size
+        """The work of each rank with matrices, in an update of all parameters."""
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
         self.store = self.terms.store_kind(config, self.memory, len(device.ranks))
@@ -78,6 +83,13 @@ class LocalBuckets:
             self.staging = None  # free before allocating its successor
             self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=True)
             terms.ring_was_made(slot_bytes)
+        direction_bytes = terms.direction_bytes(buckets)
+        if direction_bytes > (0 if self.directions is None else self.directions.slot_bytes):
+            self.directions = None
+            self.directions = StagingRing(
+                self.memory, slots=terms.direction_slots, n_bytes=direction_bytes, pinned=True, label=DIRECTIONS
+            )
+            terms.directions_were_made(direction_bytes)
         first = len(self.params)
         self.params += specs
         self.planned += planned
@@ -93,6 +105,7 @@ class LocalBuckets:
                 own,
                 Master.of(terms.state_formats(bucket)),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
+                self._matrices(bucket),
             )
             self.all.append(work)
             for param in work.members:
@@ -108,6 +121,14 @@ class LocalBuckets:
             for piece in work.pieces:
                 run = self.store.run([self.extent(work, piece)])[state.name]
                 run.write(np.broadcast_to(np.float32(state.first), piece.numel))
+
+    def _matrices(self, bucket: Bucket) -> Matrices | None:
+        part, shape = self.terms.rule_of(bucket).device_part, bucket.matrix
+        if part is None or shape is None:
+            return None
+        return Matrices(
+            part, shape, tuple(starmap(OneMatrix, matrices_of(bucket, self._matrix_work, part.work(shape))))
+        )
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         if self.device.world_size > 1 or self.device.collectives.world_size == 1:  # else processes have their own

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from ..config.state_formats import Master
-from ..device.events import Event
-from ..device.protocols import HostArrays
+from ..device.events import Done, Event
+from ..device.protocols import HostArrays, Matrices
 from ..dtypes import BY_NUMPY, ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
@@ -36,6 +36,20 @@ class Writes(Enum):
 
 
 @dataclass(eq=False)
+class Direction:
+    """The direction of a bucket's update: what the device computes from whole matrices (``directions.py``)."""
+
+    shards: np.ndarray
+    """In bfloat16, in the places of the process's shards."""
+    lease: Lease
+    computed: Event = field(default_factory=Done)
+
+    def addresses(self, offsets: np.ndarray) -> np.ndarray:
+        """Return the addresses of the elements at these offsets."""
+        return kernels.address(self.shards) + (offsets * self.shards.itemsize).astype(np.uintp)
+
+
+@dataclass(eq=False)
 class LocalBucket:
     """The three state machines of ``bucket_states.py`` and the data that belongs to each."""
 
@@ -55,6 +69,10 @@ class LocalBucket:
     """Parameters may lag behind master weights that lie apart. Others change with them."""
     writes: Writes
     """The memory of the parameters that a step updates."""
+    matrices: Matrices | None = None
+    """The matrices that the device computes with in an update; None: its rule has no such part."""
+    direction: Direction | None = None
+    """That of the update that is under way, or comes next."""
     home: np.ndarray | None = field(init=False)
     """Gradient: the memory in which gradients wait, its own or lent; None: it has none now."""
     waiting: dict[int, Any] = field(default_factory=dict)
@@ -182,7 +200,21 @@ class LocalBucket:
         self.task = None
         self.owner.on(OwnerEvent.TAKE)
 
+    def chosen(self, scalars: Scalars, among: frozenset[int] | None = None) -> np.ndarray:
+        """True for each piece that is updated with these scalars; ``among``: of these parameters alone."""
+        chosen = scalars.rows[self.params] >= 0
+        if among is not None and among != self.members:
+            chosen &= np.isin(self.params, list(among))
+        return chosen
+
     def release(self) -> None:
         """Give back the staging."""
         if self.lease is not None:
             self.lease.release()
+        self.release_direction()
+
+    def release_direction(self) -> None:
+        """Give back the memory of the direction."""
+        if self.direction is not None:
+            self.direction.lease.release()
+            self.direction = None

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from ..support.threads import Task
 from .bucket_states import Gradient, GradientEvent, Publication, PublicationEvent
 from .buckets import LocalBuckets
 from .decision import Decision
+from .directions import Directions
 from .local_bucket import LocalBucket, Writes
 
 
@@ -30,6 +32,7 @@ class Updates:
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
+        self._directions = Directions(buckets)
         self._travelling: deque[LocalBucket] = deque()
         """Buckets that were sent; no task waits for their arrival yet. Oldest first."""
 
@@ -48,7 +51,7 @@ class Updates:
         """
 
         def update(work: LocalBucket) -> Event:
-            out = self._run(work, decision.scalars, work.writes, decision.tensors)
+            out = self._run(work, decision.scalars, work.writes, decision.tensors, then=following.get(work))
             work.owed = None
             work.forget_gradients(GradientEvent.END)
             if out is None:
@@ -56,6 +59,7 @@ class Updates:
             present = set(decision.present)
             return self._buckets.device.publish(work.bucket, out, decision.tensors, present, self._lease(work), after)
 
+        following = dict(pairwise(works)) if self._buckets.worker.behind else {}
         self._buckets.store.expect(work.bucket.index for work in works)
         for work in works:
             work.gradient.on(GradientEvent.USE)
@@ -167,6 +171,7 @@ class Updates:
         *,
         among: frozenset[int] | None = None,
         keep_states: bool = False,
+        then: LocalBucket | None = None,
     ) -> np.ndarray | None:
         """Update the pieces that have a gradient and scalars. Return the staging that was written, if any.
 
@@ -176,13 +181,13 @@ class Updates:
             writes: where other parameters are written.
             tensors: the device parameters; not needed where only states are written.
             among: these parameters alone.
+            then: the bucket that is updated next: the device computes with its matrices meanwhile.
         """
         store = self._buckets.store
         out = self._borrow(work) if writes is Writes.STAGING else None
         rows = scalars.rows[work.params]
-        chosen = rows >= 0
-        if among is not None and among != work.members:
-            chosen &= np.isin(work.params, list(among))
+        chosen = work.chosen(scalars, among)
+        directions = self._directions.of(work, scalars, among, then)
         updated = {*work.params[chosen].tolist()}
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, updated)
         formats = {name: array.format.name for name, array in states.arrays.items()}
@@ -199,6 +204,8 @@ class Updates:
             segments["scalars"] = rows[pieces]
             segments["start"] = work.starts[pieces]
             segments["seed"] = work.seeds[pieces]
+            if directions is not None:
+                segments["moments"][:, len(work.rule.states)] = directions[pieces]
             if work.master is Master.PARAMETER:
                 segments["master"] = self._buckets.in_place(work, pieces, tensors)
             if param_dtype is not None:
@@ -213,6 +220,7 @@ class Updates:
                     threads=self._buckets.threads,
                     keep_states=keep_states,
                 )
+        work.release_direction()
         if not keep_states:
             store.commit(states)
         return out

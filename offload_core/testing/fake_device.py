@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from ..device.events import Done, Event
-from ..device.host import fill
-from ..device.protocols import Copy, HostArray, HostArrays
+from ..device.host import compute_in, fill
+from ..device.protocols import Copy, HostArray, HostArrays, Matrices
 from ..dtypes import BY_NUMPY, ElementType
 from ..support.threads import Task, TaskThread
 
@@ -142,6 +142,17 @@ class FakeDevice:
         else:
             self._lanes["to_device"].submit(spoil)
         return self._enqueue("to_device", host.nbytes, write)
+
+    def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
+        def compute() -> None:
+            moved = host.copy()
+            for matrix in matrices.in_(host):
+                matrix.view(np.uint8)[:] = 0xFF
+            compute_in(matrices, moved)
+            for into, made in zip(matrices.in_(host), matrices.in_(moved), strict=True):
+                np.copyto(into, made)
+
+        return self._enqueue("to_host", host.nbytes, compute)
 
     def compute(self, work: Callable[[], object]) -> Event:
         """Call ``work`` in the compute lane, after all earlier tasks of that lane."""

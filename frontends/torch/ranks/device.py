@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 from offload_core.device.events import Done, Event
-from offload_core.device.protocols import Copy, HostArray, HostArrays
+from offload_core.device.protocols import Copy, HostArray, HostArrays, Matrices
 from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
 
+from ..device_parts import computed
 from ..tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
 from .pinning import pinning_for
 
@@ -103,6 +104,17 @@ class TorchDevice(ABC):
     @abstractmethod
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event: ...
 
+    @abstractmethod
+    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> Event:
+        """Start to move a host tensor to the device, to compute there, and to move the result into its place."""
+
+    def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
+        def compute(moved: torch.Tensor) -> torch.Tensor:
+            compute_in(matrices, moved)
+            return moved
+
+        return self.through(as_torch(host), compute)
+
 
 class _AtOnce:
     def event(self, used: Any) -> Event:
@@ -138,6 +150,17 @@ class HostTorchDevice(TorchDevice):
         after.order()
         spread(as_torch(host), copies)
         return Done()
+
+    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> Event:
+        host.copy_(compute(host))
+        return Done()
+
+
+def compute_in(matrices: Matrices, flat: torch.Tensor) -> None:
+    """Put what the device computes from each matrix in its place."""
+    for matrix in matrices.in_(flat):
+        shaped = matrix.view(matrices.shape)
+        shaped.copy_(computed(matrices.part, shaped))
 
 
 def fill(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
@@ -203,6 +226,8 @@ class AcceleratorDevice(TorchDevice):
         self.pinning = pinning_for(device)
         self._to_host = torch.Stream(device)
         self._to_device = torch.Stream(device)
+        self._computing = torch.Stream(device)
+        """Of :meth:`through`, beside the model's own."""
         self._leaving: deque[Event] = deque()
         """The ends of the last copies to the host, oldest first."""
 
@@ -216,7 +241,7 @@ class AcceleratorDevice(TorchDevice):
         return _StreamEvent(torch.accelerator.current_stream(self.device), None)
 
     def synchronize(self) -> None:
-        for stream in (self._to_host, self._to_device):
+        for stream in (self._to_host, self._to_device, self._computing):
             with suppress(RuntimeError):  # the event of a failed copy raises its error
                 stream.synchronize()
 
@@ -254,6 +279,18 @@ class AcceleratorDevice(TorchDevice):
             packed.copy_(source, non_blocking=True)
             spread(packed, copies)
             return lane.event(copies)
+
+    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> Event:
+        # Three streams: one bucket computes while another one moves.
+        with self._lane(self._to_device, Done(), deque(maxlen=0)) as lane:
+            moved = host.to(self.device, non_blocking=True)
+            arrived = lane.event(None)
+        with self._lane(self._computing, arrived, deque(maxlen=0)) as lane:
+            result = compute(moved)
+            made = lane.event(None)
+        with self._lane(self._to_host, made, deque(maxlen=0)) as lane:
+            host.copy_(result, non_blocking=True)
+            return lane.event((moved, result))
 
 
 def memory_of(device: torch.device) -> TorchDevice:

@@ -14,8 +14,8 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.events import Event, traced
 from offload_core.device.exchange_sizes import OnDevice
 from offload_core.device.host_ranks import HostRanks
-from offload_core.device.protocols import Copy, HostArray
-from offload_core.device.trace import TO_DEVICE, TO_HOST
+from offload_core.device.protocols import Copy, HostArray, Matrices
+from offload_core.device.trace import MATRICES, TO_DEVICE, TO_HOST
 from offload_core.dtypes import ElementType
 from offload_core.errors import CollectiveError
 from offload_core.layout.partition import Bucket
@@ -25,7 +25,7 @@ from offload_core.ranks.consistency import check_start
 
 from ..tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
-from .device import TorchDevice, as_torch, fill, memory_of, spread
+from .device import TorchDevice, as_torch, compute_in, fill, memory_of, spread
 from .own_group import timeout_of
 from .pinning import drivers_of
 
@@ -135,6 +135,28 @@ class DeviceRanks(HostRanks):
             spread(gathered, copies)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
             return lane.event(copies)
+
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+        start = partial(self._transform, bucket, matrices, shards)
+        return traced(self.trace, MATRICES, bucket.index, shards.nbytes, start)
+
+    def _transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray) -> Event:
+        what = f"bucket {bucket.index}: exchange of matrices"
+        rank = self.ranks[0]
+
+        def compute(mine: torch.Tensor) -> torch.Tensor:
+            whole = mine.new_empty(bucket.padded_numel)
+            self._ranks.compare_headers(what, whole.nbytes)
+            self._run(what, all_gather, whole, mine, group=self._publishing)
+            self._sent_bytes += mine.nbytes * (self.world_size - 1)
+            compute_in(matrices.of_ranks(self.ranks), whole)
+            for matrix, row in zip(matrices.in_(whole), matrices.rows, strict=True):
+                self._run(what, partial(dist.broadcast, group_src=row.owner), matrix, group=self._publishing)
+                if row.owner == rank:
+                    self._sent_bytes += matrix.nbytes * (self.world_size - 1)
+            return whole[rank * bucket.shard_numel :][: bucket.shard_numel]
+
+        return self._memory.through(as_torch(shards), compute)
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
         if isinstance(shard, HostArray):

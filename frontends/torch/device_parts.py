@@ -1,0 +1,27 @@
+"""The parts of updates that a device computes from whole matrices, in torch's operations."""
+
+import torch
+
+from offload_core.rules import DevicePart
+from offload_core.rules.muon import NewtonSchulz
+
+
+def computed(part: DevicePart, matrix: torch.Tensor) -> torch.Tensor:
+    """Return what a part makes of a matrix: another one of the same shape, in bfloat16 on the same device."""
+    assert isinstance(part, NewtonSchulz)
+    return newton_schulz(matrix, part)
+
+
+def newton_schulz(matrix: torch.Tensor, part: NewtonSchulz) -> torch.Tensor:
+    """Orthogonalize a matrix in bfloat16, as :class:`NewtonSchulz` defines it.
+
+    The operations are those of ``torch.optim.Muon``, so that the bits are, too.
+    """
+    a, b, c = part.coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.mT if is_tall else matrix
+    x = x / x.norm().clamp(min=part.eps)
+    for _ in range(part.steps):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x

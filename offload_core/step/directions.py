@@ -1,0 +1,56 @@
+"""The directions of an update: whole matrices, which the device computes with between the two passes of the kernel."""
+
+import numpy as np
+
+from ..device.trace import UPDATE
+from ..dtypes import BFLOAT16
+from ..rules import Scalars
+from .buckets import LocalBuckets
+from .local_bucket import Direction, LocalBucket
+
+
+class Directions:
+    """Computes them. No state changes, so that an update can be made again from its beginning."""
+
+    def __init__(self, buckets: LocalBuckets) -> None:
+        self._buckets = buckets
+
+    def start(self, work: LocalBucket, scalars: Scalars, among: frozenset[int] | None = None) -> None:
+        """Start with a bucket, unless it has none or was started. All processes call it in the same order.
+
+        Args:
+            among: these parameters alone, the same on all processes.
+        """
+        buckets = self._buckets
+        if work.matrices is None or work.direction is not None:
+            return
+        assert buckets.directions is not None
+        lease = buckets.directions.lease()
+        shards = lease.borrow(len(buckets.device.ranks) * work.bucket.shard_numel, BFLOAT16.numpy)
+        work.direction = Direction(shards, lease)
+        states = buckets.store.read(work.bucket.index)
+        for dtype, pieces in work.held(work.chosen(scalars, among)):
+            segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
+            segments["grad"] = work.gradients.addresses[pieces]
+            segments["scalars"] = scalars.rows[work.params[pieces]]
+            segments["param"] = work.direction.addresses(work.offsets[pieces])
+            with buckets.trace.span(UPDATE, "directions", work.bucket.index):
+                work.rule.directions(segments, scalars, grad_dtype=dtype, threads=buckets.threads)
+        matrices = work.matrices.of_params(scalars.present(work.members, among))
+        work.direction.computed = buckets.device.transform(work.bucket, matrices, shards, lease)
+
+    def of(
+        self, work: LocalBucket, scalars: Scalars, among: frozenset[int] | None, then: LocalBucket | None
+    ) -> np.ndarray | None:
+        """Return the address of each piece's direction; None: the bucket has none.
+
+        Args:
+            then: the bucket to start with meanwhile.
+        """
+        self.start(work, scalars, among)
+        if then is not None:
+            self.start(then, scalars)
+        if work.direction is None:
+            return None
+        work.direction.computed.wait()
+        return work.direction.addresses(work.offsets)
