@@ -5,7 +5,14 @@ from offload_core.step.pipeline import StepReport
 
 from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
-from .optimizer import OffloadedAdagrad, OffloadedAdamW, OffloadedLion, OffloadedOptimizer, OffloadedSGD
+from .optimizer import (
+    OffloadedAdagrad,
+    OffloadedAdamW,
+    OffloadedLion,
+    OffloadedMuon,
+    OffloadedOptimizer,
+    OffloadedSGD,
+)
 from .ranks.launch import init_process_group
 from .stage3.construction import init
 from .stage3.gathering import gathered_parameters, register_external_parameter
@@ -16,6 +23,7 @@ __all__ = [
     "OffloadedAdagrad",
     "OffloadedAdamW",
     "OffloadedLion",
+    "OffloadedMuon",
     "OffloadedOptimizer",
     "OffloadedSGD",
     "StepReport",

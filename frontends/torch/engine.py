@@ -91,6 +91,7 @@ class Engine(nn.Module):
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         _check_averages_once(model)
+        all_of_it = params is None
         if params is None:
             # Frozen ones are included: they get states when they are unfrozen.
             params = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.requires_grad]
@@ -102,7 +103,9 @@ class Engine(nn.Module):
         elif not isinstance(params, torch.Tensor):
             params = in_model(model, params)
         group = default_group(process_group)
-        self.optimizer = class_for(config, overrides).of_engine(model, params, config, group, overrides)
+        self.optimizer = class_for(config, overrides).of_engine(
+            model, params, config, group, overrides, all_of_it=all_of_it
+        )
         """The model's optimizer, for learning-rate schedulers and the like."""
         self.offload_config = self.optimizer.config
         """The configuration."""

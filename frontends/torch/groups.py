@@ -207,10 +207,12 @@ def groups_of_params(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, 
     return {param: g for g, group in enumerate(groups) for param in group["params"]}
 
 
+_PLAIN = frozenset((float, int, bool, str, type(None)))
+
+
 def _are_plain(values: Iterable[Any]) -> bool:
     return all(
-        type(value) in (float, int, bool) or (type(value) is tuple and {type(x) for x in value} <= {float, int})
-        for value in values
+        type(value) in _PLAIN or (type(value) is tuple and {type(x) for x in value} <= {float, int}) for value in values
     )
 
 
@@ -232,7 +234,7 @@ def _checked(where: str, optimizer: str, *values: Any) -> Hyper:
 def _as_float(value: Any) -> Any:
     if isinstance(value, tuple | list):
         return tuple(map(float, value))
-    return value if isinstance(value, bool) else float(value)
+    return value if value is None or isinstance(value, bool | str) else float(value)
 
 
 _checked_once = lru_cache(maxsize=1024, typed=True)(_checked)

@@ -33,6 +33,7 @@ from .groups import (
     without_torchs_options,
 )
 from .internals import NO_BACKWARD, backward_number
+from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .registration import NamedParam, Slot, named_in, named_params
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
@@ -83,14 +84,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         config: ConfigLike,
         process_group: Any,
         overrides: Mapping[str, Any],
+        *,
+        all_of_it: bool,
     ) -> Self:
         """The optimizer of an engine, which counts micro-steps, scales losses and partitions the model's parameters.
 
-        The arguments are those of the constructor, with ``lr`` among ``overrides``.
+        The other arguments are those of the constructor, with ``lr`` among ``overrides``.
+
+        Args:
+            all_of_it: True if ``params`` are those of the whole model, which may need several rules.
         """
         optimizer = cls.__new__(cls)
         settings = {name: value for name, value in overrides.items() if name != "lr"}
-        optimizer._begin(params, overrides.get("lr"), config, process_group, settings, early_copy=True, model=model)
+        lr = overrides.get("lr")
+        optimizer._begin(params, lr, config, process_group, settings, early_copy=True, model=model, all_of_it=all_of_it)
         return optimizer
 
     def _begin(
@@ -103,6 +110,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         *,
         early_copy: bool,
         model: nn.Module | None = None,
+        all_of_it: bool = False,
     ) -> None:
         self._steps = None
         self._model = None if model is None else weakref.ref(model)
@@ -129,6 +137,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if isinstance(params, torch.Tensor):
             raise ParameterError("params: got a tensor, expected an iterable of tensors: write [tensor]")
         params = list(params)
+        if model is not None and all_of_it:
+            is_first = process_group is None or dist.get_rank(process_group) == 0
+            params = groups_for(model, params, self.config, tell=is_first)
         if not params:
             raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
         self._updates = 0
@@ -556,8 +567,20 @@ class OffloadedAdagrad(OffloadedOptimizer):
     rule_name = "adagrad"
 
 
+class OffloadedMuon(OffloadedOptimizer):
+    """Muon with master weights and momentum in host memory, as :class:`OffloadedAdamW` in everything else.
+
+    It updates matrices, and stacks of matrices one by one. Others need a group of another optimizer,
+    ``{"params": ..., "optimizer": "adamw"}``; ``wrap(model, optimizer="muon")`` makes the groups itself. The device
+    orthogonalizes the directions of the steps. On the CPU the bits are those of ``torch.optim.Muon``, over fp32 master
+    weights if the parameters are narrower. ``state[p]`` holds ``step``, ``momentum_buffer`` in fp32, and ``master``.
+    """
+
+    rule_name = "muon"
+
+
 CLASSES: dict[str, type[OffloadedOptimizer]] = {
-    each.rule_name: each for each in (OffloadedAdamW, OffloadedSGD, OffloadedLion, OffloadedAdagrad)
+    each.rule_name: each for each in (OffloadedAdamW, OffloadedSGD, OffloadedLion, OffloadedAdagrad, OffloadedMuon)
 }
 """By the value of ``OffloadConfig.optimizer``."""
 

@@ -202,7 +202,11 @@ class Registration:
         pipeline, parted = self._pipeline, self._partitioned
         targets = [self._casts.of_param(param) for _, param, _ in named]
         specs = [
-            replace(spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p)), rule=rules[g])
+            replace(
+                spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p)),
+                rule=rules[g],
+                matrix=rules[g].matrix(name, p.shape, in_order=memory_order(p) is None),
+            )
             for (name, p, g), target in zip(named, targets, strict=True)
         ]
         if parted is not None:

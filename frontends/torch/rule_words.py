@@ -47,6 +47,7 @@ WORDS: dict[str, TorchWords] = {
     "sgd": TorchWords(lambda _: torch.optim.SGD, counted_by="momentum_buffer"),
     "lion": TorchWords(None, counted_by="exp_avg"),
     "adagrad": TorchWords(lambda _: torch.optim.Adagrad),
+    "muon": TorchWords(lambda _: torch.optim.Muon, {}, counted_by="momentum_buffer"),
 }
 """By the value of ``OffloadConfig.optimizer``."""
 NAMES = {

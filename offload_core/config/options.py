@@ -13,7 +13,7 @@ from ..deepspeed import translation
 from ..deepspeed.keys import KEYS
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
-from ..rules import RULES, Rule
+from ..rules import RULES, Rule, State
 from ..rules.muon import COEFFICIENTS
 from ..support import checks
 from ..support.processors import default_threads
@@ -109,12 +109,12 @@ class OffloadConfig:
     and 0 with SGD and Adagrad."""
     adam_mode: str = "adamw"
     """``"adamw"`` decouples weight decay from the gradient; ``"adam"`` adds it to the gradient (L2)."""
-    momentum: float = field(default=0.0, kw_only=True)
-    """SGD's; 0: there is no momentum, and no memory for it."""
+    momentum: float = field(default=None, kw_only=True)  # type: ignore[assignment]
+    """SGD's and Muon's. SGD has no memory for a momentum of 0. None: 0 with SGD, 0.95 with Muon."""
     dampening: float = field(default=0.0, kw_only=True)
     """SGD's: 1 - dampening is the weight of a gradient in the momentum after the first."""
-    nesterov: bool = field(default=False, kw_only=True)
-    """SGD with Nesterov's momentum."""
+    nesterov: bool | None = field(default=None, kw_only=True)
+    """SGD or Muon with Nesterov's momentum. None: False with SGD, True with Muon."""
     lr_decay: float = field(default=0.0, kw_only=True)
     """Adagrad's, with ``op_order="torch"``: update t has the rate lr / (1 + (t - 1) * lr_decay)."""
     initial_accumulator_value: float = field(default=0.0, kw_only=True)
@@ -123,6 +123,12 @@ class OffloadConfig:
     """Muon's: the coefficients of the Newton-Schulz iteration."""
     ns_steps: int = field(default=5, kw_only=True)
     """Muon's: the steps of the iteration."""
+    muon_params: tuple[str, ...] | None = field(default=None, kw_only=True)
+    """Muon's: the names of the parameters of a wrapped model that it updates, whole or their end; AdamW updates the
+    others. None: all matrices but embeddings, heads and tables."""
+    adamw: Mapping[str, Any] | None = field(default=None, kw_only=True)
+    """Muon's: hyperparameters of AdamW for the parameters that it updates, as in a parameter group: ``{"lr": 3e-4}``.
+    Without a rate there it is ``lr`` if that is a function or ``adjust_lr_fn="match_rms_adamw"``, else AdamW's own."""
     adjust_lr_fn: str | None = field(default=None, kw_only=True)
     """Muon's: ``"original"`` (None) multiplies the learning rate by the root of max(1, rows / columns),
     ``"match_rms_adamw"`` by 0.2 times the root of the larger of both, so that AdamW's rate and weight decay fit."""
@@ -300,10 +306,8 @@ class OffloadConfig:
         rule = RULES[self.optimizer]
         for name in _OF_RULE:
             if not is_set(self, name):
-                default = getattr(rule.hyper, name, None)
-                unset = _Pair(default) if isinstance(default, tuple) else None if default is None else _Number(default)
-                object.__setattr__(self, name, unset)
-        given = {name: getattr(self, name) for name in names_of(rule)}
+                object.__setattr__(self, name, _unset(getattr(rule.hyper, name, None)))
+        given = {name: value for name in names_of(rule) if (value := getattr(self, name)) is not None}
         functions = {name for name in _FUNCTIONS if callable(given.get(name))}
         rule.hyper(**{name: value for name, value in given.items() if name not in functions}).check()
         for other in RULES.values():
@@ -311,9 +315,11 @@ class OffloadConfig:
                 if name in rule.settings:
                     continue
                 if getattr(self, name) != _DEFAULTS[name]:
+                    is_adamws = self.optimizer == "muon" and name in names_of(RULES["adamw"])
+                    elsewhere = ", or it within adamw={...}" * is_adamws
                     raise ConfigError(
                         f"{name}={checks.shown(getattr(self, name))} has no place in optimizer={self.optimizer!r}; "
-                        f"expected optimizer={other.name!r} beside it"
+                        f"expected optimizer={other.name!r} beside it{elsewhere}"
                     )
         rule.of(vars(self))
 
@@ -369,16 +375,25 @@ class OffloadConfig:
         kind = RULES[own.get("optimizer", self.optimizer)]
         return kind.of({**vars(self), **{name: own[name] for name in names_of(kind) if name in own}})
 
+    def adamw_group(self) -> dict[str, Any]:
+        """The parameter group of those parameters that Muon leaves to AdamW, without them."""
+        own: dict[str, Any] = dict(self.adamw or {})
+        if "lr" not in own and not callable(self.lr):
+            own["lr"] = self.lr if self.adjust_lr_fn == "match_rms_adamw" else RULES["adamw"].hyper().lr
+        return {**own, "optimizer": "adamw"}
+
     def state_formats(self, dtype: ElementType, rule: Rule | None = None) -> Mapping[str, StateFormat]:
         """The formats of the states of parameters of this element type, by name; ``rule`` is None: these settings'."""
-        rule = rule or self.rule()
-        own = tuple(getattr(self, f"{state.name}_dtype", None) for state in rule.states)
-        return formats_of(self.state_format, self.master_dtype, rule.states, own, dtype)
+        return self._formats(dtype, (rule or self.rule()).states)
+
+    def _formats(self, dtype: ElementType, states: tuple[State, ...]) -> Mapping[str, StateFormat]:
+        own = tuple(getattr(self, f"{state.name}_dtype", None) for state in states)
+        return formats_of(self.state_format, self.master_dtype, states, own, dtype)
 
     @property
     def state_block(self) -> int:
         """Parameters are cut at whole multiples of so many elements."""
-        every = [self.state_formats(BFLOAT16, kind.of(vars(self))) for kind in RULES.values()]
+        every = [self._formats(BFLOAT16, kind.every_state) for kind in RULES.values()]
         return max(format.block for formats in every for format in formats.values())
 
     @property
@@ -399,9 +414,11 @@ class OffloadConfig:
             updates: an integer of the type that the functions take.
         """
         scheduled = dict(zip(_FUNCTIONS, self.hyperparameters(updates), strict=True))
-        found = {name: scheduled.get(name, getattr(self, name)) for name in names_of(RULES[self.optimizer])}
+        rule = RULES[self.optimizer]
+        found = {name: scheduled.get(name, getattr(self, name)) for name in names_of(rule)}
         plain = {_Number: float, _Pair: tuple}
-        return {name: plain[type(value)](value) if type(value) in plain else value for name, value in found.items()}
+        known = {n: getattr(rule.hyper, n) if value is None else value for n, value in found.items()}
+        return {name: plain[type(value)](value) if type(value) in plain else value for name, value in known.items()}
 
     def hyperparameters(self, updates: Any, own_lr: float | None = None) -> tuple[float, tuple[float, float]]:
         """``lr`` and ``betas`` (None: the rule has none) of the update that follows ``updates`` others. Values that
@@ -428,10 +445,19 @@ SHARED_FIELDS = tuple(field.name for field in fields(OffloadConfig) if not field
 
 
 _DEFAULTS = {field.name: field.default for field in fields(OffloadConfig)}
-_OF_RULE = ("lr", "betas", "eps", "weight_decay")
+_LISTS = ("betas", "leaf_modules", "ns_coefficients", "muon_params")
+"""The fields that are tuples, and may be given as lists."""
+_OF_RULE = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 """The fields whose defaults are the rule's."""
 _FUNCTIONS = ("lr", "betas")
 """Hyperparameters that may be functions of the number of updates, as ``OffloadConfig.hyperparameters`` returns them."""
+
+
+def _unset(default: Any) -> Any:
+    """A rule's default, marked; None where the rule has none, or where a mark would change its type."""
+    if isinstance(default, tuple):
+        return _Pair(default)
+    return _Number(default) if isinstance(default, float) else None
 
 
 def is_set(config: OffloadConfig, name: str) -> bool:
@@ -478,7 +504,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
 
 def _converted(given: Mapping[str, Any]) -> dict[str, Any]:
     """The fields with tuples for lists, as JSON has only lists, and with the names of element types."""
-    lists = {name: given[name] for name in ("betas", "leaf_modules") if isinstance(given.get(name), list)}
+    lists = {name: given[name] for name in _LISTS if isinstance(given.get(name), list)}
     dtypes = {name: _dtype_name(value) for name, value in given.items() if name.endswith("_dtype")}
     return {**given, **dtypes, **{name: tuple(values) for name, values in lists.items()}}
 

@@ -4,7 +4,7 @@ They cannot read them from the fields of ``OffloadConfig``, so that these names 
 ``tests/packaging/test_types.py`` holds them equal.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, SupportsFloat, TypedDict
 
 ElementTypeLike = Any
@@ -22,9 +22,14 @@ class SettingsButLr(TypedDict, total=False):
     optimizer: str
     momentum: float
     dampening: float
-    nesterov: bool
+    nesterov: bool | None
     lr_decay: float
     initial_accumulator_value: float
+    ns_coefficients: tuple[float, float, float] | list[float]
+    ns_steps: int
+    muon_params: tuple[str, ...] | list[str] | None
+    adamw: Mapping[str, Any] | None
+    adjust_lr_fn: str | None
     op_order: str | None
     stage: int
     state_format: str

@@ -8,7 +8,6 @@ from typing import Any, ClassVar, Self
 from ..errors import ConfigError, ParameterError
 from ..support import checks
 from .rule import DevicePart, Hyper, Matrix, Rule, State
-from .sgd import MOMENTUM
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 """The values of ``adjust_lr_fn``."""
@@ -21,7 +20,7 @@ _MOST_STEPS = 99
 class MuonHyper:
     """Hyperparameters as in ``torch.optim.Muon``."""
 
-    lr: float
+    lr: float = 1e-3
     weight_decay: float = 0.1
     momentum: float = 0.95
     nesterov: bool = True
@@ -84,16 +83,13 @@ class Muon(Rule):
 
     name = "muon"
     hyper: ClassVar[type[MuonHyper]] = MuonHyper
-    settings = ("momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn")
-    every_state = (State(MOMENTUM, narrows=False),)
+    settings = ("eps", "momentum", "nesterov", "ns_coefficients", "ns_steps", "adjust_lr_fn", "muon_params", "adamw")
+    every_state = (State("momentum_buffer", narrows=False),)
 
     @classmethod
     def of(cls, settings: Mapping[str, Any]) -> Self:
-        coefficients = tuple(map(float, settings["ns_coefficients"]))
-        assert len(coefficients) == 3
-        return cls(
-            settings["op_order"] or "torch", NewtonSchulz(coefficients, float(settings["eps"]), settings["ns_steps"])
-        )
+        iteration = _iteration(settings["ns_coefficients"], settings["eps"], settings["ns_steps"])
+        return cls(settings["op_order"] or "torch", iteration)
 
     @property
     def kernel(self) -> str:
@@ -120,7 +116,7 @@ class Muon(Rule):
     def check(self, hyper: Hyper) -> None:
         super().check(hyper)
         assert isinstance(hyper, MuonHyper)
-        part = NewtonSchulz(tuple(map(float, hyper.ns_coefficients)), float(hyper.eps), hyper.ns_steps)  # type: ignore[arg-type]
+        part = _iteration(hyper.ns_coefficients, hyper.eps, hyper.ns_steps)
         if part != self.iteration:
             raise ConfigError(
                 f"ns_coefficients, eps and ns_steps: got {part}, expected {self.iteration}, as when states were made. "
@@ -136,6 +132,11 @@ class Muon(Rule):
             1 - hyper.lr * hyper.weight_decay,
             -hyper.lr * _adjustment(hyper.adjust_lr_fn, matrix),
         )
+
+
+def _iteration(coefficients: Sequence[float], eps: float, steps: float) -> NewtonSchulz:
+    a, b, c = map(float, coefficients)
+    return NewtonSchulz((a, b, c), float(eps), int(steps))
 
 
 def _adjustment(function: str | None, matrix: Matrix) -> float:
