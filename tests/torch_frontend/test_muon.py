@@ -137,7 +137,9 @@ ON_RANKS = {
 
 def of_plain_training(world_size, fields, steps):
     dtype = torch.bfloat16 if "param_dtype" in fields else torch.float32
-    reference = Reference(Stacked().to(dtype), ranks=world_size, micro_steps=fields.get("gradient_accumulation_steps", 1))
+    reference = Reference(
+        Stacked().to(dtype), ranks=world_size, micro_steps=fields.get("gradient_accumulation_steps", 1)
+    )
     reference.masters_from(Stacked())
     for seed in range(steps):
         reference.step(seed)

@@ -33,6 +33,8 @@ SETTINGS = {
     "early": {"update_in_backward": True, "param_dtype": "bfloat16"},
     "fp16": {"param_dtype": "float16", "loss_scale": "dynamic", "initial_loss_scale": 2.0**20},
     "stage 3": {"stage": 3, "param_persistence_threshold": 0},
+    "muon": {"optimizer": "muon", "param_dtype": "bfloat16"},
+    "muon, streamed": {**STREAMED, "optimizer": "muon", "gradient_clipping": 0.05},
     "streamed": {**STREAMED, "param_dtype": "bfloat16"},
     "streamed, clipped": {**STREAMED, "gradient_clipping": 0.05, "schedule": "delayed", "delay_warmup_steps": 1},
 }

@@ -55,6 +55,17 @@ class LateGroup(dist.ProcessGroup):
 
     _reduce_scatter_base = reduce_scatter_single
 
+    def broadcast(self, tensors: Any, options: Any) -> Any:
+        [tensor] = tensors
+        source = dist.BroadcastOptions()  # the given one is gone when the stream comes to it
+        source.rootRank = options.rootRank
+
+        def start(to: torch.Tensor, of: torch.Tensor) -> Any:
+            to.copy_(of)
+            return self._gloo.broadcast([to], source)
+
+        return self._exchange(tensor, tensor, start)
+
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor, start: Callable[..., Any]) -> Any:
         if received.device.type == "cpu":
             return start(received, sent)

@@ -1,0 +1,43 @@
+"""The choice of a model's hidden matrices by their names and shapes, for a rule that updates matrices (Muon)."""
+
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+from ..errors import ConfigError
+
+_TABLES = re.compile(r"embed|position|norm")
+_TABLE_NAMES = frozenset(("wte", "wpe", "pos", "token", "bias", "scale", "gamma", "beta"))
+_HEADS = frozenset(("head", "output", "classifier", "score", "logits", "unembed", "unembedding"))
+_MODULE_AND_WEIGHT = 2
+
+
+def is_table_or_head(name: str) -> bool:
+    """True if a parameter's name is that of a table of vectors (an embedding), or of the layer that makes a model's
+    outputs."""
+    words = [word.lower() for word in re.findall(r"\w+", name)]
+    last = words[-_MODULE_AND_WEIGHT:]
+    return any(_TABLES.search(word) or word in _TABLE_NAMES for word in words) or any(
+        word in _HEADS or word.endswith("_head") for word in last
+    )
+
+
+def is_matrix(shape: Sequence[int], *, stacks: bool) -> bool:
+    """True if a shape is that of a matrix; ``stacks``: or of several, one after the other."""
+    return len(shape) in ((2, 3) if stacks else (2,)) and all(n > 1 for n in shape)
+
+
+def named(names: Sequence[str], wanted: Iterable[str]) -> Collection[str]:
+    """Return the names that are one of the wanted ones, or end with it after a separator.
+
+    Raises:
+        ConfigError: there is no such name.
+    """
+    found = set()
+    for end in wanted:
+        fits = {name for name in names if name == end or (name.endswith(end) and not name[-len(end) - 1].isalnum())}
+        if not fits:
+            raise ConfigError(
+                f"muon_params: no parameter is named {end!r}, or ends so; expected some of {names[0]!r}, …, {names[-1]!r}"
+            )
+        found |= fits
+    return found
