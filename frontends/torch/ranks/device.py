@@ -4,6 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -226,8 +227,6 @@ class AcceleratorDevice(TorchDevice):
         self.pinning = pinning_for(device)
         self._to_host = torch.Stream(device)
         self._to_device = torch.Stream(device)
-        self._computing = torch.Stream(device)
-        """Of :meth:`through`, beside the model's own."""
         self._leaving: deque[Event] = deque()
         """The ends of the last copies to the host, oldest first."""
 
@@ -241,7 +240,7 @@ class AcceleratorDevice(TorchDevice):
         return _StreamEvent(torch.accelerator.current_stream(self.device), None)
 
     def synchronize(self) -> None:
-        for stream in (self._to_host, self._to_device, self._computing):
+        for stream in (self._to_host, self._to_device, _computing_stream(self.device)):
             with suppress(RuntimeError):  # the event of a failed copy raises its error
                 stream.synchronize()
 
@@ -285,12 +284,18 @@ class AcceleratorDevice(TorchDevice):
         with self._lane(self._to_device, Done(), deque(maxlen=0)) as lane:
             moved = host.to(self.device, non_blocking=True)
             arrived = lane.event(None)
-        with self._lane(self._computing, arrived, deque(maxlen=0)) as lane:
+        with self._lane(_computing_stream(self.device), arrived, deque(maxlen=0)) as lane:
             result = compute(moved)
             made = lane.event(None)
         with self._lane(self._to_host, made, deque(maxlen=0)) as lane:
             host.copy_(result, non_blocking=True)
             return lane.event((moved, result))
+
+
+@cache
+def _computing_stream(device: torch.device) -> torch.Stream:
+    """The stream of what updates compute on a device, beside the model's own."""
+    return torch.Stream(device)
 
 
 def memory_of(device: torch.device) -> TorchDevice:

@@ -71,7 +71,8 @@ class LateGroup(dist.ProcessGroup):
             return start(received, sent)
         if self._failure is not None:
             raise RuntimeError("an exchange has failed") from self._failure
-        self._stream = stream = self._stream or torch.Stream(received.device)
+        # No group shares a stream with another one: they would wait for each other, as ranks may use them in any order.
+        self._stream = stream = self._stream or torch.Stream(received.device, priority=-1)
         stream.wait_event(torch.accelerator.current_stream(received.device).record_event())
         to, of = (torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in (received, sent))
 

@@ -55,7 +55,8 @@ namespace {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 constexpr int DEVICES = 2;
-constexpr int STREAMS = 16; // of a device; new ones take them in turns, as CUDA's pool does
+constexpr int STREAMS = 80;      // of a device; new ones take them in turns, as CUDA's pool does
+constexpr int HIGH_PRIORITY = 64; // the last of them, which such streams take in turns
 constexpr size_t ARENA = size_t(1) << 30;
 constexpr size_t GRAIN = 512;
 constexpr int POISON = 0xFF;
@@ -293,7 +294,7 @@ void Mark::wait() {
 
 std::mutex streams_mutex;
 Queue *streams[DEVICES][STREAMS];
-int streams_made[DEVICES];
+int streams_made[DEVICES], urgent_streams_made[DEVICES];
 thread_local int current_device = 0;
 thread_local int current_stream[DEVICES];
 
@@ -365,10 +366,13 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
         return stream_of(index, current_stream[index]);
     }
     c10::Stream getDefaultStream(c10::Device device) const override { return stream_of(index_of(device), 0); }
-    c10::Stream getNewStream(c10::Device device, int) const override {
+    c10::Stream getNewStream(c10::Device device, int priority) const override {
         int index = index_of(device);
         std::lock_guard lock(streams_mutex);
-        return stream_of(index, 1 + streams_made[index]++ % (STREAMS - 1));
+        constexpr int OTHERS = STREAMS - HIGH_PRIORITY;
+        if (priority < 0)
+            return stream_of(index, OTHERS + urgent_streams_made[index]++ % HIGH_PRIORITY);
+        return stream_of(index, 1 + streams_made[index]++ % (OTHERS - 1));
     }
     c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getNewStream(device, 0); }
     c10::Stream exchangeStream(c10::Stream stream) const override {
