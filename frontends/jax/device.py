@@ -18,12 +18,13 @@ import numpy as np
 
 from offload_core.device.events import Done, Event
 from offload_core.device.host import fill
-from offload_core.device.protocols import Copy, HostArray, HostArrays
+from offload_core.device.protocols import Copy, HostArray, HostArrays, Matrices
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
 from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 
+from .device_parts import computed
 from .runs import cut_run, split_places
 
 _ALIGNMENT = 64
@@ -82,6 +83,10 @@ class JaxDevice(ArrayMemory):
         for tensor, start, numel, offset in copies:
             np.copyto(tensor[start : start + numel], host[offset : offset + numel])
         return Done()
+
+    def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
+        [device, *_] = jax.local_devices(backend="cpu")
+        return computed(matrices, host, lambda owner: device)
 
 
 def on_cpu(array: jax.Array) -> bool:

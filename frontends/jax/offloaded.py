@@ -32,8 +32,8 @@ from .differentiate import value_and_grad
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
+from .leaf_rules import LeafRules
 from .loss_scale import DeviceScale
-from .optax_bridge.rule_words import WORDS
 from .optax_bridge.updates import transformation
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
@@ -116,16 +116,17 @@ class OffloadedParams:
         check_start(self._placement.device.collectives, self.config)
         if self._placement.device.collectives.world_size == 1:
             warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
+        rules = LeafRules(self.config, {paths[i]: np.shape(leaves[i]) for i in positions}, self._placement.device)
         specs: list[CoreParam] = []
         for i in positions:
-            dtype, group = target or BY_NUMPY[np.dtype(leaves[i].dtype)], int(not decayed[i])
+            dtype = target or BY_NUMPY[np.dtype(leaves[i].dtype)]
             tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs)))
-            specs += self._placement.specs(tree.trained[-1], dtype, group)
+            parts = self._placement.specs(tree.trained[-1], dtype)
+            specs += rules.of(tree.trained[-1], parts, decayed=bool(decayed[i]))
         scaler = scaler_for(self.config, [s.dtype for s in specs])
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
-        rule = WORDS[config.optimizer].in_xlas_numbers(config.rule())
-        self._pipeline = Pipeline(config, self._placement.device, scaler, rule)
+        self._pipeline = Pipeline(config, self._placement.device, scaler, rules.rules[0])
         self._state_lock = self._pipeline.state_lock
         self._planned = checked_plan(self._pipeline, self._placement, leaves, tree.trained, specs)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]

@@ -1,6 +1,6 @@
 """One update of a wrapped tree: its gradients go to the pipeline, and the parameters that it writes become leaves."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -90,23 +90,31 @@ class TreeUpdates:
         return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
 
     def _hypers(self, learning_rate: Any) -> list[Hyper]:
-        """The hyperparameters of decayed parameters and of those that ``mask`` excludes."""
+        """For each of the configuration's groups: the hyperparameters of decayed parameters, and of those that ``mask``
+        excludes."""
+        return [
+            hyper
+            for group in self._pipeline.config.groups()
+            for decayed in [self._hyper(group, learning_rate)]
+            for hyper in (decayed, replace(decayed, weight_decay=0.0))  # type: ignore[type-var]
+        ]
+
+    def _hyper(self, group: Mapping[str, Any], learning_rate: Any) -> Hyper:
         config, updates = self._pipeline.config, self._pipeline.counts.updates
-        rule = config.rule()
-        if learning_rate is not None or callable(config.lr) or callable(config.betas):
-            with beside_the_accelerator() as number:
-                count = number(updates)
-                values = config.values(count)
-                if learning_rate is not None:
-                    values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
-            decayed: Hyper = rule.hyper(**values)
-            try:
-                decayed.check()
-            except ConfigError as error:
-                raise ConfigError(f"update {updates}: {error}") from None
-        else:  # the configuration has checked them
-            decayed = rule.hyper(**config.values(0))
-        return [decayed, replace(decayed, weight_decay=0.0)]  # type: ignore[type-var]
+        rule = config.rule(group)
+        if not (learning_rate is not None or callable(config.lr) or callable(config.betas)):
+            return rule.hyper(**config.values(0, group))  # checked by the configuration
+        with beside_the_accelerator() as number:
+            count = number(updates)
+            values = config.values(count, group)
+            if learning_rate is not None:
+                values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
+        hyper: Hyper = rule.hyper(**values)
+        try:
+            hyper.check()
+        except ConfigError as error:
+            raise ConfigError(f"update {updates}: {error}") from None
+        return hyper
 
     def take(self, given: MicroStep) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""

@@ -37,7 +37,7 @@ def named(names: Sequence[str], wanted: Iterable[str]) -> Collection[str]:
         fits = {name for name in names if name == end or (name.endswith(end) and not name[-len(end) - 1].isalnum())}
         if not fits:
             raise ConfigError(
-                f"muon_params: no parameter is named {end!r}, or ends so; expected some of {names[0]!r}, …, {names[-1]!r}"
+                f"muon_params: no parameter is named {end!r}, or ends so; expected some of {names[0]!r} … {names[-1]!r}"
             )
         found |= fits
     return found

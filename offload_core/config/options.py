@@ -406,13 +406,21 @@ class OffloadConfig:
         """``param_dtype`` as an element type."""
         return None if self.param_dtype is None else BY_NAME[self.param_dtype]
 
-    def values(self, updates: Any) -> dict[str, Any]:
-        """The rule's hyperparameters, by name, of the update that follows ``updates`` others. Values that functions
+    def groups(self) -> tuple[Mapping[str, Any], ...]:
+        """The parameter groups of a whole model, without their parameters: one, and with Muon that of AdamW."""
+        return ({}, self.adamw_group()) if self.optimizer == "muon" else ({},)
+
+    def values(self, updates: Any, group: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The hyperparameters of a group, by name, of the update that follows ``updates`` others. Values that functions
         return are not checked.
 
         Args:
             updates: an integer of the type that the functions take.
+            group: one of :meth:`groups`; None: the first.
         """
+        if group:
+            given = {"lr": self.hyperparameters(updates)[0], **group}
+            return {name: given[name] for name in names_of(RULES[given["optimizer"]]) if name in given}
         scheduled = dict(zip(_FUNCTIONS, self.hyperparameters(updates), strict=True))
         rule = RULES[self.optimizer]
         found = {name: scheduled.get(name, getattr(self, name)) for name in names_of(rule)}

@@ -108,8 +108,9 @@ class Muon(Rule):
             )
         if not in_order:
             raise ParameterError(
-                f"parameter {name!r} of shape {tuple(shape)} does not lie row by row in memory, and optimizer='muon' "
-                f"needs its matrices so; expected param.data.contiguous() before wrap(), or {instead}"
+                f"parameter {name!r} of shape {tuple(shape)} does not lie whole and row by row in memory, and "
+                "optimizer='muon' needs its matrices so; expected it contiguous (torch) or not sharded (JAX) before "
+                f"wrap(), or {instead}"
             )
         return shape[-2], shape[-1]
 

@@ -1,14 +1,10 @@
 """Muon: wrap(model, optimizer="muon"), OffloadedMuon, and the bits of torch.optim.Muon on any ranks."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 
-from frontends.torch import OffloadedMuon, gathered_parameters, wrap
-from frontends.torch.matrix_groups import hidden_matrices
-from offload_core import ConfigError, ParameterError
+from frontends.torch import gathered_parameters, wrap
 from tests.support.processes import on_ranks
 from tests.support.torch_models import place, same_bits
 from tests.support.ways import STAGE_3, WAYS

@@ -10,7 +10,7 @@ import numpy as np
 from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ParameterError, StateError
-from offload_core.rules import MASTER, STATE_NAMES
+from offload_core.rules import MASTER, STATE_NAMES, Rule
 from offload_core.step.health import Use
 from offload_core.step.loss_scale import checked_state
 from offload_core.step.pipeline import Pipeline
@@ -18,6 +18,7 @@ from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.threads import uninterrupted
 
 from ..device import in_host_memory, lies_as
+from ..optax_bridge.rule_words import WORDS
 from ..optax_bridge.state import state_of, states_of
 from ..placement.placement import Placement
 from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, to_numpy
@@ -34,11 +35,37 @@ class TreeStates:
     def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
         self._pipeline = pipeline
         self._states = StateAccess(pipeline)
+        self._config = pipeline.config
         self._placement = placement
         self._tree = tree
-        self._rule = pipeline.config.rule()
         self._trained = {leaf.position: leaf for leaf in tree.trained}
         self._shapes = {leaf.position: leaf.shape for leaf in tree.trained}
+
+    def _states_of(self, leaf: Leaf) -> tuple[str, ...]:
+        """The names of a leaf's states."""
+        return self._states.rule(leaf.params[0]).state_names
+
+    @property
+    def _names(self) -> list[str]:
+        """The names of the states of all leaves."""
+        return list(dict.fromkeys(name for leaf in self._tree.trained for name in self._states_of(leaf)))
+
+    def _shapes_with(self, name: str) -> dict[int, tuple[int, ...]]:
+        """The shapes of the leaves that have this state, by position."""
+        return {leaf.position: leaf.shape for leaf in self._tree.trained if name in self._states_of(leaf)}
+
+    @property
+    def _rule(self) -> Rule:
+        """The one rule of all leaves, as optax's states need it.
+
+        Raises:
+            StateError: there are several.
+        """
+        rules = dict.fromkeys(self._states.rule(leaf.params[0]) for leaf in self._tree.trained)
+        if len(rules) > 1 or next(iter(rules)).name not in WORDS:
+            names = " and ".join(sorted({rule.name for rule in rules}))
+            raise StateError(f"optax has no state for {names} as they are here; expected to_pytree() and load_pytree()")
+        return next(iter(rules))
 
     # --- read ----------------------------------------------------------------------------------------
 
@@ -56,7 +83,7 @@ class TreeStates:
                     for i, leaf in enumerate(self._tree.leaves)
                 }
             ),
-            **self._trees(self._rule.state_names, self._spread_states if sharded else self._whole_states),
+            **self._trees(self._names, self._spread_states if sharded else self._whole_states),
             "steps": self._tree.of(steps),
             **({} if scaler is None else {"loss_scale": scaler.state_dict()}),
         }
@@ -97,7 +124,7 @@ class TreeStates:
         """States of all parameters, each name's as a tree."""
         states: dict[str, dict[int, Any]] = {name: {} for name in names}
         for position, leaf in self._trained.items():
-            for name, state in states_of(leaf, names).items():
+            for name, state in states_of(leaf, [name for name in names if name in self._states_of(leaf)]).items():
                 states[name][position] = state
         return {name: self._tree.of(leaves) for name, leaves in states.items()}
 
@@ -125,15 +152,15 @@ class TreeStates:
         """As ``OffloadedParams.load_pytree``."""
         if "count" not in tree:
             raise _missing("count", tree)
-        others = [name for name in STATE_NAMES if name in tree and name not in self._rule.state_names]
+        others = [name for name in STATE_NAMES if name in tree and name not in self._names]
         if others:
             raise StateError(
-                f"load_pytree: has {', '.join(map(repr, others))}, which optimizer={self._rule.name!r} with these "
-                "settings does not keep; expected what to_pytree() gave with the same ones"
+                f"load_pytree: has {', '.join(map(repr, others))}, which optimizer={self._config.optimizer!r} with "
+                "these settings does not keep; expected what to_pytree() gave with the same ones"
             )
         arrays = {i: numpy_shape(leaf) for i, leaf in enumerate(self._tree.leaves) if is_array(leaf)}
         params = self._leaves_of(tree, "params", arrays)
-        states = {name: self._leaves_of(tree, name, self._shapes) for name in self._rule.state_names}
+        states = {name: self._leaves_of(tree, name, self._shapes_with(name)) for name in self._names}
         steps = self._leaves_of(tree, "steps", dict.fromkeys(self._shapes, ()))
         count = self._checked("load_pytree", states, [tree["count"], *steps.values()])[0]
         scale = tree.get("loss_scale")
@@ -221,7 +248,8 @@ class TreeStates:
     def _restore(self, states: Mapping[str, Mapping[int, Any]], steps: Mapping[int, Any]) -> None:
         """Take over states and update counts, given by position and checked before."""
         for leaf in self._tree.trained:
-            parts = {name: self._cut(leaf, values[leaf.position]) for name, values in states.items()}
+            own = {name: values for name, values in states.items() if leaf.position in values}
+            parts = {name: self._cut(leaf, values[leaf.position]) for name, values in own.items()}
             for place, i in enumerate(leaf.params):
                 self._states.set_states(i, {name: of_each[place] for name, of_each in parts.items()})
                 self._pipeline.counts.steps[i][...] = steps[leaf.position]

@@ -7,6 +7,7 @@ import functools
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,8 @@ from jax import lax
 from offload_core.device.events import Done, Event, Waiting, traced
 from offload_core.device.exchange_sizes import MeshSizes
 from offload_core.device.host import fill
-from offload_core.device.protocols import Copy
-from offload_core.device.trace import TO_DEVICE, TO_HOST, Trace
+from offload_core.device.protocols import Copy, Matrices
+from offload_core.device.trace import MATRICES, TO_DEVICE, TO_HOST, Trace
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.layout.partition import Bucket, ParamSpec
 from offload_core.memory.host_memory import Lease
@@ -26,6 +27,7 @@ from offload_core.ranks.collectives import Collectives
 from offload_core.support.worker import Background
 
 from ..device import ArrayMemory, free_bytes, read
+from ..device_parts import computed
 from ..launch import meeting
 from ..runs import split_places
 from . import programs
@@ -191,6 +193,10 @@ class JaxMeshDevice(ArrayMemory):
                 jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
 
         return Waiting(finish)
+
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+        start = partial(computed, matrices, shards, self.axis.devices.__getitem__)
+        return traced(self.trace, MATRICES, bucket.index, shards.nbytes, start)
 
     def _count_sent(self, shard_bytes: int) -> None:
         """Count that each of this process's ranks sent a shard of this size to every other rank."""

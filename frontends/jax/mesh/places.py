@@ -8,6 +8,7 @@ import numpy as np
 
 from offload_core.device.events import Event
 from offload_core.device.exchange_sizes import MeshSizes
+from offload_core.device.protocols import Matrices
 from offload_core.device.trace import Trace
 from offload_core.dtypes import ElementType
 from offload_core.layout.partition import Bucket, ParamSpec
@@ -56,6 +57,9 @@ class Places(ArrayMemory):
         self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         return self.places[bucket.place].reduce(bucket, wire, gradients, out, staging)
+
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+        return self.places[bucket.place].transform(bucket, matrices, shards, staging)
 
     def publish(
         self,

@@ -79,9 +79,9 @@ class AsPlaced:
         params = range(first_param, first_param + len(shards))
         return Leaf(position, path, tuple(value.shape), dtype.numpy, params, shards=shards)
 
-    def specs(self, leaf: Leaf, dtype: ElementType, group: int) -> list[ParamSpec]:
+    def specs(self, leaf: Leaf, dtype: ElementType) -> list[ParamSpec]:
         return [
-            ParamSpec(leaf.path, shard.numel, dtype, group, shard, place=place, counted=shard.counted)
+            ParamSpec(leaf.path, shard.numel, dtype, elements=shard, place=place, counted=shard.counted)
             for shard in leaf.shards
             for place in [0 if self.on_host else self._places.index(shard.primary)]
         ]

@@ -94,10 +94,10 @@ class OnMesh:
         params = range(first_param, first_param + 1)
         return Leaf(position, path, tuple(value.shape), dtype.numpy, params, layout=layout)
 
-    def specs(self, leaf: Leaf, dtype: ElementType, group: int) -> list[ParamSpec]:
+    def specs(self, leaf: Leaf, dtype: ElementType) -> list[ParamSpec]:
         elements = leaf.layout or InMemory(leaf.shape)
         numel = math.prod(leaf.shape) if leaf.layout is None else leaf.layout.numel
-        return [ParamSpec(leaf.path, numel, dtype, group, elements, partitioned=leaf.layout is not None)]
+        return [ParamSpec(leaf.path, numel, dtype, elements=elements, partitioned=leaf.layout is not None)]
 
     def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
         found, n_ranks = [], len(self._axis.ranks)

@@ -40,7 +40,7 @@ class Placement(Protocol):
         """Return a parameter of this value, before :meth:`place` or after it, that is trained in this element type."""
         ...
 
-    def specs(self, leaf: Leaf, dtype: ElementType, group: int) -> list[ParamSpec]:
+    def specs(self, leaf: Leaf, dtype: ElementType) -> list[ParamSpec]:
         """Return the core's parameters that a leaf consists of."""
         ...
 

@@ -1,0 +1,60 @@
+"""The parts of updates that a device computes from whole matrices, each in one program of XLA's."""
+
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from offload_core.device.events import Event, Waiting
+from offload_core.device.protocols import Matrices
+from offload_core.rules import DevicePart
+from offload_core.rules.muon import NewtonSchulz
+
+
+def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], jax.Device]) -> Event:
+    """Start to compute with matrices of a host array; the event puts the results in their place.
+
+    Args:
+        device_of: the device that computes with the matrices of an owner.
+    """
+    with jax.transfer_guard("allow"):
+        made = [
+            _compute(jax.device_put(matrix.reshape(matrices.shape), device_of(row.owner)), matrices.part)
+            for matrix, row in zip(matrices.in_(host), matrices.rows, strict=True)
+        ]
+    for result in made:
+        result.copy_to_host_async()
+
+    def finish() -> None:
+        for matrix, result in zip(matrices.in_(host), made, strict=True):
+            np.copyto(matrix, np.asarray(result).reshape(-1))
+
+    return Waiting(finish)
+
+
+@partial(jax.jit, static_argnums=1)
+def _compute(matrix: jax.Array, part: DevicePart) -> jax.Array:
+    assert isinstance(part, NewtonSchulz)
+    return newton_schulz(matrix, part)
+
+
+def newton_schulz(matrix: jax.Array, part: NewtonSchulz) -> jax.Array:
+    """Orthogonalize a matrix in bfloat16, as :class:`NewtonSchulz` defines it; products are summed in float32."""
+    a, b, c = part.coefficients
+    is_tall = matrix.shape[0] > matrix.shape[1]
+    wide = (matrix.T if is_tall else matrix).astype(jnp.float32)
+    first = (wide / jnp.maximum(jnp.sqrt(jnp.sum(wide * wide)), part.eps)).astype(matrix.dtype)
+
+    def product(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jnp.matmul(x, y, preferred_element_type=jnp.float32)
+
+    def step(_: int, x: jax.Array) -> jax.Array:
+        gram = product(x, x.T).astype(x.dtype)
+        polynomial = (b * gram.astype(jnp.float32) + c * product(gram, gram)).astype(x.dtype)
+        return (a * x.astype(jnp.float32) + product(polynomial, x)).astype(x.dtype)
+
+    last = lax.fori_loop(0, part.steps, step, first)
+    return last.T if is_tall else last
