@@ -149,7 +149,7 @@ class Rule(ABC):
             )
 
     def scalars(
-        self, hyper: Any, t: int, matrix: Matrix | None, *, grad_scale: float
+        self, hyper: Any, t: int, matrix: Matrix | None = None, *, grad_scale: float
     ) -> tuple[float, tuple[float, ...], int]:
         """A row of ``kernels.SCALARS`` for update number ``t``, with this factor on the gradients."""
         values = self.values(hyper, t, matrix)
