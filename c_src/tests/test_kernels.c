@@ -372,6 +372,17 @@ static oc_scalars adagrad_scalars(unsigned options, int rule) {
     return s;
 }
 
+static oc_scalars muon_scalars(unsigned options, int rule) {
+    oc_scalars s = {.update = 1 + random_below(1000)};
+    (void)rule;
+    s.values[MUON_MOMENTUM] = options >> 3 & 1 ? 0.3 : 0.95; /* below and above one half, where a lerp has two forms */
+    s.values[MUON_ONE_MINUS_MOMENTUM] = 1 - s.values[MUON_MOMENTUM];
+    s.values[MUON_NESTEROV] = options >> 1 & 1;
+    s.values[MUON_DECAY] = options >> 4 & 1 ? 0.999 : 1;
+    s.values[MUON_STEP_SIZE] = -1e-3;
+    return s;
+}
+
 static oc_scalars scalars_of(unsigned options, int rule, double grad_scale) {
     oc_scalars s = {0};
     switch (rule) {

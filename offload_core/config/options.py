@@ -310,6 +310,12 @@ class OffloadConfig:
         given = {name: value for name in names_of(rule) if (value := getattr(self, name)) is not None}
         functions = {name for name in _FUNCTIONS if callable(given.get(name))}
         rule.hyper(**{name: value for name, value in given.items() if name not in functions}).check()
+        if self.adamw is not None:
+            _check_group_of("adamw", "adamw", self.adamw)
+        if self.muon_params is not None:
+            names_given = self.muon_params
+            if not isinstance(names_given, tuple | list) or not all(isinstance(n, str) and n for n in names_given):
+                raise ConfigError(f"muon_params: got {checks.shown(names_given)}, expected a list of parameters' names")
         for other in RULES.values():
             for name in other.settings:
                 if name in rule.settings:
@@ -477,6 +483,20 @@ def is_set(config: OffloadConfig, name: str) -> bool:
 def names_of(rule: type[Rule]) -> tuple[str, ...]:
     """The names of a rule's hyperparameters."""
     return tuple(field.name for field in fields(rule.hyper))
+
+
+def _check_group_of(where: str, optimizer: str, group: Any) -> None:
+    """Raise :class:`ConfigError` unless ``group`` has hyperparameters of this optimizer alone, in their ranges."""
+    names = names_of(RULES[optimizer])
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"{where}: got {checks.shown(group)}, expected hyperparameters by name: {{'lr': 3e-4}}")
+    for name in group:
+        if name not in names:
+            raise ConfigError(f"{where}: unknown hyperparameter {checks.shown(name)}; {checks.nearest(name, names)}")
+    try:
+        RULES[optimizer].hyper(**group).check()
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from None
 
 
 def check_group_keys(where: str, keys: Collection[object], names: Collection[str]) -> None:

@@ -58,7 +58,7 @@ RULES = {
     "lion": lib.OC_LION,
     "adagrad_torch": lib.OC_ADAGRAD_TORCH,
     "adagrad_optax": lib.OC_ADAGRAD_OPTAX,
-    "muon_direction": lib.OC_MUON_DIRECTION,
+    "direction_muon": lib.OC_MUON_DIRECTION,
     "muon": lib.OC_MUON,
 }
 FORMATS = {"float32": lib.OC_FLOAT32, "bfloat16": lib.OC_BFLOAT16, "float8": lib.OC_FLOAT8, "split": lib.OC_SPLIT}

@@ -114,7 +114,7 @@ class Rule(ABC):
     def device_part(self) -> DevicePart | None:
         """The part that the device computes between two passes of the kernel; None: there is one pass.
 
-        The first pass (key ``kernel`` + ``"_direction"``) changes no state, and writes the matrices that the device
+        The first pass (key ``"direction_"`` + ``kernel``) changes no state, and writes the matrices that the device
         gets. The second has the result as a further moment, which it leaves as it is.
         """
         return None
@@ -179,7 +179,7 @@ class Rule(ABC):
         kernels.update(
             segments,
             scalars.table,
-            rule=f"{self.kernel}_direction",
+            rule=f"direction_{self.kernel}",
             grad_dtype=grad_dtype,
             param_dtype=BFLOAT16,
             threads=threads,

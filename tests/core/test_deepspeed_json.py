@@ -295,7 +295,7 @@ def test_a_key_of_deepspeeds_that_is_given_as_a_field_is_named():
 # --- what keys become ------------------------------------------------------------------------------
 
 
-OF_SGD = {"optimizer": "sgd", "betas": None, "eps": None, "weight_decay": 0.0}
+OF_SGD = {"optimizer": "sgd", "betas": None, "eps": None, "weight_decay": 0.0, "momentum": 0.0}
 OF_LION = {"optimizer": "lion", "eps": None, "weight_decay": 0.0}
 OF_ADAGRAD = {"optimizer": "adagrad", "betas": None, "eps": 1e-10, "lr": 1e-2, "weight_decay": 0.0}
 

@@ -288,7 +288,8 @@ OTHER_VALUES = {
     "bind_threads": False, "state_format": "8bit", "master_dtype": "bfloat16", "exp_avg_dtype": "float8",
     "exp_avg_sq_dtype": "bfloat16", "activation_memory": 2, "host_activation_memory": 2,
     "optimizer": "sgd", "momentum": 0.5, "dampening": 0.5, "nesterov": True, "lr_decay": 0.5,
-    "initial_accumulator_value": 0.5,
+    "initial_accumulator_value": 0.5, "ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 6,
+    "adjust_lr_fn": "match_rms_adamw", "muon_params": ("weight",), "adamw": {"lr": 0.1},
 }  # fmt: skip
 """Of each setting a value that is not the one in :func:`settings_beside`."""
 MAY_DIFFER = {"pin_memory", "num_threads", "bind_threads", "activation_memory", "host_activation_memory"}
@@ -297,7 +298,7 @@ MAY_DIFFER = {"pin_memory", "num_threads", "bind_threads", "activation_memory", 
 def settings_beside(name):
     [rule, *_] = [rule for rule in RULES.values() if name in rule.settings] or [RULES["adamw"]]
     if rule.name != "adamw":
-        return OffloadConfig(stage=3, optimizer=rule.name, momentum=0.9 if "momentum" in rule.settings else 0.0)
+        return OffloadConfig(stage=3, optimizer=rule.name, momentum=0.9 if "momentum" in rule.settings else None)
     return OffloadConfig(stage=3, op_order="optax")
 
 

@@ -231,6 +231,49 @@ class Adagrad(Step):
         return p - lr * (inverse * g), (total, *others)
 
 
+@dataclass(frozen=True)
+class Muon(Step):
+    """The second pass of Muon. What the device made of the directions is its second moment, which stays as it is."""
+
+    lr: float = 1e-2
+    momentum: float = 0.95
+    weight_decay: float = 0.1
+    nesterov: bool = True
+    adjustment: float = 1.0
+    grad_scale: float = 1.0
+    step: int = 1
+    family = "muon"
+    n_moments = 2
+    signs = (True, True)
+
+    def values(self, order: str) -> list[float]:
+        decay, step_size = 1 - self.lr * self.weight_decay, -self.lr * self.adjustment
+        return [self.momentum, 1 - self.momentum, self.nesterov, decay, step_size]
+
+    def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
+        _, rest, _, decay, step_size = map(np.float32, self.values(order))
+        return fma(moments[1], step_size, p * decay), (_lerp(moments[0], g, rest), *moments[1:])
+
+
+class MuonDirection(Muon):
+    """The first pass: the direction of the step in place of the parameter."""
+
+    family = "direction"
+    n_moments = 1
+
+    def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
+        momentum, rest = map(np.float32, self.values(order)[:2])
+        m = _lerp(moments[0], g, rest)
+        return (_lerp(g, m, momentum) if self.nesterov else m), (m, *moments[1:])
+
+
+def _lerp(start: np.ndarray, end: np.ndarray, weight: np.float32) -> np.ndarray:
+    """``torch.lerp``."""
+    if weight < 0.5:
+        return fma(weight, end - start, start)
+    return fma(weight - np.float32(1), end - start, end)
+
+
 def update(
     state: call.State, step: Step, *, rule: str, param_dtype: ElementType | None, keep_states: bool = False
 ) -> call.State:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from offload_core.config.options import OffloadConfig
 from offload_core.rules import RULES, Hyper, Rule
 from tests.support import oracles
-from tests.support.oracles import Adagrad, Adam, Lion, Sgd
+from tests.support.oracles import Adagrad, Adam, Lion, Muon, MuonDirection, Sgd
 
 LR = 1e-2
 _RATES = st.sampled_from([1e-2, 0.0, 1e-8, 1.0])
@@ -210,7 +210,18 @@ REFERENCES: dict[str, Reference] = {
 """By the value of ``OffloadConfig.optimizer``."""
 KINDS = [(name, kind) for name, reference in REFERENCES.items() for kind in reference.kinds]
 OPTAXS_KINDS = [(name, kind) for name, reference in REFERENCES.items() for kind in reference.optaxs_kinds()]
-DRAWN = {reference.step.family: reference.drawn for reference in REFERENCES.values()}
+_MUONS = {
+    "lr": _RATES,
+    "momentum": st.sampled_from([0.95, 0.5, 0.3, 0.0]),
+    "weight_decay": _DECAYS,
+    "nesterov": st.booleans(),
+    "adjustment": st.sampled_from([1.0, 0.2 * 2**0.5]),
+    **_EVERY,
+}
+DRAWN = {
+    **{reference.step.family: reference.drawn for reference in REFERENCES.values()},
+    **{step.family: st.builds(step, **_MUONS) for step in (Muon, MuonDirection)},
+}
 """Steps by the first word of the kernels' rules."""
 
 
