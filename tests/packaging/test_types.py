@@ -19,6 +19,8 @@ CONVERTED = {
     "lr": SupportsFloat | Callable[[Any], Any],
     "betas": tuple[Any, Any] | list[Any] | Callable[[Any], tuple[float, float]],
     "leaf_modules": tuple[str, ...] | list[str],
+    "muon_params": tuple[str, ...] | list[str] | None,
+    "ns_coefficients": tuple[float, float, float] | list[float],
     **{name: Any for name in FIELDS if name.endswith("_dtype")},
 }
 """The types that ``wrap`` converts to those of the fields: numbers and element types may be of any library."""
