@@ -1,9 +1,9 @@
 """The update rule of each parameter of a tree: the configured one, or with Muon that of matrices and AdamW."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from offload_core.config.matrices import is_matrix, is_table_or_head, named
+from offload_core.config.matrices import chosen
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
 from offload_core.errors import ConfigError
@@ -28,15 +28,14 @@ class LeafRules:
     def __init__(self, config: OffloadConfig, shapes: Mapping[str, Sequence[int]], device: Device) -> None:
         rules = [config.rule(group) for group in config.groups()]
         self.rules = [WORDS[rule.name].in_xlas_numbers(rule) if rule.name in WORDS else rule for rule in rules]
-        self._matrices: Collection[str] | None = None
+        # Stacks of matrices are not told from other arrays of three dimensions here, unless they are named.
+        self._matrices = chosen(config, shapes, stacks=False)
         """The leaves of the first rule; None: all."""
-        if len(rules) > 1:
-            self._matrices = _matrices(config, shapes)
-            if len(device.ranks) < device.world_size:
-                raise ConfigError(
-                    f"optimizer={config.optimizer!r} on a mesh of several processes: they cannot exchange matrices "
-                    "yet; expected the devices of one process, or another optimizer"
-                )
+        if self._matrices is not None and len(device.ranks) < device.world_size:
+            raise ConfigError(
+                f"optimizer={config.optimizer!r} on a mesh of several processes: they cannot exchange matrices yet; "
+                "expected the devices of one process, or another optimizer"
+            )
 
     def of(self, leaf: Leaf, specs: Sequence[ParamSpec], *, decayed: bool) -> list[ParamSpec]:
         """Return the core's parameters of a leaf with their rule, and with the group that has its hyperparameters.
@@ -49,17 +48,3 @@ class LeafRules:
         is_whole = leaf.layout is None and all(shard.is_whole for shard in leaf.shards)
         matrix = rule.matrix(leaf.path, leaf.shape, in_order=is_whole)
         return [replace(spec, group=2 * number + int(not decayed), rule=rule, matrix=matrix) for spec in specs]
-
-
-def _matrices(config: OffloadConfig, shapes: Mapping[str, Sequence[int]]) -> Collection[str]:
-    """Return the paths of the leaves that Muon updates. Stacks of matrices are not told from other arrays of three
-    dimensions here, and are left out unless they are named."""
-    if config.muon_params is not None:
-        return named([*shapes], config.muon_params)
-    found = {path for path, shape in shapes.items() if is_matrix(shape, stacks=False) and not is_table_or_head(path)}
-    if not found:
-        raise ConfigError(
-            f"optimizer={config.optimizer!r}: params has no matrix besides embeddings and heads; expected "
-            "muon_params=[...] with the paths of some, or another optimizer"
-        )
-    return found

@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from offload_core.config.matrices import is_matrix, is_table_or_head, named
+from offload_core.config.matrices import check_some, is_matrix, is_table_or_head, named
 from offload_core.config.options import OffloadConfig
-from offload_core.errors import ConfigError
 
 from .groups import some_of
 from .tensors import memory_order
@@ -31,11 +30,7 @@ def groups_for(model: nn.Module, params: Named, config: OffloadConfig, *, tell: 
         return [*params]
     names = [name for name, _ in params]
     chosen = hidden_matrices(model, params) if config.muon_params is None else named(names, config.muon_params)
-    if not chosen:
-        raise ConfigError(
-            f"optimizer='muon': {type(model).__name__} has no matrix besides embeddings and heads; expected "
-            "muon_params=[...] with the names of some, or another optimizer"
-        )
+    check_some(config, chosen)
     others = [name for name in names if name not in chosen]
     if tell:
         left = f"; AdamW updates {some_of(others)}" if others else ""

@@ -240,6 +240,7 @@ class Checkpoints:
                     "step": int(pipeline.counts.steps[i]),
                     "group": spec.group if contents.groups is None else contents.groups[i],
                     "behind": i in behind,
+                    "optimizer": self._states.rule(i).name,
                 }
                 for i, (name, spec) in enumerate(zip(contents.names, pipeline.params, strict=True))
             }
@@ -322,7 +323,7 @@ class Checkpoints:
         with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
             check_model(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
-            self._check_states(loaded.checkpoint, names)
+            self._check_states(loaded, names)
             last = accept(loaded)
             scale = self._loss_scale(loaded)
             self._say_conversions(loaded)
@@ -369,11 +370,18 @@ class Checkpoints:
                 run_last(loaded.checkpoint.path, users, ours)
         return loaded
 
-    def _check_states(self, checkpoint: Checkpoint, names: Sequence[str]) -> None:
+    def _check_states(self, loaded: Loaded, names: Sequence[str]) -> None:
         """Raise :class:`CheckpointError` if a parameter was updated there by another rule."""
+        checkpoint = loaded.checkpoint
         for i, name in enumerate(names):
+            rule, there = self._states.rule(i), loaded.parameters.get(name, {}).get("optimizer")
+            if there not in (None, rule.name):  # None: it was written before there were several
+                raise CheckpointError(
+                    f"{checkpoint.path}: {name!r} was updated by optimizer={there!r} there, and is by {rule.name!r} "
+                    "here: it was saved with another optimizer; expected the same `optimizer` of each parameter"
+                )
             theirs = [state for state in STATE_NAMES if state != MASTER and checkpoint.has(name, state)]
-            mine = [state.name for state in self._states.rule(i).states]
+            mine = [state.name for state in rule.states]
             if theirs != mine and checkpoint.has(name, MASTER):
                 raise CheckpointError(
                     f"{checkpoint.path}: {name!r} has {_these(theirs)} in it, expected {_these(mine)}: it was saved "

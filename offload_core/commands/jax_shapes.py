@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 from ..config.options import OffloadConfig
 from ..dtypes import ElementType
+from ..errors import ConfigError
 from ..layout.partition import ParamSpec
 from ..plans.at_once import Held, held_shards
-from .model_shapes import Shapes
+from .model_shapes import Shapes, with_rules
 
 Cuts = tuple[tuple[int, ...], ...]
 """For each dimension of a parameter, the axes of the mesh that cut it."""
@@ -78,4 +79,10 @@ class MeshPart:
             params = range(len(specs), len(specs) + len(new))
             specs += new
             arrays.append(held_shards(params, new, [copies for copies, _ in shards], on_host=on_host))
-        return specs, arrays
+        cut = {name: self.mesh for name, shape in shapes.items() if any(cuts_of(shape, self.mesh))}
+        if cut and len(config.groups()) > 1:
+            raise ConfigError(
+                f"--optimizer {config.optimizer} with --mesh: {next(iter(cut))!r} would be sharded, and is needed "
+                "whole; expected one device, or another optimizer"
+            )
+        return with_rules(specs, shapes, config, stacks=False), arrays

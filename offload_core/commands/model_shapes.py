@@ -6,11 +6,12 @@ size.
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.safetensors import NOT_AS_WRITTEN, read_header
+from ..config.matrices import chosen
 from ..config.options import OffloadConfig
 from ..dtypes import BY_NUMPY, ElementType
 from ..errors import CheckpointError
@@ -170,4 +171,18 @@ def specs_of(
         dtype = config.target_dtype or own
         return ParamSpec(name, numel, dtype, elements=InMemory(shape), partitioned=apart and numel >= least)
 
-    return [spec(name, shape) for name, shape in shapes.items()]
+    return with_rules([spec(name, shape) for name, shape in shapes.items()], shapes, config, stacks=True)
+
+
+def with_rules(specs: Sequence[ParamSpec], shapes: Shapes, config: OffloadConfig, *, stacks: bool) -> list[ParamSpec]:
+    """Return the parameters with their rules, as ``wrap`` chooses them by names and shapes.
+
+    Args:
+        stacks: True if parameters of three dimensions are stacks of matrices.
+    """
+    names, rules = chosen(config, shapes, stacks=stacks), [config.rule(group) for group in config.groups()]
+    numbers = [int(names is not None and spec.name not in names) for spec in specs]
+    return [
+        replace(spec, group=n, rule=rules[n], matrix=rules[n].matrix(spec.name, shapes[spec.name]))
+        for n, spec in zip(numbers, specs, strict=True)
+    ]

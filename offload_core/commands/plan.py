@@ -131,6 +131,8 @@ class _Tier:
     plan: MemoryPlan
     missing: dict[str, int]
     step: StepTime
+    matrix_work: list[int]
+    """The multiplications of each rank with matrices."""
 
     @property
     def name(self) -> str:
@@ -211,6 +213,8 @@ def run(args: argparse.Namespace) -> int:
         whose = "a rank's" if not in_jax else "a process's" + ", its devices together" * (devices > 1)
         print(f"sizes are {whose}; activations: {counted}\n")
         print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}\n\n{_format_table(formats)}")
+        if work := _matrix_work(tiers[0]):
+            print(f"\n{work}")
         for alike in _alike(tiers):
             print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
         if not fitting:
@@ -291,7 +295,8 @@ def _plan(
         checkpointing=args.activation_checkpointing,
     )
     about = {"stage": stage, "offload_param": tier}
-    return _Tier(about, plan, plan.missing(host, args.device_memory, processes=processes), step)
+    missing = plan.missing(host, args.device_memory, processes=processes)
+    return _Tier(about, plan, missing, step, Planner(terms).matrix_work(specs))
 
 
 def _jax_plan(
@@ -326,7 +331,8 @@ def _jax_plan(
         checkpointing=args.activation_checkpointing,
     )
     device = None if args.device_memory is None else part.devices * args.device_memory
-    return _Tier({"donate": donate}, plan, plan.missing(host, device, processes=processes), step)
+    missing = plan.missing(host, device, processes=processes)
+    return _Tier({"donate": donate}, plan, missing, step, Planner(terms).matrix_work(specs))
 
 
 def _memory_table(tiers: Sequence[_Tier]) -> str:
@@ -363,6 +369,17 @@ def _time_table(tiers: Sequence[_Tier]) -> str:
         for tier in tiers
     ]
     return format_table(lines, ["time", "step", "of it: update", "to host", "to device", "compute"])
+
+
+def _matrix_work(tier: _Tier) -> str:
+    """Say how the work with matrices is spread over the ranks; empty if there is none."""
+    most, mean = max(tier.matrix_work), sum(tier.matrix_work) / len(tier.matrix_work)
+    if not most:
+        return ""
+    share = f", the busiest of {len(tier.matrix_work)} ranks {most / mean:.2f} of the mean" * (
+        len(tier.matrix_work) > 1
+    )
+    return f"matrices: {2 * most:.3g} operations a step on a rank, in bfloat16{share}"
 
 
 def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
@@ -403,4 +420,5 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
             if row.n_bytes
         ],
         "step": {**asdict(tier.step), "seconds": tier.step.seconds},
+        "matrix_work": tier.matrix_work,
     }

@@ -1,14 +1,43 @@
 """The choice of a model's hidden matrices by their names and shapes, for a rule that updates matrices (Muon)."""
 
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import ConfigError
+from .options import OffloadConfig
 
 _TABLES = re.compile(r"embed|position|norm")
 _TABLE_NAMES = frozenset(("wte", "wpe", "pos", "token", "bias", "scale", "gamma", "beta"))
 _HEADS = frozenset(("head", "output", "classifier", "score", "logits", "unembed", "unembedding"))
 _MODULE_AND_WEIGHT = 2
+
+
+def chosen(config: OffloadConfig, shapes: Mapping[str, Sequence[int]], *, stacks: bool) -> Collection[str] | None:
+    """Return the names of the parameters that the configured rule updates; None: all of them.
+
+    Args:
+        shapes: of a model's parameters.
+        stacks: True if parameters of three dimensions are stacks of matrices.
+
+    Raises:
+        ConfigError: ``muon_params`` names what the model has not, or there is no matrix.
+    """
+    if len(config.groups()) == 1:
+        return None
+    if config.muon_params is not None:
+        return named([*shapes], config.muon_params)
+    found = {n for n, shape in shapes.items() if is_matrix(shape, stacks=stacks) and not is_table_or_head(n)}
+    check_some(config, found)
+    return found
+
+
+def check_some(config: OffloadConfig, found: Collection[str]) -> None:
+    """Raise :class:`ConfigError` if no parameter was found."""
+    if not found:
+        raise ConfigError(
+            f"optimizer={config.optimizer!r}: the model has no matrix besides embeddings and heads; expected "
+            "muon_params=[...] with the names of some, or another optimizer"
+        )
 
 
 def is_table_or_head(name: str) -> bool:

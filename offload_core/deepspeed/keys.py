@@ -223,7 +223,7 @@ _ZERO: dict[str, Key] = {
     "pipeline_loading_checkpoint": _ignored("there is no pipeline"),
     "log_trace_cache_warnings": _ignored(_DIAGNOSTICS),
     "enable_sanity_checks": _ignored(_DIAGNOSTICS),
-    "save_muon_momentum_buffer_in_memory": _ignored("there is no Muon"),
+    "save_muon_momentum_buffer_in_memory": _ignored("Muon's momentum is in host memory"),
     "zero_hpz_partition_size": _ignored("parameters are partitioned over all ranks", 0, 1),
     "zero_quantized_weights": _ignored(_QUANTIZED),
     "zero_quantized_nontrainable_weights": _ignored(_QUANTIZED),
@@ -249,19 +249,25 @@ _ADAM = Optimizer(
 _SGD = Optimizer("sgd", ("lr", "momentum", "dampening", "weight_decay", "nesterov"), {"lr": 1e-3})
 _LION = Optimizer("lion", ("lr", "betas", "weight_decay"), {"lr": 1e-3, "betas": (0.9, 0.999), "weight_decay": 0.0})
 _ADAGRAD = Optimizer("adagrad", ("lr", "eps", "weight_decay", "lr_decay", "initial_accumulator_value"), {"lr": 1e-2})
+_MUON = Optimizer(
+    "muon",
+    ("lr", "muon_lr", "adam_lr", "momentum", "betas", "eps", "weight_decay", "adam_w_mode", "ns_method"),
+    {"lr": 0.02, "weight_decay": 0.0},
+)
 OPTIMIZERS = {
     **dict.fromkeys(("adam", "adamw", "deepspeedcpuadam"), _ADAM),
     "sgd": _SGD,
     **dict.fromkeys(("lion", "deepspeedcpulion"), _LION),
     **dict.fromkeys(("adagrad", "deepspeedcpuadagrad"), _ADAGRAD),
+    "muon": _MUON,
 }
 """By the lower case of ``optimizer.type``: DeepSpeed's names, and those of its classes on the CPU."""
 
 _OPTIMIZER: dict[str, Key] = {
     "type": _sets(
         one_of(*OPTIMIZERS),
-        '`optimizer`: `"AdamW"`, `"Adam"` (`adam_mode`, with `adam_w_mode`), `"SGD"`, `"Lion"`, `"Adagrad"`; others '
-        "are an error",
+        '`optimizer`: `"AdamW"`, `"Adam"` (`adam_mode`, with `adam_w_mode`), `"SGD"`, `"Lion"`, `"Adagrad"`, '
+        '`"Muon"` (embeddings, heads and vectors by AdamW); others are an error',
     ),
     "params": _section(
         {
@@ -269,6 +275,9 @@ _OPTIMIZER: dict[str, Key] = {
             "betas": _sets(pair, "`betas`"),
             "eps": _sets(number, "`eps`"),
             "momentum": _sets(number, "`momentum`"),
+            "muon_lr": _sets(number, "`lr` of Muon, before `lr`"),
+            "adam_lr": _sets(number, '`adamw={"lr": ...}`, before `lr`'),
+            "ns_method": _sets(one_of("gram", "standard"), "none: the iteration is that of `torch.optim.Muon`"),
             "dampening": _sets(number, "`dampening`"),
             "nesterov": _sets(boolean, "`nesterov`"),
             "lr_decay": _sets(number, "`lr_decay`"),

@@ -367,13 +367,13 @@ class _Translation:
         if given is None:
             return None
         if "type" not in given:
-            raise ConfigError("optimizer.type: missing; expected 'AdamW', 'Adam', 'SGD', 'Lion' or 'Adagrad'")
+            raise ConfigError("optimizer.type: missing; expected 'AdamW', 'Adam', 'SGD', 'Lion', 'Adagrad' or 'Muon'")
         params, kind = given.get("params", {}), OPTIMIZERS[given["type"]]
         for name in params:
             if name not in kind.params:
                 raise ConfigError(f"optimizer.params.{name}: type {kind.rule!r} has {', '.join(kind.params)}")
         self.fields |= {"optimizer": kind.rule, **{name: v for name, v in kind.defaults.items() if name != "lr"}}
-        self.has_betas = "betas" in kind.params
+        self.has_betas = "betas" in RULES[kind.rule].settings
         decoupled = params.get("adam_w_mode", True)
         if given["type"] == "adamw" and not decoupled:
             raise ConfigError("optimizer.params.adam_w_mode: got False with type 'AdamW'; expected type 'Adam'")
@@ -385,7 +385,28 @@ class _Translation:
         decay = self._known(params, "weight_decay", "optimizer.params.")
         if decay is not None:
             self.fields["weight_decay"] = decay
-        return params.get("lr", kind.defaults["lr"])
+        lr = params.get("lr", kind.defaults["lr"])
+        return self._muon(params, lr) if kind.rule == "muon" else lr
+
+    def _muon(self, params: Mapping[str, Any], lr: Any) -> Any:
+        """Translate what Muon and AdamW beside it have of their own. Return Muon's learning rate."""
+        if not params.get("adam_w_mode", True):
+            raise ConfigError("optimizer.params.adam_w_mode: got False with type 'Muon'; expected it left out")
+        for name in ("betas", "eps", "muon_lr", "adam_lr", "ns_method", "adam_mode"):
+            self.fields.pop(name, None)
+        own = {name: params[name] for name in ("betas", "eps") if name in params}
+        decay = {"weight_decay": self.fields["weight_decay"]} if "weight_decay" in self.fields else {}
+        self.fields["adamw"] = {**own, **decay, **self._rate_of("adam_lr", params, lr)}
+        if params.get("ns_method", "gram") == "gram":
+            self.differs["optimizer.params.ns_method"] = (
+                "'gram' iterates in float16, and here the iteration is that of torch.optim.Muon in bfloat16: give "
+                "'standard'"
+            )
+        return params.get("muon_lr", lr)
+
+    def _rate_of(self, name: str, params: Mapping[str, Any], lr: Any) -> dict[str, Any]:
+        rate = params.get(name, lr)
+        return {} if rate == AUTO else {"lr": rate}
 
     def _schedule(self, given: Mapping[str, Any], lr: Any) -> None:
         """Translate the schedule: ``lr``, and for some schedules ``betas``."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ..dtypes import FLOAT32
 from ..layout.partition import Bucket, ParamSpec
 from ..memory.plan import PlanRow
-from .terms import GRADIENTS, PARAMETERS, BucketTerms
+from .terms import GRADIENTS, MATRICES, PARAMETERS, BucketTerms
 
 SHARDS = "shards of parameters"
 DONATE = "update(grads, donate=True)"
@@ -81,6 +81,8 @@ def rows_at_once(
         kept = what.startswith("next") and not terms.direct and where == "device"
         rows.append(PlanRow(what, where, n_bytes, DONATE if kept else smaller, brief=brief))
     rows.append(PlanRow("buckets on their way", "device", on_way, "reduce_bucket_size", brief=True))
+    if matrices := terms.matrix_bytes(buckets):
+        rows.append(PlanRow(MATRICES, "device", matrices, "reduce_bucket_size", brief=True))
     if not (terms.direct or on_host):  # JAX allocates these, and the pipeline does not count them
         arriving = _arriving(terms, buckets)
         rows.append(PlanRow("gradients on their way", "host", arriving, "reduce_bucket_size", brief=True))

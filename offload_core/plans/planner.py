@@ -8,7 +8,7 @@ from typing import Any
 from ..config.options import OffloadConfig
 from ..config.state_formats import Master
 from ..dtypes import BFLOAT16, FLOAT32
-from ..layout.partition import Bucket, Kinds, ParamSpec
+from ..layout.partition import Bucket, Kinds, ParamSpec, matrices_of
 from ..memory.plan import DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
 from ..rules import MASTER, Rule
 from .terms import (
@@ -18,6 +18,7 @@ from .terms import (
     GRADIENT_SLOTS,
     GRADIENTS,
     GRADIENTS_ON_HOST,
+    MATRICES,
     PARAMETERS,
     STAGING,
     BucketTerms,
@@ -41,8 +42,9 @@ def _narrower_states(config: OffloadConfig, rules: Iterable[Rule], specs: Sequen
     narrower = {}
     if formats.pop(MASTER, None) == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
         narrower[MASTER] = "master_dtype='bfloat16'"
+    fixed = {state.name for rule in rules for state in rule.states if not state.narrows}
     for state, format in formats.items():
-        if format in _NEXT:
+        if format in _NEXT and state not in fixed:
             short, long = _NEXT[format]
             alone = getattr(config, f"{state}_dtype", None) is not None
             narrower[state] = f"{state}_dtype='{long}'" if alone else f"state_format='{short}'"
@@ -198,7 +200,7 @@ class Planner:
         on_way = min(self._terms.depth, len(buckets)) * max(each, default=0)
         rows_of.append(PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True))
         if matrices := self._terms.matrix_bytes(buckets):
-            rows_of.append(PlanRow("matrices in an update", DEVICE, matrices, "reduce_bucket_size", brief=True))
+            rows_of.append(PlanRow(MATRICES, DEVICE, matrices, "reduce_bucket_size", brief=True))
         return rows_of
 
     def _most_together(
@@ -266,6 +268,15 @@ class Planner:
                     held -= 0 if of[member] else _bytes(specs[member])
         return seen
 
+    def matrix_work(self, specs: Sequence[ParamSpec]) -> list[int]:
+        """Return the multiplications that each rank makes with matrices in an update of all parameters."""
+        work = [0] * self._terms.device.world_size
+        for bucket in self._terms.cut(specs):
+            part = self._terms.rule_of(bucket).device_part
+            if part is not None and bucket.matrix is not None:
+                matrices_of(bucket, work, part.work(bucket.matrix))
+        return work
+
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
         """Return the bytes that a step moves, and those of its last bucket.
 
@@ -289,6 +300,11 @@ class Planner:
         numel = len(self._terms.device.ranks) * bucket.shard_numel
         states = sum(format.n_bytes(numel) for format in formats.values())
         update = numel * (gradient.itemsize + (1 if apart else 2) * bucket.dtype.itemsize) + 2 * states
+        # The first pass reads a gradient and the other states, and writes directions; the second reads the result.
+        direction = 0 if self._terms.rule_of(bucket).device_part is None else BFLOAT16.itemsize
+        if direction:
+            others = sum(format.n_bytes(numel) for name, format in formats.items() if name != MASTER)
+            update += numel * (gradient.itemsize + 2 * direction) + others
         if self._terms.device.addressable:
             return Traffic(update, 0, 0)
         crossing = self._terms.device.sizes.link_numel(bucket)
@@ -297,7 +313,8 @@ class Planner:
         if bucket.partitioned and self._terms.config.offload_param is not None:
             stays = partitioned <= min(self._terms.config.max_live_parameters, self._terms.config.max_reuse_distance)
             times = steps * (1 if stays else 2)
-        return Traffic(update, to_host, times * crossing * bucket.dtype.itemsize)
+        to_device = times * crossing * bucket.dtype.itemsize
+        return Traffic(update, to_host + crossing * direction, to_device + crossing * direction)
 
 
 def _bytes(spec: ParamSpec) -> int:

@@ -20,6 +20,7 @@ from ..support.worker import Background, Inline
 STAGING = "staging"
 BLOCKS = "blocks of states"
 """States of another place while they are updated."""
+MATRICES = "matrices in an update"
 DIRECTIONS = "directions"
 """Of rules with a part that the device computes from whole matrices."""
 GRADIENTS_ON_HOST = "gradients on the host"
