@@ -555,8 +555,14 @@ class OffloadedParams:
                 ``optax.inject_hyperparams(offloaded.as_optax)(learning_rate=...)`` it is in the optax state.
 
         Raises:
-            ConfigError: with ``offload_param``: optax cannot compute with parameters in host memory.
+            ConfigError: with ``offload_param``: optax cannot compute with parameters in host memory. With
+                ``optimizer="muon"``, whose sums are rounded once.
         """
+        if len(self.config.groups()) > 1:
+            raise ConfigError(
+                f"as_optax() with optimizer={self.config.optimizer!r}: its new parameters are not always the old ones "
+                "plus numbers of float32; expected offloaded.update(grads) in the loop instead"
+            )
         if self.config.offload_param is not None:
             raise ConfigError(
                 f"as_optax() with offload_param={self.config.offload_param!r}: apply_updates would compute in host "

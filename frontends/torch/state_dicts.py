@@ -220,9 +220,10 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
             f"torch_state_dict: torch has none of optimizer={name!r}; expected save_checkpoint() or state_dict()"
         )
     optimizer.flush()
-    made = torchs(optimizer.config)([torch.empty(0, device="cpu")], lr=1e-3).param_groups[0]
+    made = torchs(optimizer.config)([torch.empty(0, 0, device="cpu")], lr=1e-3).param_groups[0]
     settings = {name: value for name, value in made.items() if name != "params"}
-    groups = [{**settings, **group, "fused": True} for group in optimizer.state_dict()["param_groups"]]
+    fused = {"fused": True} if "fused" in settings else {}
+    groups = [{**settings, **group, **fused} for group in optimizer.state_dict()["param_groups"]]
     wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
     numbers = [i for group in groups for i in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -376,9 +376,8 @@ def _matrix_work(tier: _Tier) -> str:
     most, mean = max(tier.matrix_work), sum(tier.matrix_work) / len(tier.matrix_work)
     if not most:
         return ""
-    share = f", the busiest of {len(tier.matrix_work)} ranks {most / mean:.2f} of the mean" * (
-        len(tier.matrix_work) > 1
-    )
+    n = len(tier.matrix_work)
+    share = f", the busiest of {n} ranks {most / mean:.2f} of the mean" if n > 1 else ""
     return f"matrices: {2 * most:.3g} operations a step on a rank, in bfloat16{share}"
 
 

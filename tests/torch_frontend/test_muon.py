@@ -1,10 +1,13 @@
 """Muon: wrap(model, optimizer="muon"), OffloadedMuon, and the bits of torch.optim.Muon on any ranks."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from frontends.torch import gathered_parameters, wrap
+from frontends.torch import OffloadedMuon, gathered_parameters, wrap
+from offload_core import CheckpointError, ConfigError, ParameterError
 from tests.support.processes import on_ranks
 from tests.support.torch_models import place, same_bits
 from tests.support.ways import STAGE_3, WAYS
@@ -165,3 +168,177 @@ def test_each_way_of_running_gives_the_same_bits(way):
     engine = wrap(Stacked(), optimizer="muon", lr=0.02, reduce_bucket_size=100, **WAYS[way])
     train(engine, range(4))
     assert_same(values(engine.module), of_plain_training(1, {}, 4))
+
+
+@pytest.mark.parametrize("fields", [{}, {"state_format": "8bit", "param_dtype": "bfloat16"}, STAGE_3], ids=str)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(fields, tmp_path):
+    first, second, third = (wrap(Stacked(), optimizer="muon", lr=0.02, **fields) for _ in range(3))
+    train(first, range(2))
+    folder = first.save_checkpoint(tmp_path)
+    second.load_checkpoint(folder)
+    if fields != STAGE_3:
+        third.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
+        third.module.load_state_dict(first.module.state_dict())
+    for engine in (first, second, third):
+        train(engine, [3])
+    assert_same(values(second.module), values(first.module))
+    if fields != STAGE_3:
+        assert_same(values(third.module), values(first.module))
+
+
+def test_a_run_goes_on_on_other_ranks(tmp_path):
+    whole = wrap(Stacked(), optimizer="muon", lr=0.02)
+    train(whole, range(2))
+    folder = whole.save_checkpoint(tmp_path)
+
+    @on_ranks(2)
+    def found(rank):
+        result = []
+        for fields in ({}, {**STAGE_3, "reduce_bucket_size": 1000}):
+            engine = wrap(Stacked(), optimizer="muon", lr=0.02, **fields)
+            engine.load_checkpoint(folder)
+            train(engine, [3])  # all ranks have the same batch
+            result.append(values(engine.module))
+            engine.close()
+        return result
+
+    train(whole, [3])
+    for each in (*found[0], *found[1]):
+        assert_same(each, values(whole.module))
+
+
+def test_the_optimizer_alone_is_that_of_torch_and_states_go_both_ways():
+    def matrices():
+        torch.manual_seed(0)
+        return [nn.Parameter(torch.randn(shape) * 0.1) for shape in ((24, 48), (48, 8), (7, 5))]
+
+    def step(optimizer, params, seed):
+        x = torch.randn(4, 24, generator=torch.Generator().manual_seed(seed))
+        (torch.tanh(x @ params[0]) @ params[1]).pow(2).mean().add(params[2].pow(3).sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    ours, theirs, again = matrices(), matrices(), matrices()
+    settings = {"lr": 0.05, "weight_decay": 0.2, "momentum": 0.4, "nesterov": False, "adjust_lr_fn": "match_rms_adamw"}
+    optimizer, reference = OffloadedMuon(ours, **settings), torch.optim.Muon(theirs, **settings)
+    schedules = [torch.optim.lr_scheduler.StepLR(each, 2) for each in (optimizer, reference)]
+    for seed in range(4):
+        for each, params, schedule in zip((optimizer, reference), (ours, theirs), schedules, strict=True):
+            step(each, params, seed)
+            schedule.step()
+    third = OffloadedMuon(again, lr=1.0)
+    for mine, other in zip(again, theirs, strict=True):
+        mine.data.copy_(other.data)
+    third.load_state_dict(reference.state_dict())
+    exported = torch.optim.Muon(ours, lr=1.0)
+    exported.load_state_dict(optimizer.torch_state_dict())
+    optimizer.close()
+    for each, params in ((third, again), (exported, ours), (reference, theirs)):
+        step(each, params, 9)
+    for mine, other, last in zip(ours, theirs, again, strict=True):
+        assert same_bits(mine, other)
+        assert same_bits(last, other)
+
+
+def test_a_skipped_step_changes_nothing():
+    engine = wrap(Stacked(), optimizer="muon", lr=0.02, skip_nonfinite=True)
+    for seed in range(3):
+        engine.backward(loss_of(engine, seed) * float("inf"))
+        assert not engine.step().updated
+        train(engine, [seed])
+    assert_same(values(engine.module), of_plain_training(1, {}, 3))
+
+
+class Transformer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wte = nn.Embedding(20, 8)
+        self.pos_embed = nn.Parameter(torch.zeros(1, 6, 8))
+        self.blocks = nn.ModuleList([nn.ModuleDict({"qkv": nn.Linear(8, 24), "norm": nn.LayerNorm(8)})])
+        self.patches = nn.Conv2d(3, 8, 2)
+        self.lm_head = nn.Linear(8, 20, bias=False)
+
+
+def test_matrices_are_chosen_by_shape_and_place_and_the_choice_is_told_once(capsys):
+    engine = wrap(Transformer(), optimizer="muon", adamw={"lr": 3e-4})
+    muon, adamw = engine.optimizer.param_groups
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    assert [names[id(p)] for p in muon["params"]] == ["blocks.0.qkv.weight"]
+    assert len(adamw["params"]) == 8
+    assert (muon["lr"], adamw["lr"], adamw["optimizer"]) == (1e-3, 3e-4, "adamw")
+    assert capsys.readouterr().err.count("Muon updates 'blocks.0.qkv.weight'; AdamW updates") == 1
+    tied = Transformer()
+    tied.lm_head.weight = tied.wte.weight
+    assert len(wrap(tied, optimizer="muon").optimizer.param_groups[0]["params"]) == 1
+    chosen = wrap(Transformer(), optimizer="muon", muon_params=["lm_head.weight"], adjust_lr_fn="match_rms_adamw")
+    assert [p.shape for p in chosen.optimizer.param_groups[0]["params"]] == [(20, 8)]
+    assert chosen.optimizer.param_groups[1]["lr"] == 1e-3
+
+
+WRONG = [
+    ({"muon_params": ["other.weight"]}, ConfigError, "muon_params: no parameter is named 'other.weight'"),
+    ({"muon_params": ["first.bias"]}, ParameterError, r"'first.bias' of shape \(48,\) is no matrix"),
+    ({"muon_params": "experts"}, ConfigError, "muon_params: got 'experts', expected a list"),
+    ({"adamw": {"learning_rate": 0.1}}, ConfigError, "adamw: unknown hyperparameter 'learning_rate'"),
+    ({"adamw": {"lr": -1.0}}, ConfigError, "adamw: lr: got -1.0"),
+    ({"betas": (0.9, 0.95)}, ConfigError, "betas=.* has no place in optimizer='muon'; .* within adamw="),
+    ({"ns_steps": 0}, ConfigError, "ns_steps: got 0, expected an integer of at least 1"),
+    ({"ns_coefficients": (1.0, 2.0)}, ConfigError, "ns_coefficients: got .*, expected three numbers"),
+    ({"adjust_lr_fn": "rms"}, ConfigError, "adjust_lr_fn: got 'rms', expected one of"),
+    ({"momentum": -0.1}, ConfigError, "momentum: got -0.1"),
+    ({"dampening": 0.1}, ConfigError, "dampening=0.1 has no place in optimizer='muon'"),
+]
+
+
+@pytest.mark.parametrize(("fields", "error", "message"), WRONG)
+def test_wrong_settings_are_refused_before_anything_is_made(fields, error, message):
+    model = Stacked()
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(error, match=message):
+        wrap(model, optimizer="muon", **fields)
+    assert all(same_bits(value, before[name]) for name, value in model.state_dict().items())
+    wrap(model, optimizer="muon")
+
+
+def test_what_is_no_matrix_is_refused_by_name():
+    with pytest.raises(ParameterError, match="'group 0, parameter 1' of shape .* is no matrix"):
+        OffloadedMuon(nn.Linear(4, 4).parameters())
+    with pytest.raises(ParameterError, match="does not lie whole and row by row in memory"):
+        OffloadedMuon([nn.Parameter(torch.randn(4, 6).t())])
+    with pytest.raises(ConfigError, match="the model has no matrix besides embeddings and heads"):
+        wrap(nn.Linear(4, 4), optimizer="muon")
+
+
+def test_an_iteration_does_not_change_in_the_middle():
+    engine = wrap(Stacked(), optimizer="muon")
+    train(engine, [0])
+    engine.optimizer.param_groups[0]["ns_steps"] = 6
+    engine.backward(loss_of(engine, 1))
+    with pytest.raises(ConfigError, match="parameter group 0: ns_coefficients, eps and ns_steps: got"):
+        engine.step()
+    engine.optimizer.param_groups[0]["ns_steps"] = 5
+    engine.step()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    sgd = wrap(model, optimizer="sgd", momentum=0.9)
+    sgd.backward(sgd(torch.ones(2, 8)).pow(2).mean())
+    sgd.step()
+    folder = sgd.save_checkpoint(tmp_path)
+    muon = wrap(copy.deepcopy(model), optimizer="muon", muon_params=["0.weight", "1.weight"])
+    with pytest.raises(CheckpointError, match="'0.weight' was updated by optimizer='sgd' there, and is by 'muon' here"):
+        muon.load_checkpoint(folder)
+
+
+@pytest.mark.states_in_memory
+@pytest.mark.parametrize("way", WAYS)
+def test_memory_is_planned(way):
+    engine = wrap(Stacked(), optimizer="muon", param_dtype="bfloat16", **WAYS[way])
+    train(engine, [0])
+    rows = {row.what: row for row in engine.memory_report().rows if row.where == "host"}
+    assert all(row.planned == row.held for row in rows.values())
+    matrices = sum(p.numel() for p in engine.optimizer.param_groups[0]["params"])
+    if "stage 3" not in way:
+        assert rows["momentum_buffer"].held == 4 * matrices
+    assert rows["directions"].held > 0

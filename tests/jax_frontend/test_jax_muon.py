@@ -1,0 +1,142 @@
+"""Muon in JAX: the bits of its definition on any mesh, and states that files carry."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from frontends.jax import wrap
+from frontends.jax.device_parts import newton_schulz
+from offload_core import ConfigError, ParameterError, StateError
+from offload_core.dtypes import BFLOAT16
+from offload_core.rules.muon import Muon
+from tests.support.jax_models import assert_same_tree
+from tests.support.oracles import Muon as Second
+from tests.support.oracles import MuonDirection as First
+
+SETTINGS = {"optimizer": "muon", "lr": 0.02}
+SHAPES = {
+    "embed": {"table": (20, 24)},
+    "layer": {"kernel": (24, 48), "bias": (48,)},
+    "second": {"kernel": (48, 16)},
+    "head": {"kernel": (16, 8)},
+}
+
+
+def tree(seed):
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(rng.standard_normal(shape, np.float32) * 0.1),
+        SHAPES,
+        is_leaf=lambda leaf: isinstance(leaf, tuple),
+    )
+
+
+def trained(offloaded, n, first=0):
+    for i in range(n):
+        offloaded.update(tree(first + i))
+    return offloaded.params
+
+
+def iterated(direction, shape):
+    part = Muon.of({"op_order": "torch", "ns_coefficients": (3.4445, -4.775, 2.0315), "eps": 1e-7, "ns_steps": 5})
+    made = jax.jit(newton_schulz, static_argnums=1)(jnp.asarray(direction.reshape(shape)), part.iteration)
+    return np.asarray(made).reshape(-1).astype(np.float32)
+
+
+def by_definition(param, gradients, *, decay=0.1):
+    """A matrix after these gradients, by the definition: in NumPy, but for the iteration."""
+    shape = param.shape
+    master, momentum = np.asarray(param).reshape(-1), np.zeros(param.size, np.float32)
+    for gradient in gradients:
+        settings = {"lr": 0.02, "weight_decay": decay, "adjustment": max(1, shape[0] / shape[1]) ** 0.5}
+        given = np.asarray(gradient).reshape(-1), master, (momentum, np.zeros_like(master))
+        direction, _ = First(**settings).arrays(*given, "muon")
+        made = iterated(direction.astype(BFLOAT16.numpy), shape)
+        master, (momentum, _) = Second(**settings).arrays(*given[:2], (momentum, made), "")
+    return master.reshape(shape)
+
+
+def test_matrices_have_the_bits_of_the_definition_and_others_those_of_adamw():
+    before, gradients = tree(100), [tree(i) for i in range(5)]
+    found = trained(wrap(before, **SETTINGS), 5)
+    for layer in ("layer", "second"):
+        expected = by_definition(before[layer]["kernel"], [each[layer]["kernel"] for each in gradients])
+        np.testing.assert_array_equal(np.asarray(found[layer]["kernel"]), expected)
+    rest = trained(wrap(before, lr=1e-3), 5)
+    for layer, name in (("embed", "table"), ("layer", "bias"), ("head", "kernel")):
+        np.testing.assert_array_equal(np.asarray(found[layer][name]), np.asarray(rest[layer][name]))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize(
+    "fields", [{"reduce_bucket_size": 100}, {"schedule": "serial"}, {"param_dtype": "bfloat16"}], ids=str
+)
+def test_a_mesh_changes_no_bits(n, fields):
+    mesh = jax.make_mesh((n,), ("dp",), devices=jax.devices()[:n])
+    alone = {name: value for name, value in fields.items() if name == "param_dtype"}
+    assert_same_tree(
+        trained(wrap(tree(100), mesh=mesh, **SETTINGS, **fields), 4), trained(wrap(tree(100), **SETTINGS, **alone), 4)
+    )
+
+
+def test_a_mask_and_a_schedule_hold_for_both_rules():
+    params, rate = tree(100), optax.linear_schedule(0.02, 0.02, 5)
+    mask = jax.tree.map(lambda leaf: False, params)
+    found = trained(wrap(params, mask=mask, **{**SETTINGS, "lr": rate}), 3)
+    expected = by_definition(params["second"]["kernel"], [tree(i)["second"]["kernel"] for i in range(3)], decay=0.0)
+    np.testing.assert_array_equal(np.asarray(found["second"]["kernel"]), expected)
+    rest = trained(wrap(params, lr=0.02, weight_decay=0.0), 3)
+    np.testing.assert_array_equal(np.asarray(found["head"]["kernel"]), np.asarray(rest["head"]["kernel"]))
+
+
+def test_states_go_through_a_tree_and_a_checkpoint(tmp_path):
+    first = wrap(tree(100), **SETTINGS)
+    trained(first, 2)
+    saved = first.to_pytree()
+    assert saved["exp_avg"]["layer"]["kernel"] is None
+    assert saved["momentum_buffer"]["head"]["kernel"] is None
+    assert saved["momentum_buffer"]["layer"]["kernel"].shape == (24, 48)
+    second = wrap(tree(5), **SETTINGS)
+    second.load_pytree(saved)
+    mesh = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])
+    third = wrap(tree(5), mesh=mesh, **SETTINGS)
+    third.load_checkpoint(first.save_checkpoint(tmp_path))
+    expected = trained(first, 2, 10)
+    for each in (second, third):
+        assert_same_tree(trained(each, 2, 10), expected)
+
+
+def test_what_optax_has_otherwise_is_refused():
+    offloaded = wrap(tree(100), **SETTINGS)
+    trained(offloaded, 1)
+    with pytest.raises(StateError, match="optax has no state for adamw and muon as they are here; expected to_pytree"):
+        offloaded.to_optax_state()
+    with pytest.raises(StateError, match="optax has no state"):
+        offloaded.load_optax_state(optax.contrib.muon(0.02).init(tree(100)))
+    with pytest.raises(ConfigError, match=r"as_optax\(\) with optimizer='muon'.* expected offloaded.update\(grads\)"):
+        offloaded.as_optax()
+
+
+def test_what_is_no_whole_matrix_is_refused_by_its_path():
+    mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
+    cut = jax.device_put(tree(100), NamedSharding(mesh, PartitionSpec()))
+    cut["layer"]["kernel"] = jax.device_put(cut["layer"]["kernel"], NamedSharding(mesh, PartitionSpec(None, "tp")))
+    with pytest.raises(ParameterError, match=r"\['layer'\]\['kernel'\].* does not lie whole and row by row"):
+        wrap(cut, **SETTINGS)
+    with pytest.raises(ParameterError, match=r"\['layer'\]\['bias'\]. of shape \(48,\) is no matrix"):
+        wrap(tree(100), muon_params=["['layer']['bias']"], **SETTINGS)
+    with pytest.raises(ConfigError, match="the model has no matrix besides embeddings and heads"):
+        wrap({"bias": jnp.zeros(3)}, **SETTINGS)
+
+
+@pytest.mark.states_in_memory
+def test_memory_is_planned():
+    offloaded = wrap(tree(100), **SETTINGS)
+    trained(offloaded, 1)
+    rows = {row.what: row for row in offloaded.memory_report().rows if row.where == "host"}
+    assert all(row.planned == row.held for row in rows.values())
+    assert rows["momentum_buffer"].held == 4 * (24 * 48 + 48 * 16)
