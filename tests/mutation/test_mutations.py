@@ -252,6 +252,19 @@ MUTANTS = [
         ),
     ),
     *mutants(
+        "rule_muon.h",
+        VECTOR_SETS,
+        ("the momentum has one form", "c->on[MUON_GRADIENT_IS_SMALL] ? *m : g", "*m"),
+        ("the direction has one form", "c->on[MUON_MOMENTUM_IS_SMALL] ? g : *m", "*m"),
+        ("Nesterov's direction is plain", "if (!c->on[MUON_IS_NESTEROV])", "if (1)"),
+        ("no decay", "v_mul(p, k[MUON_DECAY])", "p"),
+        (
+            "the step is two roundings",
+            "v_fma(m[1], k[MUON_STEP_SIZE], v_mul(p, k[MUON_DECAY]))",
+            "v_add(v_mul(m[1], k[MUON_STEP_SIZE]), v_mul(p, k[MUON_DECAY]))",
+        ),
+    ),
+    *mutants(
         "rules.h",
         INSTRUCTION_SETS,
         ("a moment has the other's sign", "return (SIGNS) >> moment & 1;", "return !((SIGNS) >> moment & 1);"),
@@ -362,6 +375,7 @@ COUNTS = {
     "rule_sgd.h": 8,
     "rule_lion.h": 4,
     "rule_adagrad.h": 6,
+    "rule_muon.h": 5,
     "rules.h": 2,
     "kernels_formats.h": 24,
     "formats.h": 5,

@@ -366,6 +366,7 @@ def _sample() -> list[Callable[[], None]]:
         return (scale * rng.standard_normal(n)).astype(np.float32).astype(dtype.numpy)
 
     lions = (Lion(grad_scale=0.3), Lion(weight_decay=0.0), Lion(beta1=0.0, beta2=0.5))
+    muons = ({"grad_scale": 0.3}, {"momentum": 0.3, "adjustment": 1.5}, {"nesterov": False, "weight_decay": 0.0})
     adagrads = (Adagrad(grad_scale=0.3, lr_decay=0.1, step=3), Adagrad(weight_decay=0.0, eps=0.0), Adagrad(eps=1e-2))
     checks: list[Callable[[], None]] = []
 
@@ -412,6 +413,8 @@ def _sample() -> list[Callable[[], None]]:
             dtype, param_dtype = DTYPES[case % 3], (FLOAT32, BFLOAT16, FLOAT16, None)[(case + n) % 4]
             kind = {"param_dtype": param_dtype, "keep_states": False, "zeros": case > 2}
             same_state(n, dtype, lions[case // 3], rule="lion", **kind)
+            same_state(n, dtype, Muon(**muons[case // 3]), rule="muon", **kind)
+            same_state(n, dtype, MuonDirection(**muons[case // 3]), rule="direction_muon", **kind)
             for rule in ("adagrad_torch", "adagrad_optax"):
                 same_state(n, dtype, adagrads[case // 3], rule=rule, **kind)
         for dtype in DTYPES:

@@ -12,6 +12,7 @@ from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16, FLOAT32, ElementType
 from offload_core.layout.partition import ParamSpec
 from offload_core.native.grad_norm import clip_coefficient
+from offload_core.rules.muon import MuonHyper
 from offload_core.step.decision import StepArguments
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
@@ -19,7 +20,7 @@ from tests.support import oracles, state_formats
 from tests.support.kernel_calls import State
 from tests.support.locking_pipeline import LockingPipeline
 from tests.support.oracles import assert_same_bits
-from tests.support.rules import KINDS, OPTAXS_KINDS, hyper_of, oracle_of, rule_of
+from tests.support.rules import KINDS, OPTAXS_KINDS, hyper_of, matrix_of, rule_of, updated
 from tests.support.strategies import element_types
 
 STATES = ("master", "exp_avg", "exp_avg_sq")
@@ -93,12 +94,8 @@ class Naive:
             hyper = self.hypers[self.groups[i]]
             self.steps[i] += 1
             master, *moments = self.states[i]
-            after = oracles.update(
-                State(gradient, master, tuple(moments)),
-                oracle_of(self.rules[i], hyper, coefficient / divisor, self.steps[i]),
-                rule=self.rules[i].kernel,
-                param_dtype=None,
-            )
+            before = State(gradient, master, tuple(moments))
+            after = updated(self.rules[i], hyper, before, coefficient / divisor, self.steps[i])
             self.states[i] = self.kept(i, [after.master, *after.moments], self.steps[i])
         self.sums = [None] * len(self.sums)
         return norm
@@ -118,6 +115,7 @@ class Subject:
         self.device = device
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
         self.pipeline = LockingPipeline(config, HostRanks(device, collectives), scaler)
+        rules = [rule_of(config, hypers[group]) if hypers else None for group in groups]
         self.specs = [
             ParamSpec(
                 f"p{i}",
@@ -125,9 +123,10 @@ class Subject:
                 dtype,
                 group,
                 settled_with=dict(leaves).get(i),
-                rule=rule_of(config, hypers[group]) if hypers else None,
+                rule=rule,
+                matrix=matrix_of(rule, m.size),
             )
-            for i, (m, dtype, group) in enumerate(zip(masters, dtypes, groups, strict=True))
+            for i, (m, dtype, group, rule) in enumerate(zip(masters, dtypes, groups, rules, strict=True))
         ]
         self.tensors = [self.put(m.astype(dtype.numpy)) for m, dtype in zip(masters, dtypes, strict=True)]
         # fp32 parameters in place start from themselves; others from the fp32 values, as wrap() does
@@ -184,9 +183,10 @@ formats = st.fixed_dictionaries(
 """Formats of states, as fields of a configuration."""
 
 
+_MUONS = [MuonHyper(1e-2), MuonHyper(1e-2, weight_decay=0.0, momentum=0.4, nesterov=False)]
 HYPERS = {
-    "torch": [hyper_of(*each) for each in KINDS],
-    "optax": [hyper_of(*each) for each in OPTAXS_KINDS],
+    "torch": [*(hyper_of(*each) for each in KINDS), *_MUONS],
+    "optax": [*(hyper_of(*each) for each in OPTAXS_KINDS), *_MUONS],
 }
 """Of a group, by the order of operations."""
 

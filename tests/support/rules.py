@@ -1,14 +1,20 @@
 """Every update rule as tests see it. A new rule adds its oracle and one entry here."""
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 from hypothesis import strategies as st
 
 from offload_core.config.options import OffloadConfig
-from offload_core.rules import RULES, Hyper, Rule
+from offload_core.device.host import newton_schulz
+from offload_core.dtypes import BFLOAT16
+from offload_core.rules import RULES, Hyper, Matrix, Rule
+from offload_core.rules.muon import MuonHyper
 from tests.support import oracles
+from tests.support.kernel_calls import State
 from tests.support.oracles import Adagrad, Adam, Lion, Muon, MuonDirection, Sgd
 
 LR = 1e-2
@@ -210,6 +216,8 @@ REFERENCES: dict[str, Reference] = {
 """By the value of ``OffloadConfig.optimizer``."""
 KINDS = [(name, kind) for name, reference in REFERENCES.items() for kind in reference.kinds]
 OPTAXS_KINDS = [(name, kind) for name, reference in REFERENCES.items() for kind in reference.optaxs_kinds()]
+MUONS: dict[str, type[oracles.Step]] = {"muon": Muon, "direction_muon": MuonDirection}
+"""The oracles of Muon's passes, by the kernel's rule."""
 _MUONS = {
     "lr": _RATES,
     "momentum": st.sampled_from([0.95, 0.5, 0.3, 0.0]),
@@ -220,7 +228,7 @@ _MUONS = {
 }
 DRAWN = {
     **{reference.step.family: reference.drawn for reference in REFERENCES.values()},
-    **{step.family: st.builds(step, **_MUONS) for step in (Muon, MuonDirection)},
+    **{step.family: st.builds(step, **_MUONS) for step in MUONS.values()},
 }
 """Steps by the first word of the kernels' rules."""
 
@@ -244,6 +252,29 @@ def rule_of(config: OffloadConfig, hyper: Hyper) -> Rule:
 def kernel_of(name: str, order: str) -> str:
     """The kernels' rule."""
     return RULES[name].of({**vars(OffloadConfig(optimizer=name)), "op_order": order}).kernel
+
+
+def matrix_of(rule: Rule | None, numel: int) -> Matrix | None:
+    """A shape for a parameter of a rule that needs matrices: as square as can be."""
+    rows = next(n for n in range(math.isqrt(numel), 0, -1) if numel % n == 0)
+    return None if rule is None else rule.matrix("", (rows, numel // rows))
+
+
+def updated(rule: Rule, hyper: Hyper, before: State, grad_scale: float, step: int) -> State:
+    """An update of a whole parameter by the definition."""
+    if rule.device_part is None:
+        return oracles.update(before, oracle_of(rule, hyper, grad_scale, step), rule=rule.kernel, param_dtype=None)
+    assert isinstance(hyper, MuonHyper)
+    matrix = matrix_of(rule, before.master.size)
+    assert matrix is not None
+    given = {name: getattr(hyper, name) for name in ("lr", "momentum", "weight_decay", "nesterov")}
+    own = {**given, "adjustment": math.sqrt(max(1, matrix[0] / matrix[1])), "grad_scale": grad_scale, "step": step}
+    both = replace(before, moments=(*before.moments, np.zeros_like(before.master)))
+    first = oracles.update(both, MuonDirection(**own), rule="direction_muon", param_dtype=BFLOAT16)
+    made = newton_schulz(first.param.reshape(matrix), rule.device_part).reshape(-1).astype(np.float32)
+    both = replace(before, moments=(*before.moments, made))
+    after = oracles.update(both, Muon(**own), rule="muon", param_dtype=None)
+    return replace(after, moments=after.moments[:1])
 
 
 def oracle_of(rule: Rule, hyper: Hyper, grad_scale: float, step: int) -> oracles.Step:

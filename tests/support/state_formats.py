@@ -15,7 +15,7 @@ from offload_core.dtypes import BFLOAT16, BY_NUMPY, FLOAT16, FLOAT32, ElementTyp
 from offload_core.native import kernels
 from tests.support import oracles
 from tests.support.kernel_calls import State, placed, using
-from tests.support.rules import REFERENCES, kernel_of
+from tests.support.rules import MUONS, REFERENCES, kernel_of
 
 BLOCK = 256
 NUMPY = {
@@ -394,9 +394,10 @@ def _sample() -> list[tuple[str, Update, np.ndarray, dict, Update]]:
             keep_states = param_dtype is not None and (case + n) % 2 == 0
             # A tie shows only if an update leaves its master: no step.
             rates = {"lr": 0.0, "weight_decay": 0.0} if case % 3 == 0 else {"lr": 1e-3, "weight_decay": 0.1}
-            for name, reference in REFERENCES.items():
-                step = reference.step(**rates, step=3 + case)
-                rule = kernel_of(name, ("torch", "optax")[case // 4 % 2])
+            order = ("torch", "optax")[case // 4 % 2]
+            steps = [(kernel_of(name, order), reference.step) for name, reference in REFERENCES.items()]
+            for rule, kind_of_step in [*steps, *MUONS.items()]:
+                step = kind_of_step(**rates, step=3 + case)
                 kind = {"rule": rule, "param_dtype": param_dtype, "keep_states": keep_states}
                 what = f"{n} of {', '.join(formats)}, {kind}"
                 given = before.of(step)
