@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from offload_core.config.options import OffloadConfig
+from offload_core.config.options import is_set
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
 
@@ -232,7 +232,7 @@ def _check_rate(args: TrainingArguments, optimizer: OffloadedOptimizer) -> None:
     """
     made_with = float(optimizer.defaults["lr"])
     rates = {float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups}
-    forgotten = made_with == OffloadConfig.lr or args.learning_rate != TrainingArguments.learning_rate
+    forgotten = not is_set(optimizer.config, "lr") or args.learning_rate != TrainingArguments.learning_rate
     if made_with in rates and args.learning_rate not in rates and forgotten:
         warnings.warn(
             f"the optimizer's learning rate is {', '.join(map(str, sorted(rates)))}, and "
