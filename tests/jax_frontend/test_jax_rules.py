@@ -1,5 +1,9 @@
 """The laws of every update rule in JAX: wrap(params, optimizer=...) against eager optax, bit for bit."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import numpy as np
 import optax
@@ -8,6 +12,7 @@ import pytest
 from frontends.jax import wrap
 from offload_core.errors import ConfigError, StateError
 from tests.support.jax_models import assert_same_tree, random_tree
+from tests.support.processes import ROOT
 from tests.support.rules import LR, OPTAXS_KINDS, REFERENCES, settings_of
 
 pytestmark = pytest.mark.usefixtures("exact_rsqrt")
@@ -35,6 +40,29 @@ def run(offloaded, tx, params, n, first=0):
 def test_updates_have_the_bits_of_eager_optax(name, kind, rate):
     tx = REFERENCES[name].of_optax(RATES[rate], REFERENCES[name].kinds[kind])
     run(wrapped(random_tree(100), name, kind, lr=RATES[rate]), tx, random_tree(100), 8)
+
+
+PLAIN_OPTAX = """
+import optax
+from frontends.jax import wrap
+from tests.support.jax_models import assert_same_tree, random_tree
+
+offloaded, tx, params = wrap(random_tree(0), optimizer="adagrad"), optax.adagrad(1e-2, 0.0, 1e-10), random_tree(0)
+state = tx.init(params)
+for i in range(3):
+    updates, state = tx.update(random_tree(i), state, params)
+    params = optax.apply_updates(params, updates)
+    assert_same_tree(offloaded.update(random_tree(i)), params)
+"""
+
+
+@pytest.mark.slow
+def test_without_platform_dependent_math_adagrad_is_that_of_optax_as_it_is():
+    flags = {"XLA_FLAGS": "--xla_cpu_enable_platform_dependent_math=false", "PYTHONPATH": str(ROOT)}
+    ran = subprocess.run([sys.executable, "-c", PLAIN_OPTAX], env=os.environ | flags, capture_output=True, text=True)
+    if "Unknown flag" in ran.stderr:
+        pytest.skip("this jaxlib has no such flag")
+    assert ran.returncode == 0, ran.stderr
 
 
 @pytest.mark.parametrize(("name", "kind"), OPTAXS_KINDS)

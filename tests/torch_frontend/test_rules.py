@@ -165,6 +165,19 @@ def test_a_parameter_that_begins_anew_has_the_first_states(name):
     assert_same_values(ours, theirs)
 
 
+def test_a_parameter_that_was_frozen_when_it_was_saved_begins_with_the_first_states(tmp_path):
+    engines = []
+    for trains in (False, True):
+        model = make()
+        next(model.parameters()).requires_grad_(trains)
+        engines.append(wrap(model, **settings_of("adagrad")))
+        step(engines[-1], 0)
+    engines[1].load_checkpoint(engines[0].save_checkpoint(tmp_path))
+    state = engines[1].optimizer.state[next(engines[1].module.parameters())]
+    assert state["step"] == 0
+    assert (state["sum"] == REFERENCES["adagrad"].kinds["most"]["initial_accumulator_value"]).all()
+
+
 @pytest.mark.parametrize("other", [name for name in REFERENCES if name != "adamw"])
 @everywhere
 def test_one_model_may_have_two_optimizers(other):
