@@ -59,7 +59,7 @@ OPTIONS = frozenset(option for words in WORDS.values() for option in words.optio
 
 
 def counted(entry: Mapping[str, Any], rule: Rule) -> Mapping[str, Any]:
-    """Return a parameter's states with a number of updates: 1 where there were some and torch's optimizer counts none."""
+    """Return a parameter's states with a number of updates: 1 where there have been some that nobody counted."""
     first = WORDS[rule.name].counted_by
     if "step" in entry or first is None:
         return entry

@@ -69,10 +69,10 @@ class OffloadTrainer(Trainer):
             pass
 
     The engine partitions states (and gradients, and parameters), averages the ranks' gradients and clips; there is no
-    ``DistributedDataParallel``. Learning rate, betas, eps, weight decay, ``max_grad_norm`` and
-    ``gradient_accumulation_steps`` are those of the TrainingArguments, and schedules are Trainer's. With ``fp16`` the
-    engine scales losses. ``max_grad_norm=0`` clips nothing; ``offload={"gradient_clipping": None}`` then saves the
-    norm, too.
+    ``DistributedDataParallel``. Optimizer (``optim``: ``"adamw_torch"``, ``"sgd"``, ``"adagrad"`` or ``"lion_32bit"``),
+    learning rate, betas, eps, weight decay, ``max_grad_norm`` and ``gradient_accumulation_steps`` are those of the
+    TrainingArguments, and schedules are Trainer's. With ``fp16`` the engine scales losses. ``max_grad_norm=0`` clips
+    nothing; ``offload={"gradient_clipping": None}`` then saves the norm, too.
 
     Checkpoints hold the states in shards, from all ranks, in ``offload/`` (:class:`OffloadCallback`); any number of
     ranks and any stage resumes from them, bit for bit, and one rank from those of a plain Trainer with torch's AdamW.
