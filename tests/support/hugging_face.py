@@ -149,7 +149,7 @@ def states_of(trainer):
             found[name] = trainer.engine.optimizer.whole_states(p)
         else:
             state = {key: value for key, value in trainer.optimizer.state[p].items() if key != "step"}
-            found[name] = {"master": p.detach(), **state}
+            found[name] = {**state, "master": p.detach()}
     return found
 
 

@@ -323,7 +323,7 @@ def _files_of(folder: Path) -> dict[str, Path]:
 def _another_optimizer(got: str) -> ConfigError:
     return ConfigError(
         f"{got} besides the engine's optimizer; expected no optimizers=, optimizer_cls_and_kwargs= or other optim=: "
-        "OffloadTrainer makes AdamW from the TrainingArguments, or what offload={'optimizer': ...} names "
+        f"OffloadTrainer makes the optimizer from the TrainingArguments, with optim= one of {', '.join(_OPTIMIZERS)} "
         "(offloaded_adamw(args) is for a plain Trainer)"
     )
 
