@@ -647,15 +647,6 @@ def bytes_a_parameter(kind, folder):
     return found
 
 
-@pytest.mark.slow
-def test_sgd_has_the_bits_of_torchs_own_in_a_plain_trainer(tmp_path):
-    fields = {"momentum": 0.9, "nesterov": True}
-    own = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": LR, "fused": True, **fields})}
-    theirs = trained(tmp_path / "theirs", own, learning_rate=LR, max_grad_norm=0)
-    ours = on_engine(tmp_path / "ours", {"optimizer": "sgd", **fields}, max_grad_norm=0)
-    assert bits(ours.model) == bits(theirs.model)
-
-
 @pytest.mark.skipif(simulated.why_not() is not None, reason=str(simulated.why_not()))
 def test_on_an_accelerator_gradients_and_parameters_leave_its_memory(tmp_path):
     """In fp32, a parameter: torch holds parameter, gradient and moments, the optimizer alone parameter and gradient."""

@@ -21,6 +21,7 @@ from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CollectiveError, ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
+from offload_core.rules.muon import MuonHyper
 from offload_core.step.bucket_states import GRADIENT, OWNER, PUBLICATION, Gradient, Publication, StateMachine
 from offload_core.step.decision import StepArguments
 from offload_core.step.health import HEALTH
@@ -42,17 +43,17 @@ DELAYED = {"schedule": "delayed", "delay_warmup_steps": 1}
 class Twin:
     """A pipeline on a late device, and the naive loop, which are given the same."""
 
-    def __init__(self, sizes=(40, 100), *, fail_at=(), rank=None, **fields):
+    def __init__(self, sizes=(40, 100), *, fail_at=(), rank=None, hyper=None, **fields):
         self.rng = np.random.default_rng(0)
         masters = [np.random.default_rng(n).standard_normal(n).astype(np.float32) for n in sizes]
         self.device = FakeDevice(fail_at=frozenset(fail_at))
         defaults = {"schedule": "overlap", "reduce_bucket_size": 32, "op_order": "torch", "num_threads": 1}
         config = OffloadConfig(**{**defaults, **fields})
-        self.hypers = [AdamHyper(1e-2)]
+        self.hypers = [hyper or AdamHyper(1e-2)]
         dtypes, groups = [BFLOAT16] * len(sizes), [0] * len(sizes)
         naive = Delayed if config.schedule == "delayed" else Naive
         self.naive = naive(masters, dtypes, groups, config, self.hypers)
-        self.subject = Subject(self.device, masters, dtypes, groups, config, collectives=rank)
+        self.subject = Subject(self.device, masters, dtypes, groups, config, collectives=rank, hypers=self.hypers)
         self.pipeline = self.subject.pipeline
 
     @property
@@ -140,7 +141,7 @@ class Twin:
             assert self.pipeline.counts.steps[i] == self.naive.steps[i]
 
     def check_states(self, i, states):
-        for name, expected in zip(STATES, self.naive.states[i], strict=True):
+        for name, expected in zip(self.naive.rules[i].state_names, self.naive.states[i], strict=True):
             assert_same_bits(f"{name} of parameter {i}", states[name], expected)
 
     def end(self):
@@ -724,7 +725,7 @@ def an_interrupt():
         twin.add(1, 0)
         part = getattr(twin.pipeline, owner)
 
-        def interrupt(*args, part=part, name=name):
+        def interrupt(*args, part=part, name=name, **kwargs):
             delattr(part, name)  # once
             raise Interrupt
 
@@ -765,6 +766,26 @@ def states_that_are_kept_elsewhere():
         if fields is DELAYED:
             twin.flush()
         twin.check()
+
+
+def matrices_that_the_device_computes_with():
+    """One bucket's are computed with while another's are on their way, and all of their memory comes back."""
+
+    def steps(rank=None, **fields):
+        twin = Twin((40, 100, 36), rank=rank, hyper=MuonHyper(1e-2), **fields)
+        for params in ([2, 1, 0], [0, 2], [2, 1, 0]):
+            twin.step(*params)
+        twin.flush()
+        for i, expected in enumerate(twin.naive.params()):
+            assert_same_bits(f"parameter {i}", twin.tensors[i].memory, expected)
+        twin.check_at_rest()
+        buckets = twin.pipeline.buckets
+        assert len(buckets.directions._free) == buckets.terms.direction_slots
+        return twin
+
+    for fields in ({}, {"schedule": "serial"}, DELAYED):
+        steps(**fields).check()
+    on_ranks(steps)
 
 
 def an_interrupt_after_a_wait():
@@ -995,6 +1016,7 @@ SCENARIOS = [
     a_delayed_parameter_that_does_not_arrive,
     an_interrupt,
     states_that_are_kept_elsewhere,
+    matrices_that_the_device_computes_with,
     an_interrupt_after_a_wait,
     an_event_that_its_reader_brings_about,
     ranks,
@@ -1043,6 +1065,7 @@ CORE_CHANGES = [
         ("step.update", "Updates.start_ahead", "self._buckets.store.expect(", "iter("),
         ("step.update", "Updates.send_early", "self._buckets.store.expect(", "iter("),
         ("step.update", "Updates._run", "store.commit(states)", "pass"),
+        ("step.update", "Updates._run", "work.release_direction()", "pass"),
         ("testing.late_store", "LateStore._put", "np.copyto(to, source)", "pass"),
         ("testing.late_store", "LateStore.commit", "self._committed[block.bucket] = ", "_ = "),
         ("testing.late_store", "LateStore._fetch", "self._settle(bucket)", "pass"),
@@ -1074,7 +1097,7 @@ NOTICED_BY = NoticedBy("core")
 def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
     NOTICED_BY.assert_names(MUTANTS)
-    assert len(SCENARIOS) == 45
+    assert len(SCENARIOS) == 46
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 
 

@@ -35,7 +35,17 @@ MODULES = {
 _OF_OPTIMIZERS = """report updates step zero_grad flush state_dict load_state_dict torch_state_dict add_param_group
     memory_report sent_bytes close"""
 DOCUMENTED = {
-    **dict.fromkeys(("OffloadedAdamW", "OffloadedOptimizer", "OffloadedSGD"), _OF_OPTIMIZERS),
+    **dict.fromkeys(
+        (
+            "OffloadedAdamW",
+            "OffloadedOptimizer",
+            "OffloadedSGD",
+            "OffloadedLion",
+            "OffloadedAdagrad",
+            "OffloadedMuon",
+        ),
+        _OF_OPTIMIZERS,
+    ),
     "OffloadStrategy": "engine wrap",
     "OffloadPrecision": "",
     "OffloadTrainer": "engine",

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -106,15 +106,11 @@ class TorchDevice(ABC):
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event: ...
 
     @abstractmethod
-    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> Event:
-        """Start to move a host tensor to the device, to compute there, and to move the result into its place."""
+    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], None]) -> Event:
+        """Start to move a host tensor to the device, to compute there in place, and to move it back."""
 
     def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
-        def compute(moved: torch.Tensor) -> torch.Tensor:
-            compute_in(matrices, moved)
-            return moved
-
-        return self.through(as_torch(host), compute)
+        return self.through(as_torch(host), partial(compute_in, matrices))
 
 
 class _AtOnce:
@@ -152,8 +148,8 @@ class HostTorchDevice(TorchDevice):
         spread(as_torch(host), copies)
         return Done()
 
-    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> Event:
-        host.copy_(compute(host))
+    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], None]) -> Event:
+        compute(host)
         return Done()
 
 
@@ -279,17 +275,16 @@ class AcceleratorDevice(TorchDevice):
             spread(packed, copies)
             return lane.event(copies)
 
-    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> Event:
+    def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], None]) -> Event:
         # Three streams: one bucket computes while another one moves.
-        with self._lane(self._to_device, Done(), deque(maxlen=0)) as lane:
+        with self._to_device:
             moved = host.to(self.device, non_blocking=True)
-            arrived = lane.event(None)
-        with self._lane(_computing_stream(self.device), arrived, deque(maxlen=0)) as lane:
-            result = compute(moved)
-            made = lane.event(None)
-        with self._lane(self._to_host, made, deque(maxlen=0)) as lane:
-            host.copy_(result, non_blocking=True)
-            return lane.event((moved, result))
+        with (stream := _computing_stream(self.device)):
+            stream.wait_event(self._to_device.record_event())
+            compute(moved)
+        with self._lane(self._to_host, _StreamEvent(stream, None), deque(maxlen=0)) as lane:
+            host.copy_(moved, non_blocking=True)
+            return lane.event(moved)
 
 
 @cache

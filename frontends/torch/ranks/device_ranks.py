@@ -144,7 +144,7 @@ class DeviceRanks(HostRanks):
         what = f"bucket {bucket.index}: exchange of matrices"
         rank = self.ranks[0]
 
-        def compute(mine: torch.Tensor) -> torch.Tensor:
+        def compute(mine: torch.Tensor) -> None:
             whole = mine.new_empty(bucket.padded_numel)
             self._ranks.compare_headers(what, whole.nbytes)
             self._run(what, all_gather, whole, mine, group=self._publishing)
@@ -154,7 +154,7 @@ class DeviceRanks(HostRanks):
                 self._run(what, partial(dist.broadcast, group_src=row.owner), matrix, group=self._publishing)
                 if row.owner == rank:
                     self._sent_bytes += matrix.nbytes * (self.world_size - 1)
-            return whole[rank * bucket.shard_numel :][: bucket.shard_numel]
+            mine.copy_(whole[rank * bucket.shard_numel :][: bucket.shard_numel])
 
         return self._memory.through(as_torch(shards), compute)
 
