@@ -518,8 +518,8 @@ UNNOTICED = {
     "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies)": "the model has the parameters, and their "
     "memory is freed in the order of a stream that waited",
     "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies), number 2": "likewise",
-    "ranks.device.AcceleratorDevice.through: moved of lane.event(moved)": "the next copy to the device, which would take "
-    "the memory, comes as late as can be",
+    "ranks.device.AcceleratorDevice.through: moved of lane.event(moved)": "the next copy to the device, which would "
+    "take the memory, comes as late as can be",
 }
 """Mutants that no scenario notices, and why."""
 
