@@ -64,6 +64,36 @@ def test_the_device_gets_the_bits_that_the_host_gets(dtype, fields, accelerator)
             assert same_bits(gpu.optimizer.state[p][key], cpu.optimizer.state[q][key]), (name, key)
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
+def test_muons_matrices_are_computed_on_the_device_as_torch_does(accelerator):
+    """The bits are those of either schedule. On a GPU torch's own element-wise kernels may round otherwise."""
+
+    def trained(**fields):
+        model = make(accelerator)
+        engine = wrap(model, optimizer="muon", lr=0.02, reduce_bucket_size=9999, muon_params=["weight"], **fields)
+        for seed in range(5):
+            engine.backward(engine(rows(seed, accelerator)).pow(2).mean())
+            engine.step()
+        engine.flush()
+        return [p.detach().cpu() for p in model.parameters()]
+
+    reference = make(accelerator)
+    weights = [p for p in reference.parameters() if p.dim() == 2]
+    optimizers = [
+        torch.optim.Muon(weights, lr=0.02),
+        torch.optim.AdamW([p for p in reference.parameters() if p.dim() == 1], lr=1e-3),
+    ]
+    for seed in range(5):
+        reference(rows(seed, accelerator)).pow(2).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    overlapping, serial = trained(), trained(schedule="serial")
+    for mine, other, torchs in zip(overlapping, serial, reference.parameters(), strict=True):
+        assert same_bits(mine, other)
+        torch.testing.assert_close(mine, torchs.detach().cpu(), atol=5e-3, rtol=0)
+
+
 def test_staging_is_pinned_and_gradients_leave_the_device(accelerator):
     model = make(accelerator, torch.bfloat16)
     engine = wrap(model, gradient_clipping=1.0)
