@@ -28,16 +28,25 @@ class Directions:
         lease = buckets.directions.lease()
         shards = lease.borrow(len(buckets.device.ranks) * work.bucket.shard_numel, BFLOAT16.numpy)
         work.direction = Direction(shards, lease)
+        try:
+            self._compute(work, work.direction, scalars, among)
+        except BaseException:
+            work.release_direction()
+            raise
+
+    def _compute(self, work: LocalBucket, direction: Direction, scalars: Scalars, among: frozenset[int] | None) -> None:
+        assert work.matrices is not None
+        buckets = self._buckets
         states = buckets.store.read(work.bucket.index)
         for dtype, pieces in work.held(work.chosen(scalars, among)):
             segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
             segments["grad"] = work.gradients.addresses[pieces]
             segments["scalars"] = scalars.rows[work.params[pieces]]
-            segments["param"] = work.direction.addresses(work.offsets[pieces])
+            segments["param"] = direction.addresses(work.offsets[pieces])
             with buckets.trace.span(UPDATE, "directions", work.bucket.index):
                 work.rule.directions(segments, scalars, grad_dtype=dtype, threads=buckets.threads)
         matrices = work.matrices.of_params(scalars.present(work.members, among))
-        work.direction.computed = buckets.device.transform(work.bucket, matrices, shards, lease)
+        direction.computed = buckets.device.transform(work.bucket, matrices, direction.shards, direction.lease)
 
     def of(
         self, work: LocalBucket, scalars: Scalars, among: frozenset[int] | None, then: LocalBucket | None
@@ -52,5 +61,9 @@ class Directions:
             self.start(then, scalars)
         if work.direction is None:
             return None
-        work.direction.computed.wait()
+        try:
+            work.direction.computed.wait()
+        except BaseException:
+            work.release_direction()
+            raise
         return work.direction.addresses(work.offsets)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from frontends.torch import OffloadedMuon, gathered_parameters, wrap
+from frontends.torch.ranks import device
 from offload_core import CheckpointError, ConfigError, ParameterError
 from tests.support.processes import on_ranks
 from tests.support.torch_models import place, same_bits
@@ -342,3 +343,26 @@ def test_memory_is_planned(way):
     if "stage 3" not in way:
         assert rows["momentum_buffer"].held == 4 * matrices
     assert rows["directions"].held > 0
+
+
+@everywhere
+def test_an_iteration_that_fails_once_is_made_again_and_the_next_step_is_right(monkeypatch):
+    """Its error is raised; the states are those of the whole update, as after any failure on the way."""
+    reference = Reference(Stacked())
+    engine = wrap(Stacked().to(place()), optimizer="muon", lr=0.02, reduce_bucket_size=100)
+    made, failures = device.computed, iter([RuntimeError("out of memory")])
+
+    def fail_once(part, matrix):
+        for failure in failures:
+            raise failure
+        return made(part, matrix)
+
+    train(engine, [0])
+    monkeypatch.setattr(device, "computed", fail_once)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(engine, [1])
+    engine.flush()  # the parameters that it did not send
+    train(engine, [2])
+    for seed in range(3):
+        reference.step(seed)
+    assert_same(values(engine.module), values(reference.model))
