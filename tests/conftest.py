@@ -213,6 +213,17 @@ SAMPLED = {
     "test_a_graph_that_left_its_module_another_way_reads_whole_parameters": 14,
     "test_a_parameter_that_took_anothers_place_is_named": 19,
     "test_tensors_over_the_memory_of_a_trained_parameter_are_named": 14,
+    "test_code_runs_and_says_what_stands_there": 37,
+    "test_a_mesh_changes_no_bits": 3,
+    "test_whatever_follows_sees_the_update_made": 9,
+    "test_what_stands_before_as_optax_has_the_effect_that_it_has_on_adamw": 2,
+    "test_a_run_is_that_of_torchs_fused_adamw": 2,
+    "test_a_run_of_sft_trainer_is_that_of_torchs_fused_adamw_and_resumes": 2,
+    "test_a_function_that_the_user_has_compiled_follows_the_loss_scale": 2,
+    "test_a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole": 2,
+    "test_attention_in_evaluation_is_the_same_function_while_an_update_runs": 3,
+    "test_a_resumed_run_has_the_bits_of_an_uninterrupted_one": 6,
+    "test_each_way_of_running_gives_the_same_bits": 12,
 }
 """Laws of which ``make test`` checks so many cases, from the first to the last; ``make test-all`` checks the others."""
 

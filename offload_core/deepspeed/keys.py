@@ -277,7 +277,7 @@ _OPTIMIZER: dict[str, Key] = {
             "momentum": _sets(number, "`momentum`"),
             "muon_lr": _sets(number, "`lr` of Muon, before `lr`"),
             "adam_lr": _sets(number, '`adamw={"lr": ...}`, before `lr`'),
-            "ns_method": _sets(one_of("gram", "standard"), "none: the iteration is that of `torch.optim.Muon`"),
+            "ns_method": _sets(one_of("gram", "standard"), "none: the iteration is that of torch's Muon"),
             "dampening": _sets(number, "`dampening`"),
             "nesterov": _sets(boolean, "`nesterov`"),
             "lr_decay": _sets(number, "`lr_decay`"),

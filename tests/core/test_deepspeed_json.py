@@ -480,7 +480,7 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
         (zero(reduce_bucket_size=1.5), "reduce_bucket_size: got 1.5, expected an integer"),
         (zero(overlap_comm="yes"), "overlap_comm: got 'yes', expected True or False"),
         (zero(offload_optimizer="cpu"), "zero_optimization.offload_optimizer: got 'cpu', expected an object"),
-        ({"optimizer": {"params": {}}}, "optimizer.type: missing; expected 'AdamW', 'Adam', 'SGD', 'Lion' or 'Ada"),
+        ({"optimizer": {"params": {}}}, "optimizer.type: missing; expected 'AdamW', 'Adam', 'SGD', 'Lion', 'Ada"),
         (optimizer("Lion", eps=1e-8), "optimizer.params.eps: type 'lion' has lr, betas, weight_decay"),
         (optimizer("AdamW", momentum=0.9), "optimizer.params.momentum: type 'adamw' has lr, betas"),
         ({"optimizer": {"type": "Lamb"}}, "optimizer.type: got 'Lamb', expected one of 'adam', 'adamw'"),
