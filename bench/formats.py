@@ -9,18 +9,15 @@ memory (``many_cores``) and beside other libraries (``eight_bit``), and the loss
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bench.losses import Trained, draw, train_all
 from bench.parts import eight_bit, many_cores, state_formats
 from bench.plots import pyplot
 from bench.record import commit, machine
@@ -35,13 +32,18 @@ from offload_core.step.pipeline import Pipeline
 
 RESULTS = Path(__file__).resolve().parent / "results" / "formats.jsonl"
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
-FORMATS: dict[str, dict[str, Any]] = {
+FORMATS: dict[str, dict[str, str]] = {
     "fp32": {},
     "bf16": {"state_format": "bf16"},
     "8bit": {"state_format": "8bit"},
     "8bit, bf16 masters": {"state_format": "8bit", "master_dtype": "bfloat16"},
 }
 IN_CURVES = ("fp32", "8bit")
+OPTIONS = {
+    name: [item for field, value in fields.items() for item in (f"--{field.replace('_', '-')}", value)]
+    for name, fields in FORMATS.items()
+}
+"""Of ``bench.train``."""
 CURVES = ["--preset", "gpt2-124m", "--steps", "150", "--micro-batch", "2", "--context", "64", "--eval-batches", "64"]
 """A step takes 0.7 s on two cores."""
 AVERAGED = 10
@@ -57,53 +59,6 @@ def allocated(fields: Mapping[str, Any], numel: int) -> float:
     states = {name: n for name, n in pipeline.memory.report().items() if name in STATE_NAMES}
     own = tensor.nbytes if "master" not in states else 0  # on the CPU the parameter is its own master weight
     return (sum(states.values()) + own) / numel
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A run of ``bench.train``: its losses, in nats a byte."""
-
-    training: list[float]
-    """The loss of each step."""
-    held_out: float
-
-
-def train(name: str, seed: int, arguments: Sequence[str]) -> Trained:
-    """Train with one format. Runs of one seed differ in nothing but the format."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = [item for k, v in FORMATS[name].items() for item in (f"--{k.replace('_', '-')}", v)]
-        command = [sys.executable, "-m", "bench.train", "--param-dtype", "bfloat16", "--compare", "0"]
-        command += ["--sample-bytes", "0", "--seed", str(seed), "--out", folder, *options, *arguments]
-        env = os.environ | {"OMP_WAIT_POLICY": "passive"}
-        subprocess.run(command, check=True, env=env, stdout=subprocess.DEVNULL)
-        held_out = json.loads((Path(folder) / "summary.json").read_text())["held_out_loss"]
-        lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
-    print(f"seed {seed}, {name}: held-out loss {held_out:.4f}", flush=True)
-    return Trained([round(json.loads(line)["loss"], 4) for line in lines], held_out)
-
-
-def train_all(formats: Iterable[str], seeds: int, arguments: Sequence[str]) -> dict[str, list[Trained]]:
-    """Return, by format, a run for each seed. The runs of one seed follow each other."""
-    runs: dict[str, list[Trained]] = {name: [] for name in formats}
-    for seed in range(seeds):
-        for name, found in runs.items():
-            found.append(train(name, seed, arguments))
-    return runs
-
-
-def draw(found: Mapping[str, Sequence[float]], picture: Path) -> None:
-    """A point a seed, and the mean with the standard deviation of each format's seeds."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(6.5, 2.2))
-    for i, values in enumerate(found.values()):
-        axes.plot([i] * len(values), values, "o", color="#2a6f97", alpha=0.5, markersize=4)
-        spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        axes.errorbar([i + 0.15], [statistics.mean(values)], yerr=[spread], fmt="_", color="#f4a259", capsize=4)
-    axes.set_xticks(range(len(found)), list(found))
-    axes.set(ylabel="held-out loss, nats a byte")
-    seeds = len(next(iter(found.values())))
-    axes.set_title(f"{seeds} seeds each; orange: their mean and standard deviation", loc="left", fontsize=8)
-    figure.savefig(picture)
 
 
 def draw_curves(found: Mapping[str, Sequence[Trained]], picture: Path) -> None:
@@ -160,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         eight_bit.main(["--threads", str(args.threads)])
         print()
     if wanted("loss"):
-        runs = train_all(FORMATS, args.seeds, args.train.split())
+        runs = train_all(OPTIONS, args.seeds, args.train.split())
         record["loss"] = found = {name: [run.held_out for run in each] for name, each in runs.items()}
         fp32 = found["fp32"]
         spread = statistics.stdev(fp32) if len(fp32) > 1 else float("nan")
@@ -172,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.write:
             draw(found, PICTURES / "formats.svg")
     if wanted("curves"):
-        runs = train_all(IN_CURVES, args.seeds, [*CURVES, *args.train.split()])
+        in_curves = {name: OPTIONS[name] for name in IN_CURVES}
+        runs = train_all(in_curves, args.seeds, [*CURVES, *args.train.split()])
         record["curves"] = {name: [asdict(run) for run in each] for name, each in runs.items()}
         rows = [[name, *(f"{run.held_out:.4f}" for run in each)] for name, each in runs.items()]
         print(format_table(rows, ["held-out loss", *(f"seed {seed}" for seed in range(args.seeds))]))

@@ -18,13 +18,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from bench.train.gpt_jax import Params, init_params, logits_of, loss_of
-from bench.train.presets import BETAS, WEIGHT_DECAY, learning_rate
+from bench.train.presets import BETAS, OPTIMIZERS, WEIGHT_DECAY, learning_rate
 from bench.train.ranks import Ranks
 from bench.train.trainer import Settings, Step, check_room
 from frontends.jax import initialize, wrap
 from offload_core.errors import CollectiveError, ConfigError
 from offload_core.memory.report import MemoryReport
 from offload_core.support.processors import default_threads
+
+STACKS = tuple(f"['{linear}']['weight']" for linear in ("qkv", "attention_out", "mlp_in", "mlp_out"))
+"""The ends of paths of stacks of matrices, which the front end does not choose unless they are named."""
 
 
 @contextmanager
@@ -198,8 +201,9 @@ class Offloaded(JaxTrainer):
         self.offloaded = wrap(
             make_params(settings),
             lr=self.schedule,
-            betas=BETAS,
-            weight_decay=WEIGHT_DECAY,
+            optimizer=settings.optimizer,
+            **OPTIMIZERS[settings.optimizer],
+            muon_params=STACKS if settings.optimizer == "muon" else None,
             gradient_clipping=settings.clip,
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,

@@ -7,6 +7,15 @@ from offload_core.commands.model_shapes import GPTS, GPTConfig
 
 BETAS = (0.9, 0.95)
 WEIGHT_DECAY = 0.1
+_ADAMW: dict[str, Any] = {"betas": BETAS, "weight_decay": WEIGHT_DECAY}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw": _ADAMW,
+    "sgd": {"momentum": 0.9},
+    "lion": {"weight_decay": 0.3},
+    "adagrad": {},
+    "muon": {"weight_decay": WEIGHT_DECAY, "adjust_lr_fn": "match_rms_adamw", "adamw": _ADAMW},
+}
+"""The fields of ``OffloadConfig`` for each ``optimizer``, beside the learning rate. Muon's rate is AdamW's, too."""
 
 
 @dataclass(frozen=True)

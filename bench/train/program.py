@@ -1,4 +1,4 @@
-"""Train a GPT on bytes, those of Python's own source files, with AdamW's states in host memory.
+"""Train a GPT on bytes, those of Python's own source files, with the optimizer's states in host memory.
 
 examples:
   python -m bench.train --frontend jax --param-dtype bfloat16 --compare
@@ -38,7 +38,7 @@ import numpy as np
 
 from bench.train.data import Corpus, held_out_batches, load_corpus, training_batch
 from bench.train.picture import curve
-from bench.train.presets import PRESETS
+from bench.train.presets import OPTIMIZERS, PRESETS
 from bench.train.ranks import Ranks
 from bench.train.trainer import OffloadTrainer, Settings, Step, Trainer
 from offload_core.config.state_formats import SHORT_NAMES
@@ -183,6 +183,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     add("--context", type=at_least(1), metavar="N", help="bytes a window")
     add("--accumulate", type=at_least(1), metavar="N", default=1, help="micro-steps an update (default: 1)")
     add("--clip", type=number, metavar="X", default=1.0, help="bound on the gradient norm, 0 for none (default: 1)")
+    add("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="the update rule (default: adamw)")
     add("--lr", type=number, metavar="X", help="peak learning rate; a cosine takes it to a tenth")
     add("--warmup", type=at_least(0), metavar="N", help="updates until the peak")
     add("--seed", type=at_least(0), metavar="N", default=0, help="of the model and of the windows (default: 0)")
@@ -282,7 +283,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     saving = Saving(*(chosen.pop(name, None) for name in ("save_every", "keep", "resume")))
     text = chosen.pop("text", None)
     chosen = {"offload_param": None, "master_dtype": None, "timeout": None} | chosen
-    if given["compare"] is None and (chosen["param_dtype"] == "float16" or saving.resume is not None):
+    has_plain = chosen["param_dtype"] != "float16" and chosen["optimizer"] == "adamw"
+    if given["compare"] is None and (not has_plain or saving.resume is not None):
         chosen["compare"] = 0
     chosen["clip"] = chosen["clip"] or None
     gpt = preset.gpt
@@ -293,8 +295,11 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         parser.error("--devices: in torch a process has one; expected --frontend jax, or torchrun --nproc-per-node")
     if settings.init and (settings.frontend != "torch" or settings.stage != 3):
         parser.error("--init builds torch models in the shards of stage 3; expected --frontend torch --stage 3 with it")
-    if settings.compare and settings.param_dtype == "float16":
-        parser.error("--compare has no plain loop for float16; expected --param-dtype float32 or bfloat16")
+    if settings.compare and not has_plain:
+        parser.error(
+            "--compare has a plain loop for AdamW in float32 and bfloat16 alone; expected --optimizer adamw, and "
+            "--param-dtype float32 or bfloat16"
+        )
     if settings.compare and saving.resume is not None:
         parser.error("--resume: what --compare trains beside it is not saved; expected one of them")
     files["text"] = text

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from bench.train.gpt_torch import GPT
-from bench.train.presets import BETAS, WEIGHT_DECAY, learning_rate
+from bench.train.presets import BETAS, OPTIMIZERS, WEIGHT_DECAY, learning_rate
 from bench.train.ranks import Ranks
 from bench.train.trainer import Settings, Step, check_room, terms_and_specs
 from frontends.torch import init, init_process_group, wrap
@@ -137,8 +137,8 @@ class Offloaded(TorchTrainer):
         self.model = self.engine = wrap(
             make_model(settings, device, settings.init),
             lr=settings.lr,
-            betas=BETAS,
-            weight_decay=WEIGHT_DECAY,
+            optimizer=settings.optimizer,
+            **OPTIMIZERS[settings.optimizer],
             gradient_clipping=settings.clip,
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,

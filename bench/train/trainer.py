@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from bench.train.presets import OPTIMIZERS
 from bench.train.ranks import Ranks
 from offload_core.commands.model_shapes import GPTConfig, specs_of
 from offload_core.config.options import OffloadConfig
@@ -26,6 +27,7 @@ class Settings:
     """A run, resolved: the preset's values with those of the command line over them."""
 
     frontend: str
+    optimizer: str
     preset: str
     gpt: GPTConfig
     device: str
@@ -127,6 +129,8 @@ class OffloadTrainer(Trainer, Protocol):
 def terms_and_specs(settings: Settings, world_size: int, on_host: bool) -> tuple[BucketTerms, list[ParamSpec]]:
     """Return the terms and parameters with which the core plans, before a model is made."""
     config = OffloadConfig(
+        optimizer=settings.optimizer,
+        **OPTIMIZERS[settings.optimizer],
         stage=settings.stage,
         offload_param=settings.offload_param,
         state_format=settings.state_format,

@@ -102,6 +102,16 @@ def needs(framework: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("frontend", "of_adamw"), [("torch", 8), ("jax", 12)])
+@pytest.mark.parametrize("optimizer", ["lion", "muon"])
+def test_a_run_learns_with_another_optimizer(frontend: str, of_adamw: int, optimizer: str, tmp_path: Path) -> None:
+    needs(frontend)
+    _, records, summary = run(f"--frontend={frontend}", f"--optimizer={optimizer}", out=tmp_path)
+    assert records[-1]["loss"] < records[0]["loss"] - 0.05
+    assert summary["host_bytes"] < of_adamw * summary["numel"]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("frontend", "param_dtype", "compare"),
     [
@@ -526,7 +536,9 @@ def test_a_run_that_was_not_interrupted_leaves_ctrl_c_as_it_was() -> None:
         (["--lr=nan"], "expected a finite number"),
         (["--clip=-1"], "expected a finite number"),
         (["--stage=4"], "invalid choice: 4"),
-        (["--param-dtype=float16", "--compare"], "no plain loop for float16"),
+        (["--param-dtype=float16", "--compare"], "expected --optimizer adamw"),
+        (["--optimizer=lion", "--compare"], "expected --optimizer adamw"),
+        (["--optimizer=adam"], "invalid choice: 'adam'"),
         (["--init"], "expected --frontend torch --stage 3"),
         (["--frontend=keras"], "invalid choice: 'keras'"),
         (["--devices=2"], "in torch a process has one"),
