@@ -69,7 +69,7 @@ lint: setup $(VENV)/.has-lint
 docs: setup $(VENV)/.has-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
-# All parts, or some: make bench PARTS="cpu_adam step" ARGS=--quick
+# All parts, or some: make bench PARTS="update step" ARGS=--quick
 bench: setup $(PEERS_STAMP)
 	$(BIN)/python -m bench.run $(ARGS) $(PARTS)
 

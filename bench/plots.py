@@ -83,7 +83,12 @@ def by_size(plt: Any, record: Record) -> Any:
 def roofline(plt: Any, record: Record) -> Any:
     """Bytes a second of each contender beside those of the streaming limit, at the size of the ratios."""
     size = record["config"]["ratios at"]
-    rows = [row for row in record["rows"] if row["params"] == size and "bytes" in row and "instruction_set" not in row]
+    metrics = ("update", "norm")
+    rows = [
+        row
+        for row in record["rows"]
+        if row["metric"] in metrics and row["params"] == size and "bytes" in row and "instruction_set" not in row
+    ]
     threads = sorted({row["threads"] for row in rows})
     figure, panels = plt.subplots(1, len(threads), sharey=True, figsize=(5 * len(threads), 4), squeeze=False)
     for panel, count in zip(panels[0], threads, strict=True):
@@ -156,6 +161,6 @@ def curves(plt: Any, record: Record) -> Any:
 
 PICTURES: dict[str, tuple[tuple[str, Callable[[Any, Record], Any]], ...]] = {
     "peers": (),
-    "cpu_adam": (("size", by_size), ("roofline", roofline)),
+    "update": (("size", by_size), ("roofline", roofline)),
 }
 """The pictures of a part; other parts have bars and curves."""

@@ -35,12 +35,13 @@ class ReportError(Exception):
 
 
 RENAMED = {
+    "cpu_adam": "update",
     "given_back": "default_allocator",
     "Whole training steps on one rank, memory given back": "Whole training steps on one rank, default allocator",
     "heats": "experiments",
     "sittings": "repetitions",
 }
-"""Words of results that were written before November 23 of 2026, and today's. A results file itself never changes."""
+"""Words of results that were written before November 26 of 2026, and today's. A results file itself never changes."""
 GONE = {"simulate"}
 """Parts whose results are still in files, and which are no longer measured or shown."""
 NOTE = re.compile(r"(\S+) would leave nothing but PyTorch's own kernels and the streaming limit of the update.*")
@@ -209,8 +210,8 @@ FIGURES = (
         "the step in JAX, beside `optax.adamw` on the host",
         True,
     ),
-    Figure("cpu_adam", "fp32 update / torch fused", "the update of 100 M parameters, beside torch's fused AdamW"),
-    Figure("cpu_adam", "fp32 update / DeepSpeedCPUAdam", "the same, beside DeepSpeedCPUAdam"),
+    Figure("update", "fp32 update / torch fused", "the update of 100 M parameters, beside torch's fused AdamW"),
+    Figure("update", "fp32 update / DeepSpeedCPUAdam", "the same, beside DeepSpeedCPUAdam"),
     Figure(
         "memory",
         "host memory a parameter: offload-core / DeepSpeed",
@@ -258,7 +259,10 @@ ABOUT = {
         "JAX on one device and on meshes, whose devices are the host's here: parameters sharded over both axes, beside "
         "optax on the devices and with its moments in host memory."
     ),
-    "cpu_adam": "The update alone: the C kernel beside other implementations and the machine's memory bandwidth.",
+    "update": (
+        "The update alone: the C kernel beside other implementations and the machine's memory bandwidth. [Update "
+        "rules](optimizers.md#time) has all rules."
+    ),
     "small_params": (
         "Models of thousands of small parameters, where Python counts and not the update: the optimizer alone beside "
         "torch's, and what an engine's hooks add to backward."
@@ -301,7 +305,7 @@ MEANINGS = (
         "memory, not time.",
     ),
     Meaning(
-        "cpu_adam",
+        "update",
         "bf16 update / streaming limit",
         "The update takes {} of the time of a plain loop over the same bytes. Memory bandwidth bounds it, not "
         "arithmetic.",

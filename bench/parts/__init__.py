@@ -2,7 +2,7 @@
 
 PARTS = {
     "peers": 240,  # compiles DeepSpeed's Adam
-    "cpu_adam": 500,
+    "update": 800,
     "step": 900,
     "ranks": 600,
     "jax_step": 250,
@@ -21,5 +21,6 @@ ON_REQUEST = {
     "many_cores": 250,
     "eight_bit": 500,
     "trainer": 400,
+    "muon_step": 300,
 }
 """Parts that run only if they are named."""

@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any
 
 from bench.harness.rounds import interleave, timed
+from bench.harness.rule_updates import gradient
 from bench.parts import state_formats
 from bench.record import append, missing, parser, ratio, row, versions
+from offload_core.dtypes import BFLOAT16
 from offload_core.memory.host_memory import HostMemory
 from offload_core.support.processors import available_cpus
 
@@ -26,8 +28,7 @@ _WARM_UP = 4
 
 def ours(n: int, threads: int) -> Callable[[], None]:
     memory = HostMemory(threads)
-    formats = state_formats.FORMATS["8-bit moments"]
-    return state_formats.update(memory, threads, state_formats.shared_arrays(memory, n), formats, 1)
+    return state_formats.update(memory, threads, gradient(memory, n, BFLOAT16), "8-bit moments", 1)
 
 
 def theirs(make: Callable[[], Any], n: int, dtype: str) -> Callable[[], object]:

@@ -2,85 +2,27 @@
 
 import time
 from collections.abc import Callable, Iterable
-from functools import partial
 
-import ml_dtypes
 import numpy as np
 
 from bench.harness.rounds import interleave, timed
+from bench.harness.rule_updates import FORMATS, calls, formats_of, gradient
 from bench.record import append, parser, ratio, rows, versions
 from offload_core.dtypes import BFLOAT16
 from offload_core.memory.host_memory import HostMemory
-from offload_core.native import kernels
 from offload_core.rules.adam import Adam, AdamHyper
 from offload_core.support.processors import available_cpus
 
 IN_CACHE = 1 << 14
 """Elements whose states fit into the second cache of one core."""
-_NUMPY = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float8": np.uint8, "split": np.uint16}
-
-FORMATS = {
-    "fp32": ("float32", "float32", "float32"),
-    "bf16 moments": ("float32", "bfloat16", "bfloat16"),
-    "8-bit moments": ("float32", "float8", "float8"),
-    "split masters": ("split", "float32", "float32"),
-    "split masters, 8-bit moments": ("split", "float8", "float8"),
-    "bf16 masters, 8-bit moments": ("bfloat16", "float8", "float8"),
-}
 LARGE_TARGETS = {"bf16 moments": 0.80, "8-bit moments": 0.85, "split masters": 0.97}
 CACHED_TARGETS = {"bf16 moments": 1.4, "8-bit moments": 1.9}
 
 
-def update(
-    memory: HostMemory, threads: int, shared: dict[str, np.ndarray], names: tuple[str, ...], times: int
-) -> Callable[[], None]:
-    """One call that updates states in these formats so often; all share the gradient and the parameter."""
-    n = shared["grad"].size
-    arrays = []
-    for state, name in zip(Adam("torch").state_names, names, strict=True):
-        data = memory.allocate(state, n, np.dtype(_NUMPY[name]))
-        kinds: dict[str, np.ndarray] = {}
-        if name == "float8":
-            kinds["scales"] = memory.allocate("scale", -(-n // 256), np.dtype(np.uint8))
-        if name == "split":
-            kinds["high"] = shared["param"]
-            kinds["ties"] = memory.allocate("ties", -(-n // 8), np.dtype(np.uint8))
-        arrays.append({"data": data, **kinds})
-        values = shared["grad"].astype(np.float32)
-        kernels.encode(
-            name,
-            values * values if state == "exp_avg_sq" else values,
-            data,
-            **kinds,
-            has_sign=state != "exp_avg_sq",
-            threads=threads,
-        )
-    (master, *moments) = ({name: kernels.address(array) for name, array in kinds.items()} for kinds in arrays)
-    row = {name: kernels.address(array) for name, array in shared.items()}
-    row |= {"master": master.pop("data"), "moments": [moment["data"] for moment in moments], "numel": n, **master}
-    segments = kernels.segments_of([row | {"scales": [moment.get("scales", 0) for moment in moments]}] * times)
-    scalars = np.array([Adam("torch").scalars(AdamHyper(1e-3), 10, grad_scale=0.5)], kernels.SCALARS)
-
-    def run(held: object = (shared, arrays)) -> None:
-        kernels.update(
-            segments,
-            scalars,
-            grad_dtype=BFLOAT16,
-            param_dtype=BFLOAT16,
-            rule="adam_torch",
-            threads=threads,
-            master_format=names[0],
-            moment_formats=names[1:],
-        )
-
-    return run
-
-
-def shared_arrays(memory: HostMemory, n: int) -> dict[str, np.ndarray]:
-    """A gradient and a device parameter, in bf16."""
-    shared = {name: memory.allocate(name, n, BFLOAT16.numpy) for name in ("grad", "param")}
-    shared["grad"][:] = np.resize(np.random.default_rng(0).standard_normal(1 << 14).astype(np.float32) * 1e-3, n)
-    return shared
+def update(memory: HostMemory, threads: int, grad: np.ndarray, formats: str, times: int) -> Callable[[], None]:
+    """One call that updates AdamW's states in these formats so often; the parameter is bf16."""
+    rule, param = Adam("torch"), memory.allocate("param", grad.size, BFLOAT16.numpy)
+    return calls(memory, threads, rule, AdamHyper(1e-3), formats_of(rule, formats), grad, param, times)["update"].run
 
 
 def measure(
@@ -93,8 +35,8 @@ def measure(
 ) -> dict[str, list[float]]:
     """Nanoseconds an element of each format in each round, by that clock."""
     memory = HostMemory(threads)
-    make = partial(update, memory, threads, shared_arrays(memory, n))
-    runs = {name: timed(make(FORMATS[name], times), clock) for name in formats}
+    grad = gradient(memory, n, BFLOAT16)
+    runs = {name: timed(update(memory, threads, grad, name, times), clock) for name in formats}
     seconds = interleave(runs, rounds, pause=0.02)
     return {name: [s / n / times * 1e9 for s in values] for name, values in seconds.items()}
 

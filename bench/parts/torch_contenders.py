@@ -28,9 +28,11 @@ IN_BACKWARD = "offload-core, update in backward"
 ON_HOST = "offload-core, parameters on the host"
 LATE_ON_HOST = "offload-core, parameters on the host, one step late"
 UNCLIPPED = "offload-core, no clipping"
+MUON = "offload-core, Muon"
 DDP = "DDP, no offload"
 FUSED = "PyTorch, fused AdamW"
 UNFUSED = "PyTorch, AdamW"
+TORCH_MUON = "PyTorch, Muon and fused AdamW"
 FSDP2 = "FSDP2, CPUOffloadPolicy"
 TORCHAO = "torchao, CPUOffloadOptimizer"
 GRADIENTS_ONLY = "PyTorch, no optimizer"
@@ -208,6 +210,12 @@ def adam_arguments() -> dict[str, Any]:
     return {"lr": LEARNING_RATE, "betas": BETAS, "eps": 1e-8, "weight_decay": WEIGHT_DECAY}
 
 
+def muon_arguments() -> dict[str, Any]:
+    """Of Muon, whose rate and weight decay are AdamW's."""
+    known = adam_arguments()
+    return {"lr": known["lr"], "weight_decay": known["weight_decay"], "adjust_lr_fn": "match_rms_adamw"}
+
+
 def is_narrow(settings: Settings) -> bool:
     """True if parameters and gradients are bf16, beside fp32 master weights."""
     return settings.get("param_dtype", "bfloat16") == "bfloat16"
@@ -216,9 +224,14 @@ def is_narrow(settings: Settings) -> bool:
 def offload_core(model: Any, settings: Settings, **fields: Any) -> Any:
     from frontends.torch import wrap
 
-    fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **fields}
-    engine = wrap(model, param_dtype="bfloat16" if is_narrow(settings) else None, **fields, **adam_arguments())
+    fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **adam_arguments(), **fields}
+    engine = wrap(model, param_dtype="bfloat16" if is_narrow(settings) else None, **fields)
     return phases(settings, engine, engine.backward, lambda: engine.step().grad_norm)
+
+
+def muon(model: Any, settings: Settings) -> Any:
+    own = {"betas": None, "eps": None, **muon_arguments()}
+    return offload_core(model, settings, optimizer="muon", adamw=adam_arguments(), **own)
 
 
 def deepspeed_config(micro_batch: int, zero: dict[str, Any], narrow: bool = True) -> dict[str, Any]:
@@ -255,27 +268,35 @@ def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
     return phases(settings, engine, engine.backward, step)
 
 
-def plain(model: Any, settings: Settings, *, fused: bool, ddp: bool = False) -> Any:
-    """Every rank holds all states and updates all parameters."""
+def plain(model: Any, settings: Settings, *, fused: bool = True, ddp: bool = False, muon: bool = False) -> Any:
+    """Every rank holds all states and updates all parameters. With ``muon``, Muon updates the hidden matrices."""
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    masters, pairs = list(model.parameters()), []
+    from frontends.torch.matrix_groups import hidden_matrices
+
+    names, masters, pairs = [name for name, _ in model.named_parameters()], list(model.parameters()), []
+    matrices = hidden_matrices(model, [*model.named_parameters()]) if muon else ()
     if is_narrow(settings):
         masters = [p.detach().float().requires_grad_() for p in model.parameters()]
         model = model.bfloat16()
         pairs = list(zip(model.parameters(), masters, strict=True))
     if ddp:
         model = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(masters, fused=fused, **adam_arguments())
+    of_adamw = [master for name, master in zip(names, masters, strict=True) if name not in matrices]
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(of_adamw, fused=fused, **adam_arguments())]
+    if muon:
+        of_muon = [master for name, master in zip(names, masters, strict=True) if name in matrices]
+        optimizers.append(torch.optim.Muon(of_muon, **muon_arguments()))
 
     @torch.no_grad()
     def step() -> float:
         for parameter, master in pairs:
             master.grad = parameter.grad.float()
         norm = torch.nn.utils.clip_grad_norm_(masters, CLIPPING)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         for parameter, master in pairs:
             parameter.copy_(master)
             parameter.grad = None
@@ -339,13 +360,13 @@ def stream(model: Any, settings: Settings) -> Any:
     """Reading a gradient and three fp32 states, writing the states and a bf16 parameter; no arithmetic.
 
     An fp32 parameter is one of the states."""
-    from bench.parts.cpu_adam import Buffers, build_stream
+    from bench.parts.update import Buffers
     from offload_core.dtypes import BFLOAT16, FLOAT32
 
     numel = sum(p.numel() for p in model.parameters())
     streamed = min(numel, _STREAMED)
     dtype = BFLOAT16 if is_narrow(settings) else FLOAT32
-    run = Buffers(streamed, settings["threads"]).stream(*build_stream(), dtype)
+    run = Buffers(streamed, settings["threads"]).stream(dtype)
 
     def step(inputs: Any, targets: Any) -> dict[str, float]:
         start = time.perf_counter()
@@ -365,11 +386,13 @@ CONTENDERS = {
     LATE_ON_HOST: Contender(
         partial(offload_core, **FROM_HOST, **ONE_STEP_LATE), "frontends.torch", construction=FROM_HOST
     ),
+    MUON: Contender(muon, "frontends.torch"),
     UNCLIPPED: Contender(partial(offload_core, gradient_clipping=None), "frontends.torch"),
     **{name: Contender(partial(deepspeed, zero=zero), "deepspeed", in_ranks=True) for name, zero in DEEPSPEED.items()},
     DDP: Contender(partial(plain, fused=True, ddp=True), "torch"),
     FUSED: Contender(partial(plain, fused=True), "torch"),
     UNFUSED: Contender(partial(plain, fused=False), "torch"),
+    TORCH_MUON: Contender(partial(plain, muon=True), "torch"),
     FSDP2: Contender(fsdp2, "torch.distributed.fsdp", dtype="float32", in_ranks=True),
     TORCHAO: Contender(torchao, "torchao.optim", dtype="float32"),
     GRADIENTS_ONLY: Contender(gradients_only, "torch"),

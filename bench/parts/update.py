@@ -1,5 +1,7 @@
 """The update kernel against torch, DeepSpeed and NumPy, and against the streaming limit of the same bytes.
 
+AdamW is measured at several sizes, and every rule, with its states in every format, at one (``update_rules``).
+
 Each number of threads has separate processes, so that every library's OpenMP has the same number. Each size that takes
 much memory has, too, so that nothing of it remains in the allocator. Small updates go through many sets of buffers in a
 row, so that none is in a cache when its turn comes.
@@ -12,21 +14,19 @@ import itertools
 import math
 import multiprocessing
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from cffi import FFI
 
 from bench.harness.processes import KEEP_FREED_MEMORY
 from bench.harness.rounds import interleave, timed
+from bench.harness.streaming import READ, UPDATE, WRITE, Traffic, streaming
+from bench.parts.update_rules import RULES, measure_rule
 from bench.peers import find_compilers
 from bench.record import append, missing, parser, ratio, rows, versions
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32, ElementType
@@ -36,10 +36,6 @@ from offload_core.native.grad_norm import SumOfSquares, clip_coefficient
 from offload_core.rules.adam import Adam, AdamHyper
 from offload_core.support.processors import available_cpus
 
-_STREAM_CDEF = """
-void stream_float32(const uint32_t *grad, uint32_t *a, uint32_t *b, uint32_t *c, int64_t n);
-void stream_bfloat16(const uint16_t *grad, float *a, float *b, float *c, uint16_t *out, int64_t n);
-"""
 _COLD = 20_000_000
 """The least parameters of a turn: 560 MB, more than any cache."""
 _SLOW = 100_000_000
@@ -64,16 +60,6 @@ FUSED_STEP = "torch: clip, fused"
 Run = Callable[[], object]
 
 
-def build_stream() -> tuple[FFI, Any]:
-    """Compile ``stream.c`` for this machine."""
-    ffi = FFI()
-    ffi.cdef(_STREAM_CDEF)
-    target = Path(tempfile.mkdtemp()) / "stream.so"
-    source = Path(__file__).with_name("stream.c")
-    subprocess.run(["cc", "-O3", "-march=native", "-shared", "-fPIC", str(source), "-o", str(target)], check=True)
-    return ffi, ffi.dlopen(str(target))
-
-
 def in_a_row(runs: Sequence[Run]) -> Run:
     def run() -> None:
         for each in runs:
@@ -86,8 +72,7 @@ class Buffers:
     """The arrays of ``sets`` updates of n elements, in the memory the engine would use."""
 
     def __init__(self, n: int, threads: int, sets: int = 1) -> None:
-        memory = self._memory = HostMemory(threads)
-        self._streamed: list[np.ndarray] = []
+        memory = HostMemory(threads)
         rng = np.random.default_rng(0)
         self.n, self.threads = n, threads
         total = n * sets
@@ -155,31 +140,15 @@ class Buffers:
             ]
         )
 
-    def stream(self, ffi: FFI, lib: Any, grad: ElementType) -> Run:
-        """The streaming limit; each thread has one contiguous part of a set."""
-        if not self._streamed:  # in a separate array: it leaves values that are no numbers to compute with
-            self._streamed = [self._memory.allocate("streamed", array.size, array.dtype) for array in self.states]
-        pool = ThreadPoolExecutor(self.threads)
-        ends = [self.n * i // self.threads // 64 * 64 for i in range(self.threads)] + [self.n]
+    def stream(self, grad: ElementType) -> Run:
+        """The streaming limit, of each set."""
 
-        def part(start: int, i: int) -> None:
-            def at(array: np.ndarray, ctype: str) -> object:
-                return ffi.cast(ctype, kernels.address(array[start + ends[i] :]))
+        def traffic(start: int) -> Traffic:
+            written = [] if grad is FLOAT32 else [(self.outs[grad], WRITE)]
+            arrays = [(self.grads[grad], READ), *((state, UPDATE) for state in self.states), *written]
+            return [(array[start : start + self.n], mode) for array, mode in arrays]
 
-            n = ends[i + 1] - ends[i]
-            if grad is FLOAT32:
-                states = [at(state, "uint32_t *") for state in self._streamed]
-                lib.stream_float32(at(self.grads[grad], "uint32_t *"), *states, n)
-            else:
-                states = [at(state, "float *") for state in self._streamed]
-                out = at(self.outs[grad], "uint16_t *")
-                lib.stream_bfloat16(at(self.grads[grad], "uint16_t *"), *states, out, n)
-
-        def run() -> None:
-            for start in self._starts:
-                list(pool.map(partial(part, start), range(self.threads)))
-
-        return run
+        return in_a_row([streaming(traffic(start), self.n, self.threads) for start in self._starts])
 
     def host_step(self) -> Run:
         """Norm, clipping, AdamW and cast of one set, as so many tensors: gradients are read twice."""
@@ -301,14 +270,13 @@ def per_parameter(contenders: dict[str, Run], params: int, rounds: int) -> dict[
 
 def measure_updates(n: int, threads: int, sets: int, rounds: int, ratios: bool) -> Measured:
     buffers, tensors = Buffers(n, threads, sets), TorchBuffers(n, sets)
-    stream = build_stream()
     contenders = {
         FP32: buffers.adam(FLOAT32, None),
         BF16: buffers.adam(BFLOAT16, BFLOAT16),
         FP16: buffers.adam(FLOAT16, FLOAT16),
         FUSED: tensors.adamw(fused=True),
-        STREAM: buffers.stream(*stream, FLOAT32),
-        STREAM_BF16: buffers.stream(*stream, BFLOAT16),
+        STREAM: buffers.stream(FLOAT32),
+        STREAM_BF16: buffers.stream(BFLOAT16),
         NORM: buffers.norm(FLOAT32),
         NORM_BF16: buffers.norm(BFLOAT16),
     }
@@ -403,7 +371,7 @@ def show(measured: Measured) -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options = parser("cpu_adam", __doc__.splitlines()[0])
+    options = parser("update", __doc__.splitlines()[0])
     options.add_argument("--numel", type=int, nargs="+", help="parameters (default: 1 M to 1 B, what fits)")
     options.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
     options.add_argument("--rounds", type=int, help="for ratios (default: 12); else an eighth, at least 2")
@@ -436,6 +404,7 @@ def main(arguments: list[str] | None = None) -> None:
                 [*small, partial(measure_types, smallest, count, max(1, cold // smallest), few)],
                 [updates(compared, rounds, ratios=True), partial(measure_host_step, compared, count, rounds)],
                 *([updates(n, few)] for n in fitting if n > compared),
+                *([partial(measure_rule, rule, compared, count, rounds)] for rule in RULES),
             ]
         for measured in in_processes(count, processes):
             show(measured)
@@ -443,7 +412,7 @@ def main(arguments: list[str] | None = None) -> None:
     for absent in known["missing"]:
         print(f"{absent['name']}: COULD NOT RUN: {absent['why']}")
     record = {
-        "bench": "cpu_adam",
+        "bench": "update",
         "title": "The update on the host",
         "config": {
             "params": fitting,
