@@ -43,11 +43,15 @@ def check_some(config: OffloadConfig, found: Collection[str]) -> None:
 def is_table_or_head(name: str) -> bool:
     """True if a parameter's name is that of a table of vectors (an embedding), or of the layer that makes a model's
     outputs."""
-    words = [word.lower() for word in re.findall(r"\w+", name)]
+    words = [word.lower() for word in _words(name)]
     last = words[-_MODULE_AND_WEIGHT:]
     return any(_TABLES.search(word) or word in _TABLE_NAMES for word in words) or any(
         word in _HEADS or word.endswith("_head") for word in last
     )
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"\w+", name)
 
 
 def is_matrix(shape: Sequence[int], *, stacks: bool) -> bool:
@@ -56,14 +60,16 @@ def is_matrix(shape: Sequence[int], *, stacks: bool) -> bool:
 
 
 def named(names: Sequence[str], wanted: Iterable[str]) -> Collection[str]:
-    """Return the names that are one of the wanted ones, or end with it after a separator.
+    """Return the names that are one of the wanted ones, or end with its words: ``"hidden.w"`` and ``"['hidden']['w']"``
+    are the same.
 
     Raises:
         ConfigError: there is no such name.
     """
     found = set()
     for end in wanted:
-        fits = {name for name in names if name == end or (name.endswith(end) and not name[-len(end) - 1].isalnum())}
+        words = _words(end)
+        fits = {name for name in names if _words(name)[-len(words) :] == words}
         if not fits:
             raise ConfigError(
                 f"muon_params: no parameter is named {end!r}, or ends so; expected some of {names[0]!r} … {names[-1]!r}"

@@ -128,7 +128,7 @@ def test_what_is_no_whole_matrix_is_refused_by_its_path():
     with pytest.raises(ParameterError, match=r"\['layer'\]\['kernel'\].* does not lie whole and row by row"):
         wrap(cut, **SETTINGS)
     with pytest.raises(ParameterError, match=r"\['layer'\]\['bias'\]. of shape \(48,\) is no matrix"):
-        wrap(tree(100), muon_params=["['layer']['bias']"], **SETTINGS)
+        wrap(tree(100), muon_params=["layer.bias"], **SETTINGS)
     with pytest.raises(ConfigError, match="the model has no matrix besides embeddings and heads"):
         wrap({"bias": jnp.zeros(3)}, **SETTINGS)
 

@@ -26,6 +26,27 @@ def follow_the_definition() -> None:
     torch._fused_adam_ = by_definition(torch._fused_adam_, adam("adam"))
     torch._fused_sgd_ = by_definition(torch._fused_sgd_, sgd)
     torch._fused_adagrad_ = by_definition(torch._fused_adagrad_, adagrad)
+    if hasattr(torch.optim, "Muon"):
+        torch.optim._muon.muon = muon
+
+
+def muon(params: Any, grads: Any, momenta: Any, **given: Any) -> None:
+    """Muon's steps in place of ``torch.optim._muon.muon``. The iteration is torch's."""
+    import torch
+
+    from tests.support import oracles
+
+    iteration = {name: given[name] for name in ("ns_coefficients", "ns_steps", "eps")}
+    for param, grad, momentum in zip(params, grads, momenta, strict=True):
+        named = {name: float(given[name]) for name in ("lr", "momentum", "weight_decay")}
+        adjustment = torch.optim._muon._adjust_lr(1.0, given["adjust_lr_fn"], param.shape)
+        own = {**named, "nesterov": given["nesterov"], "adjustment": adjustment}
+        p, g, m = (tensor.detach().numpy() for tensor in (param, grad, momentum))
+        direction, _ = oracles.MuonDirection(**own).arrays(g, p, (m,), "")
+        made = torch.optim._muon._zeropower_via_newtonschulz(torch.from_numpy(direction), **iteration)
+        p, (m, _) = oracles.Muon(**own).arrays(g, p, (m, made.float().numpy()), "")
+        param.detach().copy_(torch.from_numpy(p))
+        momentum.copy_(torch.from_numpy(m))
 
 
 StepOf = Callable[[Mapping[str, Any], Sequence[Any], int], Any]
