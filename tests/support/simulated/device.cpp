@@ -55,7 +55,7 @@ namespace {
 
 constexpr auto TYPE = c10::DeviceType::PrivateUse1;
 constexpr int DEVICES = 2;
-constexpr int STREAMS = 80;      // of a device; new ones take them in turns, as CUDA's pool does
+constexpr int STREAMS = 80;       // of a device; new ones take them in turns, as CUDA's pool does
 constexpr int HIGH_PRIORITY = 64; // the last of them, which such streams take in turns
 constexpr size_t ARENA = size_t(1) << 30;
 constexpr size_t GRAIN = 512;
