@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import MISSING, replace
+from dataclasses import replace
 from typing import Any, Self, SupportsFloat, Unpack
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 
 from offload_core.checkpoint.checkpoints import Checkpoints
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
+from offload_core.deepspeed import translation
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.loss_scale import LossScaler
@@ -121,7 +122,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if betas is not None:
             settings["betas"] = numbers("betas", betas)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
-        if _asked_for(config, settings) is MISSING:
+        if _asked_for(config, settings) is None:
             settings["optimizer"] = self.rule_name
         self.config = OffloadConfig.resolve(config, world_size=world_size, **settings)
         if self.config.optimizer != self.rule_name:
@@ -592,13 +593,12 @@ def class_for(config: ConfigLike, overrides: Mapping[str, Any]) -> type[Offloade
 
 
 def _asked_for(config: ConfigLike, overrides: Mapping[str, Any]) -> Any:
-    """The value that is given for ``OffloadConfig.optimizer``; ``MISSING``: there is none."""
+    """The value that is given for ``OffloadConfig.optimizer``; None: there is none."""
     if "optimizer" in overrides:
         return overrides["optimizer"]
     if isinstance(config, OffloadConfig):
         return config.optimizer
-    given = config.get("optimizer", MISSING) if isinstance(config, Mapping) else MISSING
-    return MISSING if isinstance(given, Mapping) else given  # DeepSpeed has a section of this name
+    return translation.optimizer_in(config)
 
 
 def _refuse_engine_fields(config: OffloadConfig) -> None:

@@ -16,7 +16,7 @@ from offload_core.step.pipeline import Pipeline
 from .casting import Casts
 from .intake import Intake
 from .ranks.device_ranks import device_for
-from .registration import NamedParam, Owner, Registration, check_new, named_in
+from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen, named_in
 from .stage3.construction import check_finished, check_takes_none
 from .stage3.leaf_modules import leaf_modules
 from .stage3.partitioned import PartitionedModel
@@ -155,12 +155,13 @@ class Foundation:
         Args:
             groups: the optimizer's parameter groups.
         """
-        pipeline, partitioned = self.pipeline, self.partitioned
+        pipeline, partitioned, config = self.pipeline, self.partitioned, self.pipeline.config
         device = named[0][1].device
         registration = Registration(owner, pipeline, device, partitioned, self.casts, gradients_leave=self.early_copy)
         intake = Intake(pipeline, registration, early=self.early_copy)
         if partitioned is not None:
             partitioned.runs.leaves.settle_by(intake.settle)
+            partitioned.parameters.matrices = matrices_of_frozen(named_in(groups), [config.rule(g) for g in groups])
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration), partitioned)
         parts.take_on(named, groups, model)
         if partitioned is not None:

@@ -20,7 +20,7 @@ from offload_core.memory.report import MemoryReport
 from offload_core.plans.planner import Planner
 from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine
-from offload_core.rules import Rule
+from offload_core.rules import Matrix, Rule
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
@@ -40,6 +40,7 @@ from .tensors import (
     cast_param,
     check_param,
     flat,
+    is_offloadable,
     memory_of_all,
     memory_order,
     spec_of,
@@ -205,11 +206,13 @@ class Registration:
             replace(
                 spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p)),
                 rule=rules[g],
-                matrix=rules[g].matrix(name, p.shape, in_order=memory_order(p) is None),
+                matrix=_matrix(rules[g], name, p),
             )
             for (name, p, g), target in zip(named, targets, strict=True)
         ]
         if parted is not None:
+            for spec, (_, param, _) in zip(specs, named, strict=True):
+                parted.parameters.check_cut(spec, param)
             leaves = parted.runs.leaves.numbers()
             specs = [replace(spec, settled_with=leaves.get(p)) for spec, (_, p, _) in zip(specs, named, strict=True)]
         frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
@@ -476,6 +479,20 @@ def named_params(g: int, group: Mapping[str, Any]) -> list[NamedParam]:
 def named_in(groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
     """The parameters of all groups."""
     return [entry for g, group in enumerate(groups) for entry in named_params(g, group)]
+
+
+def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> dict[int, Matrix]:
+    """The matrices that frozen parameters consist of, by the parameter's ``id``, for the rule of each group."""
+    found = {}
+    for name, param, g in named:
+        if not param.requires_grad and is_offloadable(param):
+            with suppress(ParameterError):  # it cannot be trained so, and is refused when it is unfrozen
+                found[id(param)] = _matrix(rules[g], name, param)
+    return {key: matrix for key, matrix in found.items() if matrix is not None}
+
+
+def _matrix(rule: Rule, name: str, param: torch.Tensor) -> Matrix | None:
+    return rule.matrix(name, param.shape, in_order=memory_order(param) is None)
 
 
 def check_new(

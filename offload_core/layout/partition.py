@@ -221,8 +221,8 @@ def build_buckets(
 
     Returns:
         The buckets in the order in which they fill when gradients arrive last parameter first. Every element
-        of every parameter lies in exactly one piece; only the last bucket of a (group, dtype), and of a partitioned
-        parameter, has padding, unless blocks of several elements leave gaps between pieces.
+        of every parameter lies in exactly one piece. No bucket that ends within a parameter has padding at its end, so
+        that a process's part of each parameter is one run.
 
     Raises:
         ConfigError: buckets so small would be too many.
@@ -250,18 +250,18 @@ def build_buckets(
 
     for local, spec in reversed(list(enumerate(params))):
         key = (spec.group, spec.dtype.name, spec.partitioned, spec.place, spec.rule, spec.matrix)
-        whole = 1 if spec.matrix is None else math.prod(spec.matrix)
-        if spec.matrix is not None and spec.partitioned:  # which has padding in its last bucket alone
-            whole = math.lcm(whole, unit)
         start = 0
         while start < spec.numel:
             pieces = filling.setdefault(key, [])
             offset = round_up(pieces[-1].offset + pieces[-1].numel, block) if pieces else 0
-            room = max(capacity - offset, 0) // whole * whole or (0 if pieces else whole)
+            room, rest = max(capacity - offset, 0), spec.numel - start
+            if spec.matrix is not None and rest > room:  # begin a bucket; end it after a matrix and whole shards
+                least = math.lcm(math.prod(spec.matrix), unit)
+                room = 0 if pieces else max(room // least, 1) * least
             if not room:
                 close(key, spec.dtype)
                 continue
-            numel = min(spec.numel - start, room)
+            numel = min(rest, room)
             pieces.append(Piece(first_param + local, start, numel, offset))
             start += numel
             if round_up(offset + numel, block) >= capacity or (spec.partitioned and start == spec.numel):

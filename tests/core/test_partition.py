@@ -1,5 +1,7 @@
 """Laws of the partition: pure integers."""
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -20,6 +22,14 @@ specs = st.lists(
         partitioned=st.booleans(),
     ),
     max_size=12,
+)
+stacks = st.builds(
+    lambda n, matrix, partitioned: ParamSpec(
+        "p", n * math.prod(matrix), FLOAT32, matrix=matrix, partitioned=partitioned
+    ),
+    st.integers(1, 6),
+    st.sampled_from([(5, 7), (4, 4), (16, 3)]),
+    st.booleans(),
 )
 world_sizes = st.integers(1, 8)
 bucket_sizes = st.integers(1, 1000)
@@ -90,6 +100,23 @@ def test_the_shards_of_a_partitioned_parameter_lie_end_to_end_in_each_rank_s_ten
                 for piece in bucket.shards([rank]):
                     found[bucket.in_tensor(piece) :][: piece.numel] = np.arange(piece.start, piece.stop)
             assert found.tolist() == held.tolist()
+
+
+@law(200)
+@given(st.lists(stacks, max_size=8), world_sizes, bucket_sizes, st.sampled_from([1, 32]))
+def test_buckets_cut_no_matrix_and_have_no_padding_within_a_parameter(params, world_size, bucket_numel, block):
+    buckets = build_buckets(params, world_size=world_size, bucket_numel=bucket_numel, block=block)
+    reached = [0] * len(params)
+    for bucket in buckets:
+        for piece in bucket.pieces:
+            assert piece.start == reached[piece.param]
+            reached[piece.param] = piece.stop
+            size = math.prod(params[piece.param].matrix)
+            assert piece.start % size == piece.numel % size == 0
+        last = bucket.pieces[-1]
+        if last.stop < params[last.param].numel:
+            assert last.offset + last.numel == bucket.padded_numel
+    assert reached == [p.numel for p in params]
 
 
 def test_later_parameters_come_first():

@@ -1,12 +1,13 @@
 """Muon: wrap(model, optimizer="muon"), OffloadedMuon, and the bits of torch.optim.Muon on any ranks."""
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
 
-from frontends.torch import OffloadedMuon, gathered_parameters, wrap
+from frontends.torch import OffloadedAdamW, OffloadedMuon, gathered_parameters, init, wrap
 from frontends.torch.ranks import device
 from offload_core import CheckpointError, ConfigError, ParameterError
 from tests.support.processes import on_ranks
@@ -206,6 +207,114 @@ def test_a_run_goes_on_on_other_ranks(tmp_path):
     train(whole, [3])
     for each in (*found[0], *found[1]):
         assert_same(each, values(whole.module))
+
+
+class Products(nn.Module):
+    """Parameters whose gradients are their own values times constants."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weights = nn.ParameterList(torch.randn(shape) * 0.1 for shape in shapes)
+
+    def forward(self):
+        return sum((w * torch.cos(torch.arange(w.numel())).view_as(w) * w).sum() for w in self.weights)
+
+
+def products_trained(model, steps, late=False, **fields):
+    """Train by Muon; ``late``: the first parameter is frozen in the first step."""
+    model.weights[0].requires_grad_(not late)
+    engine = wrap(model, optimizer="muon", lr=0.02, muon_params=[f"weights.{i}" for i in range(2)], **fields)
+    for i in range(steps):
+        model.weights[0].requires_grad_(not late or i > 0)
+        engine.backward(engine())
+        engine.step()
+    engine.flush()
+    return engine
+
+
+SMALL_BUCKETS = {"reduce_bucket_size": 100}
+IN_SHARDS = {"stage": 3, "param_persistence_threshold": 0, **SMALL_BUCKETS}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_stack_that_no_bucket_holds_keeps_its_states_in_one_run(world_size, tmp_path):
+    shapes = (5, 5, 8), (3, 5, 7)  # whose matrices are no whole shards
+    expected = products_trained(Products(*shapes), 3)
+
+    @on_ranks(world_size)
+    def found(rank):
+        engine = products_trained(Products(*shapes), 3, **SMALL_BUCKETS)
+        return values(engine.module), engine.save_checkpoint(tmp_path)
+
+    for each, folder in found:
+        assert_same(each, values(expected.module))
+        engine = products_trained(Products(*shapes), 0)
+        engine.load_checkpoint(folder)
+        for i in range(2):
+            state, whole = (e.optimizer.state[e.module.weights[i]] for e in (engine, expected))
+            assert same_bits(state["momentum_buffer"], whole["momentum_buffer"])
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("built", [False, True])
+def test_matrices_of_more_elements_than_a_bucket_are_whole_in_stage_3(late, built):
+    """Also those that are frozen at first, and those whose shards were cut as the model was built."""
+    shapes = (24, 48), (5, 5, 8)
+    expected = values(products_trained(Products(*shapes), 3, late).module)
+
+    @on_ranks(2)
+    def found(rank):
+        with init(**IN_SHARDS, enabled=built):
+            model = Products(*shapes)
+        engine = products_trained(model, 3, late, **IN_SHARDS)
+        return values(engine.module)
+
+    for each in found:
+        assert_same(each, expected)
+
+
+def test_a_matrix_whose_shards_cut_it_is_refused_by_name_and_training_goes_on():
+    @on_ranks(2)
+    def found(rank):
+        model = Products((24, 48), (5, 8))
+        first, second = model.weights
+        engine = wrap(model, params=[second], lr=0.02, **IN_SHARDS)
+        with pytest.raises(ParameterError, match="'weights.0' was cut into shards for another .* at least 1,152"):
+            engine.optimizer.add_param_group({"params": [first], "optimizer": "muon"})
+        engine.optimizer.add_param_group({"params": [first]})
+        engine.backward(engine())
+        engine.step()
+        return values(model)
+
+    model = Products((24, 48), (5, 8))
+    engine = wrap(model, lr=0.02)
+    engine.backward(engine())
+    engine.step()
+    for each in found:
+        assert_same(each, values(model))
+
+
+@pytest.mark.parametrize("as_file", [False, True])
+@pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Adagrad", "Muon"])
+def test_a_deepspeed_configuration_is_of_the_optimizer_that_it_names(kind, as_file, tmp_path):
+    params = {"momentum": 0.9} if kind in ("SGD", "Muon") else {}
+    given = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {
+            "type": kind,
+            "params": {"lr": 0.01, **params, **({"ns_method": "standard"} if kind == "Muon" else {})},
+        },
+    }
+    if as_file:
+        path = tmp_path / "ds_config.json"
+        path.write_text(json.dumps(given))
+    engine = wrap(Stacked(), path if as_file else given)
+    assert type(engine.optimizer).__name__ == f"Offloaded{kind}"
+    assert engine.offload_config.optimizer == kind.lower()
+    if kind != "AdamW":
+        with pytest.raises(ConfigError, match=f"in OffloadedAdamW; expected Offloaded{kind}"):
+            OffloadedAdamW(Stacked().parameters(), config=given)
 
 
 def test_the_optimizer_alone_is_that_of_torch_and_states_go_both_ways():

@@ -450,8 +450,7 @@ def _optimizer_in(offload: ConfigLike) -> Any:
     """The optimizer that a configuration asks for; None: it names none."""
     if isinstance(offload, OffloadConfig):
         return offload.optimizer if is_set(offload, "optimizer") else None
-    named = offload.get("optimizer") if isinstance(offload, Mapping) else None
-    return translation.optimizer_of(named.get("type")) if isinstance(named, Mapping) else named
+    return translation.optimizer_in(offload)
 
 
 def _given(offload: ConfigLike, args: TrainingArguments, model: Any) -> tuple[ConfigLike, dict[str, Any]]:

@@ -136,15 +136,23 @@ class Shards(Cut):
         """Make the parameter whole. Collective."""
         self.home.agree(f"gather {self.spec.name!r} {self.spec.elements}", self.device)
         forget(param)
-        whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=param.device)
+        param.data = shaped_like(self._gathered(param.device), param)
+
+    def _gathered(self, on: torch.device) -> torch.Tensor:
+        """The whole parameter, one-dimensional, on this device. Collective."""
+        whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=on)
         shard = self.device.host_array(self.values) if self.values.device.type == "cpu" else self.values
         after, what = self.device.mark(), f"parameter {self.spec.name!r}: gathering of its shards"
         for bucket in self.buckets:
             self.device.gather(bucket, shard, whole, after, what).wait()
-        param.data = shaped_like(whole[: self.spec.numel], param)
+        return whole[: self.spec.numel]
 
-    def for_engine(self, cut: Cut) -> torch.Tensor:
-        """Return the shard for an engine that cuts the parameter the same way.
+    def for_engine(self, cut: Cut, on: torch.device) -> torch.Tensor:
+        """Return the shard for an engine that cuts the parameter the same way, or the same but for matrices that it
+        keeps whole. Collective in the second case.
+
+        Args:
+            on: the device of the whole parameter.
 
         Raises:
             ConfigError: it cuts the parameter otherwise.
@@ -155,14 +163,18 @@ class Shards(Cut):
                 f"parameter {cut.spec.name!r} is wrapped inside gathered_parameters(), which gives it back in shards; "
                 "expected wrap() after the block"
             )
-        if [(b.pieces, b.shard_numel) for b in cut.buckets] != [(b.pieces, b.shard_numel) for b in self.buckets]:
+        if self.alike(cut):
+            return self.values
+        if not self.alike(cut.without_matrices()):
             raise ConfigError(
                 f"parameter {cut.spec.name!r} was cut for {self.device.world_size} ranks with reduce_bucket_size="
                 f"{self.home.config.reduce_bucket_size} and state_format={self.home.config.state_format!r} by "
                 "init(), and wrap() would cut it otherwise; expected the same process group, reduce_bucket_size and "
                 "formats of states: give both the same configuration"
             )
-        return self.values
+        values = self.home.allocate(cut.shard_numel, self.values)
+        cut.cut(self._gathered(on), values)
+        return values
 
 
 _SHARDS: Any = WeakTensorKeyDictionary()

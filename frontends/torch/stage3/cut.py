@@ -1,6 +1,7 @@
 """The cut of one parameter over the ranks (stage 3)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -17,6 +18,7 @@ class Cut:
 
     def __init__(self, spec: ParamSpec, ranks: Sequence[int], world_size: int, config: OffloadConfig) -> None:
         self.spec = spec
+        self._over = (ranks, world_size, config)
         self.buckets: list[Bucket] = cut(config, [spec], world_size=world_size)
         self._pieces = [(b, p) for b in self.buckets for p in b.shards(ranks)]
 
@@ -32,6 +34,14 @@ class Cut:
     def runs(self) -> list[tuple[int, int, int]]:
         """The runs of elements that this rank holds: ``(start in the parameter, start in the shards, elements)``."""
         return [(piece.start, bucket.in_tensor(piece), piece.numel) for bucket, piece in self._pieces]
+
+    def without_matrices(self) -> "Cut":
+        """The cut of the same parameter if its matrices need not be whole."""
+        return Cut(replace(self.spec, matrix=None), *self._over)
+
+    def alike(self, other: "Cut") -> bool:
+        """True if both give each rank the same elements."""
+        return [(b.pieces, b.shard_numel) for b in self.buckets] == [(b.pieces, b.shard_numel) for b in other.buckets]
 
     def cut(self, run: torch.Tensor, out: torch.Tensor) -> None:
         """Copy this rank's part of the whole parameter to ``out``; both are one-dimensional."""

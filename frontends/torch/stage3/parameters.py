@@ -6,6 +6,7 @@ autograd saved in forward share this storage, so they have their values again in
 """
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import cast
 
@@ -14,10 +15,12 @@ from torch import nn
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
+from offload_core.errors import ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
 from offload_core.memory.plan import PARAMETER_SHARDS, PlanRow
 from offload_core.ranks.consistency import check_start
+from offload_core.rules import Matrix
 from offload_core.stage3.live_params import LiveParams, PartitionedParam
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -125,6 +128,8 @@ class PartitionedParameters:
         """The ``id`` of a quantised parameter, by the ``id`` of each tensor that holds values of it."""
         self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
         """Each parameter of the model, its name, and type and name of its module, by the parameter's ``id``."""
+        self.matrices: dict[int, Matrix] = {}
+        """The matrices that frozen parameters consist of, by the parameter's ``id``; training them needs them whole."""
         self.packed = packed_values(model)
         """The values of frozen quantised parameters, by the parameter's ``id``."""
         for number, values in self.packed.items():
@@ -180,7 +185,24 @@ class PartitionedParameters:
         owned = [
             (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
         ]
-        return [(self._values(param).spec(name, self._casts.of_param(param)), param) for name, param in owned]
+        specs = [self._values(param).spec(name, self._casts.of_param(param)) for name, param in owned]
+        return [
+            (replace(spec, matrix=None if id(param) in self.packed else self.matrices.get(id(param))), param)
+            for spec, (_, param) in zip(specs, owned, strict=True)
+        ]
+
+    def check_cut(self, spec: ParamSpec, param: torch.Tensor) -> None:
+        """Raise :class:`ParameterError` if a parameter's shards cut matrices that its update needs whole."""
+        record = self.records.get(id(param))
+        if record is None or record.spec.matrix == spec.matrix:
+            return
+        if not record.alike(Cut(spec, self._world.ranks, self._world.world_size, self._config)):
+            raise ParameterError(
+                f"parameter {spec.name!r} was cut into shards for another optimizer than its group has now: frozen "
+                "matrices of more elements than reduce_bucket_size are cut for that of their group at wrap(). Expected "
+                "them in a group of the same optimizer there (frozen ones may be in it), or reduce_bucket_size of at "
+                f"least {param.numel():,}"
+            )
 
     def _values(self, param: torch.Tensor) -> Values:
         return self.packed.get(id(param)) or Values(param)
@@ -210,7 +232,7 @@ class PartitionedParameters:
                 values = self._values(param)
                 record = PartitionedParameter(self.live, spec, param, values, words, self._config)
                 if built is not None:
-                    record.shard = built.for_engine(record).to(self._shards_device)
+                    record.shard = built.for_engine(record, param.device).to(self._shards_device)
                 else:
                     run = values.run()
                     self._world.start_alike([spec], [run])
