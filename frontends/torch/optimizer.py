@@ -3,7 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from typing import Any, Self, SupportsFloat, Unpack
 
 import torch
@@ -122,7 +122,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if betas is not None:
             settings["betas"] = numbers("betas", betas)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
-        if _asked_for(config, settings) is None:
+        if _asked_for(config, settings) is MISSING:
             settings["optimizer"] = self.rule_name
         self.config = OffloadConfig.resolve(config, world_size=world_size, **settings)
         if self.config.optimizer != self.rule_name:
@@ -133,6 +133,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             )
         if model is None:
             _refuse_engine_fields(self.config)
+        if not all_of_it and (self.config.muon_params is not None or self.config.adamw is not None):
+            raise ConfigError(
+                f"muon_params={self.config.muon_params!r} and adamw={self.config.adamw!r} choose among the parameters "
+                "of a whole model, and here they are given; expected groups: {'params': ..., 'optimizer': 'adamw', "
+                "'lr': ...} for those that Muon leaves to AdamW"
+            )
         self.early_copy = early_copy
         self.report = None
         if isinstance(params, torch.Tensor):
@@ -593,7 +599,7 @@ def class_for(config: ConfigLike, overrides: Mapping[str, Any]) -> type[Offloade
 
 
 def _asked_for(config: ConfigLike, overrides: Mapping[str, Any]) -> Any:
-    """The value that is given for ``OffloadConfig.optimizer``; None: there is none."""
+    """The value that is given for ``OffloadConfig.optimizer``; ``MISSING``: there is none."""
     if "optimizer" in overrides:
         return overrides["optimizer"]
     if isinstance(config, OffloadConfig):

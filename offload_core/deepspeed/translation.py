@@ -64,18 +64,18 @@ def is_deepspeed(given: Mapping[str, Any], own: Collection[str]) -> bool:
 
 
 def optimizer_in(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> Any:
-    """The value of ``OffloadConfig.optimizer`` that a configuration asks for; None: it names none.
+    """The value of ``OffloadConfig.optimizer`` that a configuration asks for; ``MISSING``: it names none.
 
     Args:
         config: a mapping of fields or a DeepSpeed configuration, or the path of such a file.
     """
     given = load(config) if isinstance(config, str | os.PathLike) else config
-    named = given.get("optimizer") if isinstance(given, Mapping) else None
+    named = given.get("optimizer", MISSING) if isinstance(given, Mapping) else MISSING
     if not isinstance(named, Mapping):
         return named
     type = named.get("type")
     kind = OPTIMIZERS.get(type.lower()) if isinstance(type, str) else None
-    return None if kind is None else kind.rule
+    return MISSING if kind is None else kind.rule
 
 
 def place_of(name: str) -> str | None:

@@ -419,6 +419,16 @@ def test_what_is_no_matrix_is_refused_by_name():
         wrap(nn.Linear(4, 4), optimizer="muon")
 
 
+@pytest.mark.parametrize("fields", [{"muon_params": ["first.weight"]}, {"adamw": {"lr": 0.1}}], ids=str)
+def test_settings_that_choose_in_a_whole_model_are_refused_beside_parameters(fields):
+    model = Stacked()
+    with pytest.raises(ConfigError, match="here they are given; expected groups"):
+        OffloadedMuon([model.first.weight], **fields)
+    with pytest.raises(ConfigError, match="here they are given; expected groups"):
+        wrap(model, optimizer="muon", params=[model.first.weight], **fields)
+    wrap(model, optimizer="muon", params=[model.first.weight])
+
+
 def test_an_iteration_does_not_change_in_the_middle():
     engine = wrap(Stacked(), optimizer="muon")
     train(engine, [0])

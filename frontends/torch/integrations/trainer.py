@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import replace
+from dataclasses import MISSING, replace
 from pathlib import Path
 from typing import Any
 
@@ -417,10 +417,15 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
     }
     offload, given = _given(offload, args, model)
-    if (asked := _optimizer_in(offload)) not in (None, name):
+    if (asked := _optimizer_in(offload)) not in (MISSING, name):
+        optims = [repr(optim) for optim, (rule, _) in _OPTIMIZERS.items() if rule == asked]
         raise ConfigError(
-            f"optimizer {asked!r} in offload=, and TrainingArguments have optim={_optim_of(args)!r}; expected optim="
-            f"{' or '.join(repr(optim) for optim, (rule, _) in _OPTIMIZERS.items() if rule == asked)} there"
+            f"optimizer {asked!r} in offload=, and TrainingArguments have optim={_optim_of(args)!r}; expected "
+            + (
+                f"optim={' or '.join(optims)} there"
+                if optims
+                else "one of optim=: wrap(model, ...) has others, without Trainer"
+            )
         )
     for name, value in given.items():
         if name == "gradient_clipping" and not value and values[name] == math.inf:
@@ -447,9 +452,9 @@ def _optim_of(args: TrainingArguments) -> str:
 
 
 def _optimizer_in(offload: ConfigLike) -> Any:
-    """The optimizer that a configuration asks for; None: it names none."""
+    """The optimizer that a configuration asks for; ``MISSING``: it names none."""
     if isinstance(offload, OffloadConfig):
-        return offload.optimizer if is_set(offload, "optimizer") else None
+        return offload.optimizer if is_set(offload, "optimizer") else MISSING
     return translation.optimizer_in(offload)
 
 
