@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from offload_core.config.matrices import chosen
+from offload_core.config.matrices import chosen, tell
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
 from offload_core.errors import ConfigError
@@ -14,7 +14,7 @@ from .tree.wrapped_tree import Leaf
 
 
 class LeafRules:
-    """The rules of a configuration's groups, and the group of each leaf.
+    """The rules of a configuration's groups, and the group of each leaf. The choice of matrices is printed.
 
     Args:
         shapes: those of the trained leaves, by path.
@@ -36,6 +36,8 @@ class LeafRules:
                 f"optimizer={config.optimizer!r} on a mesh of several processes: they cannot exchange matrices yet; "
                 "expected the devices of one process, or another optimizer"
             )
+        if self._matrices is not None:
+            tell([*shapes], self._matrices)
 
     def of(self, leaf: Leaf, specs: Sequence[ParamSpec], *, decayed: bool) -> list[ParamSpec]:
         """Return the core's parameters of a leaf with their rule, and with the group that has its hyperparameters.

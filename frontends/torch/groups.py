@@ -127,12 +127,6 @@ def _named(names: Mapping[int, str], entry: Any) -> Any:
     return names[id(param)], param
 
 
-def some_of(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many others there are."""
-    rest = len(names) - most
-    return ", ".join(map(repr, names[:most])) + (f" and {rest} others" if rest > 0 else "")
-
-
 def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:
     """The hyperparameters of group ``g``, checked.
 

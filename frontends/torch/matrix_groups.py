@@ -1,16 +1,15 @@
 """The choice of the parameters of a model that Muon updates, and of those that it leaves to AdamW."""
 
-import sys
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from offload_core.config.matrices import check_some, is_matrix, is_table_or_head, named
+from offload_core.config.matrices import check_some, is_head, is_matrix, is_table, named
+from offload_core.config.matrices import tell as tell_choice
 from offload_core.config.options import OffloadConfig
 
-from .groups import some_of
 from .tensors import memory_order
 
 Named = Sequence[tuple[str, torch.Tensor]]
@@ -33,8 +32,7 @@ def groups_for(model: nn.Module, params: Named, config: OffloadConfig, *, tell: 
     check_some(config, chosen)
     others = [name for name in names if name not in chosen]
     if tell:
-        left = f"; AdamW updates {some_of(others)}" if others else ""
-        print(f"offload-core: Muon updates {some_of([n for n in names if n in chosen])}{left}", file=sys.stderr)
+        tell_choice(names, chosen)
     groups: list[Any] = [{"params": [entry for entry in params if entry[0] in chosen]}]
     rest = [{"params": [entry for entry in params if entry[0] not in chosen], **config.adamw_group()}]
     return groups + rest if others else groups
@@ -43,21 +41,24 @@ def groups_for(model: nn.Module, params: Named, config: OffloadConfig, *, tell: 
 def hidden_matrices(model: nn.Module, params: Named) -> Collection[str]:
     """Return the names of a model's hidden matrices: parameters of two dimensions, and stacks of such (experts).
 
-    These are left out: weights of embeddings, of convolutions and of heads, and tables by their names. A head is the
-    model's own (``get_output_embeddings()``), one by its name, or the last linear layer of a model without embeddings.
+    These are left out: weights of embeddings, of convolutions and of heads, and tables by their names. Heads are the
+    model's own (``get_output_embeddings()``) and those by their names. If there is none, the last linear layer is one,
+    but in a model with embeddings only if it has as many outputs as the largest of them has rows.
     """
     modules = [*model.modules()]
     tables = [m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag)]
     own = getattr(model, "get_output_embeddings", lambda: None)()
     heads: Sequence[nn.Module] = [own] if isinstance(own, nn.Module) else []
-    if not tables and not heads and not any(is_table_or_head(f"{name}.weight") for name, _ in model.named_modules()):
-        heads = [module for module in modules if isinstance(module, nn.Linear)][-1:]
+    if not heads and not any(is_head(name) for name, _ in params):
+        rows = max((table.num_embeddings for table in tables), default=None)
+        last = [module for module in modules if isinstance(module, nn.Linear)][-1:]
+        heads = [module for module in last if rows in (None, module.out_features)]
     convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
     left_out = {id(param) for module in (*tables, *heads, *convolutions) for param in module.parameters()}
     return {
         name
         for name, param in params
-        if not (id(param) in left_out or is_table_or_head(name))
+        if not (id(param) in left_out or is_table(name) or is_head(name))
         and is_matrix(param.shape, stacks=True)
         and memory_order(param) is None
     }

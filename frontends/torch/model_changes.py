@@ -12,9 +12,10 @@ from typing import Any
 from torch import nn
 
 from offload_core.errors import StateError
+from offload_core.support.checks import some_of
 from offload_core.support.user_line import UserLine
 
-from .groups import groups_of_params, some_of
+from .groups import groups_of_params
 from .internals import no_read
 from .optimizer import OffloadedOptimizer
 

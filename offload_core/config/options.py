@@ -313,9 +313,13 @@ class OffloadConfig:
         if self.adamw is not None:
             _check_group_of("adamw", "adamw", self.adamw)
         if self.muon_params is not None:
-            names_given = self.muon_params
-            if not isinstance(names_given, tuple | list) or not all(isinstance(n, str) and n for n in names_given):
-                raise ConfigError(f"muon_params: got {checks.shown(names_given)}, expected a list of parameters' names")
+            given_names = self.muon_params
+            is_list = isinstance(given_names, tuple | list) and given_names
+            if not is_list or not all(isinstance(n, str) and n for n in given_names):
+                raise ConfigError(
+                    f"muon_params: got {checks.shown(given_names)}, expected a list of parameters' names that is not "
+                    "empty, or None for all matrices but embeddings, heads and tables"
+                )
         for other in RULES.values():
             for name in other.settings:
                 if name in rule.settings:

@@ -3,7 +3,7 @@
 import difflib
 import math
 import operator
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from ..errors import ConfigError
 
@@ -85,3 +85,9 @@ def nearest(name: object, known: Collection[str], also: Collection[str] = ()) ->
     near."""
     near = difflib.get_close_matches(name if isinstance(name, str) else shown(name), [*known, *also], n=1)
     return f"did you mean {near[0]!r}?" if near else f"known ones: {', '.join(known)}"
+
+
+def some_of(names: Sequence[str], most: int = 3) -> str:
+    """The first names, and how many others there are."""
+    rest = len(names) - most
+    return ", ".join(map(repr, names[:most])) + (f" and {rest} others" if rest > 0 else "")

@@ -34,6 +34,16 @@ def tree(seed):
     )
 
 
+def test_the_choice_is_told_once_and_stacks_are_left_out_unless_they_are_named(capsys):
+    shapes = {"embed": (9, 8), "layers": {"w": (3, 8, 8), "b": (3, 8), "ln_scale": (3, 8)}, "out": {"w": (8, 8)}}
+    params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    for fields, expected in (({}, "['out']['w']"), ({"muon_params": ["layers.w"]}, "['layers']['w']")):
+        wrap(params, **SETTINGS, **fields).update(params)
+        assert capsys.readouterr().err.count(f'Muon updates "{expected}"; AdamW updates "[\'embed\']", ') == 1
+    wrap(params).update(params)
+    assert "updates" not in capsys.readouterr().err
+
+
 def trained(offloaded, n, first=0):
     for i in range(n):
         offloaded.update(tree(first + i))

@@ -1,6 +1,7 @@
 """Muon: wrap(model, optimizer="muon"), OffloadedMuon, and the bits of torch.optim.Muon on any ranks."""
 
 import copy
+import itertools
 import json
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 from frontends.torch import OffloadedAdamW, OffloadedMuon, gathered_parameters, init, wrap
+from frontends.torch.matrix_groups import hidden_matrices
 from frontends.torch.ranks import device
 from offload_core import CheckpointError, ConfigError, ParameterError
 from tests.support.processes import on_ranks
@@ -385,7 +387,41 @@ def test_matrices_are_chosen_by_shape_and_place_and_the_choice_is_told_once(caps
     assert chosen.optimizer.param_groups[1]["lr"] == 1e-3
 
 
+def chain(*sizes):
+    """Linear layers, as the attributes of a module that are called fc_0, fc_1 and so on."""
+    return nn.ModuleDict({f"fc_{i}": nn.Linear(*pair) for i, pair in enumerate(itertools.pairwise(sizes))})
+
+
+MODELS = {
+    "the last linear layer is the head": (lambda: chain(8, 16, 4), ["fc_0.weight"]),
+    "a norm changes nothing": (
+        lambda: nn.ModuleDict({**chain(8, 16, 4), "norm": nn.LayerNorm(16), "position_wise": nn.Tanh()}),
+        ["fc_0.weight"],
+    ),
+    "a named head is the only one": (
+        lambda: nn.ModuleDict({"head": chain(8, 4), **chain(4, 8, 4)}),
+        ["fc_0.weight", "fc_1.weight"],
+    ),
+    "with an embedding it has the vocabulary's size": (
+        lambda: nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 8), nn.Linear(8, 50)),
+        ["1.weight"],
+    ),
+    "or is none": (lambda: nn.Sequential(nn.Embedding(50, 8), nn.Embedding(8, 8), nn.Linear(8, 8)), ["2.weight"]),
+    "raw tables": (
+        lambda: nn.ParameterDict({name: torch.zeros(9, 8) for name in ("tok_emb", "pos_emb", "shared", "w")}),
+        ["w"],
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "expected"), MODELS.values(), ids=MODELS)
+def test_the_last_linear_layer_is_the_head_where_none_is_named(model, expected):
+    made = model()
+    assert sorted(hidden_matrices(made, [*made.named_parameters()])) == expected
+
+
 WRONG = [
+    ({"muon_params": []}, ConfigError, "muon_params: got .*, expected a list of .* that is not empty"),
     ({"muon_params": ["other.weight"]}, ConfigError, "muon_params: no parameter is named 'other.weight'"),
     ({"muon_params": ["first.bias"]}, ParameterError, r"'first.bias' of shape \(48,\) is no matrix"),
     ({"muon_params": "experts"}, ConfigError, "muon_params: got 'experts', expected a list"),
