@@ -40,6 +40,10 @@ class States(Kept, defaultdict):
         """Add an entry that stays."""
         super().__setitem__(param, views)
 
+    def held(self, param: torch.Tensor) -> Views:
+        """The entry that stays, without a wait: for one that changes states."""
+        return cast(Views, super().__getitem__(param))
+
     def _wait(self) -> None:
         finish = self._finish()
         if finish is not None:
@@ -181,7 +185,7 @@ class TorchStates:
         self._pipeline.state_lock.change(what, uninterrupted, section)
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
-        views = self.views[slot.param]
+        views = self.views.held(slot.param)  # where no thread can be started, a read is refused in the section
         shard = self._registration.tensor(slot).clone() if slot.partitioned else None  # its values stay
         self._states.will_change([slot.index])
         for name in views.held:

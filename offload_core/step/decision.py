@@ -41,9 +41,11 @@ class StepArguments:
         """The divisor of the summed gradients."""
         return self.loss_scale * self.divisor
 
-    def matches(self, other: "StepArguments") -> bool:
-        """True if all but the tensors is equal; these are the same memory."""
-        mine, theirs = ((g.hypers, g.divisor, g.groups, g.loss_scale) for g in (self, other))
+    def matches(self, later: "StepArguments") -> bool:
+        """True if all but the tensors is equal; these are the same memory. ``later`` may have more parameters: those
+        that were frozen when the step was announced."""
+        known = len(self.groups)
+        mine, theirs = ((g.hypers, g.divisor, g.groups[:known], g.loss_scale) for g in (self, later))
         return mine == theirs
 
     def terms(self, gathered: int) -> str:

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from ..device.events import Done
 from ..device.trace import UPDATE
 from ..dtypes import BFLOAT16
 from ..rules import Scalars
@@ -66,4 +67,5 @@ class Directions:
         except BaseException:
             work.release_direction()
             raise
+        work.direction.computed = Done()  # ranks exchange it in this wait: it is not waited for again
         return work.direction.addresses(work.offsets)

@@ -18,7 +18,7 @@ from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import StateError
-from ..support.threads import RUNNING_SECTIONS, await_sections, forget_sections, in_section
+from ..support.threads import RUNNING_SECTIONS, await_sections, forget_sections, in_section, runs_for_another
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class StateLock:
 
     def run(self, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Do this while no other thread uses the states."""
-        if RUNNING_SECTIONS and in_section():  # this thread's caller has the lock
+        if RUNNING_SECTIONS and runs_for_another():  # this thread's caller has the lock
             return act(*args, **kwargs)
         with self._of_thread:
             if self._torn:

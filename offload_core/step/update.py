@@ -12,6 +12,7 @@ from ..config.state_formats import Master
 from ..device.events import Done, Event, Waiting
 from ..device.trace import COMPUTE, UPDATE
 from ..dtypes import BY_NUMPY, ElementType
+from ..errors import StateError
 from ..memory.host_memory import Lease
 from ..native import kernels
 from ..ranks.consistency import combine
@@ -353,9 +354,16 @@ class Updates:
     def complete(self) -> list[LocalBucket]:
         """After a failure on the way to the device: update the states that the step still owes. Return their buckets.
 
-        Raises the error of an update. The states of its bucket and of those after it are then of the step before.
+        Raises the error of an update, or :class:`StateError` if matrices would be exchanged again, for which other
+        processes do not come. The states of its bucket and of those after it are then of the step before.
         """
         owing = [work for work in self._buckets.all if work.owed is not None]
+        device = self._buckets.device
+        apart = device.world_size > len(device.ranks)
+        if apart and any(work.matrices is not None and work.direction is None for work in owing):
+            for work in owing:
+                work.release_direction()
+            raise StateError("other ranks do not come to exchange its matrices again")
         for work in owing:
             assert work.owed is not None
             scalars, tensors, among = work.owed

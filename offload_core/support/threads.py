@@ -239,10 +239,13 @@ def uninterrupted(section: Callable[[], object]) -> None:
     Python raises ``KeyboardInterrupt`` and the like in the main thread only, between any two of its instructions. So
     the section runs in another thread, while the caller waits; the first interrupt of this wait is raised when the
     section has ended. The thread is started once, for all sections. Where none can be started, or at the interpreter's
-    end, which stops it, the caller runs the section.
+    end, which stops it, the caller runs the section; and so does a thread that is not the main one.
     """
     global _sections
-    if threading.get_ident() != threading.main_thread().ident or sys.is_finalizing():
+    if threading.get_ident() != threading.main_thread().ident:
+        _run_here(section)
+        return
+    if sys.is_finalizing():
         section()
         return
 
@@ -275,6 +278,23 @@ def uninterrupted(section: Callable[[], object]) -> None:
     task.result()
 
 
+def _run_here(section: Callable[[], object]) -> None:
+    """Run a section in this thread, which no signal interrupts."""
+    before, _HERE.runs = _HERE.runs, True
+    try:
+        section()
+    finally:
+        _HERE.runs = before
+
+
+class _Here(threading.local):
+    runs = False
+    """True while this thread, which is not the main one, runs a section for itself."""
+
+
+_HERE = _Here()
+
+
 def _no_thread(error: BaseException) -> bool:
     """True if ``start_new_thread`` raised this. A signal handler's ``RuntimeError`` has passed the handler's frame."""
     trace = error.__traceback__
@@ -296,7 +316,12 @@ def clear_up(act: Callable[[], object]) -> None:
 
 
 def in_section() -> bool:
-    """True in the thread of a section of :func:`uninterrupted`."""
+    """True in a section of :func:`uninterrupted`, unless it runs in the main thread, where a signal handler may ask."""
+    return _HERE.runs or runs_for_another()
+
+
+def runs_for_another() -> bool:
+    """True in the thread of sections of :func:`uninterrupted`, whose callers wait in the main thread."""
     return bool(RUNNING_SECTIONS) and any(task.thread == threading.get_ident() for task in RUNNING_SECTIONS)
 
 

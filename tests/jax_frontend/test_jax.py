@@ -5,6 +5,7 @@ import functools
 import gc
 import math
 import pickle
+import threading
 
 import equinox as eqx
 import jax
@@ -21,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from frontends.jax import OffloadConfig, ScaledGradients, wrap
 from offload_core.errors import GradientError, StateError
+from offload_core.support.threads import Task
 from tests.support.jax_meshes import leaves_of
 from tests.support.jax_models import (
     HYPER,
@@ -662,6 +664,27 @@ CASES = {
     "bfloat16": {"param_dtype": "bfloat16", "gradient_clipping": 0.5},
     "float16": {"param_dtype": "float16", "initial_loss_scale": 64.0, "loss_scale_window": 3},
 }
+
+
+def test_states_are_loaded_in_another_thread_as_in_the_main_one():
+    def train(offloaded, steps):
+        value_and_grad = offloaded.value_and_grad(loss_fn)
+        for i in steps:
+            offloaded.update(value_and_grad(offloaded.params, batch(i))[1])
+        return offloaded.to_pytree()
+
+    def load_and_train():
+        offloaded = wrap(random_tree(23), lr=1e-2)
+        train(offloaded, range(1))
+        offloaded.load_pytree(saved)
+        changed = jax.tree.map(lambda leaf: leaf * 2, offloaded.params)
+        offloaded.load_params(changed)
+        return train(offloaded, range(4, 6))
+
+    saved = train(wrap(random_tree(22, scale=0.1), lr=1e-2), range(4))
+    task = Task(load_and_train)
+    threading.Thread(target=task.run).start()
+    assert_same_tree(task.result(), load_and_train())
 
 
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())

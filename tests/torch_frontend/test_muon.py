@@ -3,6 +3,9 @@
 import copy
 import itertools
 import json
+import os
+import re
+import signal
 
 import pytest
 import torch
@@ -11,9 +14,10 @@ from torch import nn
 from frontends.torch import OffloadedAdamW, OffloadedMuon, gathered_parameters, init, wrap
 from frontends.torch.matrix_groups import hidden_matrices
 from frontends.torch.ranks import device
-from offload_core import CheckpointError, ConfigError, ParameterError
+from offload_core import CheckpointError, ConfigError, ParameterError, StateError
 from tests.support.processes import on_ranks
 from tests.support.torch_models import place, same_bits
+from tests.support.torch_rank import said_by
 from tests.support.ways import STAGE_3, WAYS
 
 pytestmark = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="this torch has no Muon to compare with")
@@ -498,6 +502,42 @@ def test_memory_is_planned(way):
     if "stage 3" not in way:
         assert rows["momentum_buffer"].held == 4 * matrices
     assert rows["directions"].held > 0
+
+
+@pytest.mark.parametrize("fields", [{}, {"stage": 3, "param_persistence_threshold": 0}], ids=str)
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_iteration_that_fails_on_one_rank_is_its_error_at_once(failing, fields):
+    """And not of an exchange for which nobody comes."""
+
+    @on_ranks(2, killed=[failing])
+    def _(rank):
+        engine = wrap(Stacked(), optimizer="muon", lr=0.02, reduce_bucket_size=1, **fields)
+        train(engine, [0])
+        made, ranks = device.computed, engine.optimizer.parts.pipeline.device
+        through, events = ranks.transform, []
+
+        def fail(part, matrix):
+            if rank == failing:
+                events.append("fails")
+                raise torch.OutOfMemoryError("no room")
+            return made(part, matrix)
+
+        def transform(*args, **kwargs):
+            events.append("exchanges")
+            return through(*args, **kwargs)
+
+        device.computed, ranks.transform = fail, transform
+        if rank == failing:
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                train(engine, [1])
+            assert events[-1] == "fails"
+            assert "exchanges" in events
+            with pytest.raises(StateError, match=r"broke off \(OutOfMemoryError.*not be completed.* a checkpoint"):
+                engine.optimizer.state_dict()
+            os.kill(os.getpid(), signal.SIGKILL)
+        said = said_by(lambda: train(engine, [1]))
+        assert re.match(r"CollectiveError: .*bucket \d+: .* failed", said)
+        assert "different ways" not in said
 
 
 @everywhere

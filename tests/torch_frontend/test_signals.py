@@ -17,6 +17,8 @@ from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core.errors import CheckpointError, StateError
 from offload_core.step.state_lock import StateLock
+from offload_core.support import threads
+from offload_core.support.threads import Task
 from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at, read_at_each_line
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.waiting import until_one_is_in
@@ -107,6 +109,87 @@ def test_a_save_of_another_thread_waits_for_the_steps_end(monkeypatch, tmp_path)
     saving.join()
     assert saved == ["the step goes on", state_dict(engine)]
     assert saved[1] != before
+
+
+def in_another_thread(act):
+    task = Task(act)
+    threading.Thread(target=task.run).start()
+    return task.result()
+
+
+def without_a_thread(act):
+    """Sections run in the main thread, as at the first section of a process that can start no thread."""
+    before, sections = threading.stack_size(2**46), threads._sections  # more than there is
+    threads._sections = None
+    try:
+        return act()
+    finally:
+        threads._sections = sections
+        threading.stack_size(before)
+
+
+def load(engine, other):
+    engine.optimizer.load_state_dict(other.optimizer.state_dict())
+
+
+def assign(engine, other):
+    for param, given in zip(engine.parameters(), other.parameters(), strict=True):
+        engine.optimizer.state[param] = {name: each.clone() for name, each in other.optimizer.state[given].items()}
+
+
+@pytest.mark.parametrize("act", [load, assign])
+@pytest.mark.parametrize("where", [in_another_thread, without_a_thread])
+def test_states_are_loaded_and_assigned_wherever_the_section_runs(act, where):
+    engine, other, twin = (engine_of("overlap") for _ in range(3))
+    for each in (engine, twin):
+        step(each, 1)
+    for seed in (2, 3):
+        step(other, seed)
+    where(partial(act, engine, other))
+    act(twin, other)
+    assert state_dict(engine) == state_dict(twin) == state_dict(other)
+    for each in (engine, twin):
+        step(each, 4)
+    assert state_dict(engine) == state_dict(twin)
+    assert bits(engine.parameters()) == bits(twin.parameters())
+
+
+def test_an_engine_is_copied_in_another_thread():
+    engine = engine_of("overlap")
+    step(engine, 1)
+    twin = in_another_thread(lambda: copy.deepcopy(engine))
+    assert state_dict(twin) == state_dict(engine)
+    for each in (engine, twin):
+        step(each, 2)
+    assert state_dict(twin) == state_dict(engine)
+    assert bits(twin.parameters()) == bits(engine.parameters())
+
+
+@pytest.mark.parametrize("where", [in_another_thread, without_a_thread])
+def test_a_load_that_is_refused_changes_nothing_wherever_it_is_asked_for(where):
+    engine, other = engine_of("overlap"), engine_of("overlap")
+    step(engine, 1)
+    before, given = state_dict(engine), other.optimizer.state_dict()
+    given["param_groups"][0]["lr"] = 0.5
+    given["state"] = {0: {"step": torch.tensor(1.0), "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}}
+    with pytest.raises(StateError):
+        where(lambda: engine.optimizer.load_state_dict(given))
+    assert state_dict(engine) == before
+    assert engine.optimizer.param_groups[0]["lr"] == 0.1
+
+
+def test_a_handler_in_a_load_that_no_thread_takes_over_gets_whole_states_or_an_error():
+    engine, other = engine_of("overlap"), engine_of("overlap")
+    step(engine, 1)
+    allowed = [state_dict(engine)]
+    for seed in (2, 3):
+        step(other, seed)
+    allowed.append(state_dict(other))
+    seen, refused = read_at_each_line(
+        lambda: states(engine), lambda: without_a_thread(lambda: load(engine, other)), allowed
+    )
+    assert seen == {0, 1}
+    assert any("in the middle of load_state_dict(), in the same thread" in error for error in refused)
 
 
 def test_a_signal_is_noted_and_saved_for_after_the_next_step(tmp_path):

@@ -511,6 +511,24 @@ def test_frozen_parameters_and_buffers_start_alike_and_are_unfrozen_together():
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_parameter_that_is_unfrozen_joins_a_step_that_was_announced_without_it(ranks):
+    @on_ranks(ranks)
+    def _(rank):
+        def unfrozen(early):
+            model = make()
+            model[2].weight.requires_grad_(False)
+            engine = wrap(model, lr=1e-2, reduce_bucket_size=1000, update_in_backward=early)
+            train(engine, rank, [0])
+            frozen = bits(model[2])
+            model[2].weight.requires_grad_(True)
+            train(engine, rank, [1, 2])
+            assert bits(model[2]) != frozen
+            return bits(model)
+
+        assert unfrozen(True) == unfrozen(False)
+
+
 def test_states_of_another_rank_are_refused_and_whole_ones_are_cut():
     """Whole ones are those of torch's own AdamW."""
 
