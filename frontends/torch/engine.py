@@ -204,7 +204,7 @@ class Engine(nn.Module):
 
     @untraced
     def step(self, *, boundary: bool | None = None) -> StepReport:
-        """Update at the accumulation boundary; before it, only count the micro-step.
+        """Update at the accumulation boundary; before it, end the micro-step: its last gradients leave.
 
         Args:
             boundary: True or False for a loop that decides this itself (at the end of an epoch there may be fewer
@@ -214,6 +214,7 @@ class Engine(nn.Module):
             StateError: no gradient arrived since the last call; the model has got parameters since ``wrap`` that are
                 to be trained and that the optimizer was not given.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
+            CollectiveError: an exchange with the other ranks failed, or they did not come.
         """
         if boundary is None:
             self._warn_of_uncounted()

@@ -17,7 +17,7 @@ REFUSED = {
 }
 """Options of torch's optimizers that this one does not have, with the reason."""
 _EVERY = {"maximize": False, "differentiable": False, "foreach": None, "fused": True}
-"""Options of each of torch's optimizers. The last two select one of its implementations and have no effect here."""
+"""Options of those of torch's optimizers that have a fused implementation. The last two have no effect here."""
 
 
 @dataclass(frozen=True)

@@ -84,16 +84,16 @@ class _Pair(tuple):
 class OffloadConfig:
     """Settings of an offloaded optimizer. Raises :class:`ConfigError` if a value is out of range.
 
-    Hyperparameters mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``, and in SGD, Lion and Adagrad of
-    these libraries. ``lr`` and ``betas`` may be schedules: functions of the number of updates made so far (an optax
+    Hyperparameters mean what they mean in ``torch.optim.AdamW`` and ``optax.adamw``, and in SGD, Lion, Adagrad and Muon
+    of these libraries. ``lr`` and ``betas`` may be schedules: functions of the number of updates made so far (an optax
     schedule, those of ``lr_schedules``). ``None`` for ``lr``, ``betas``, ``eps`` or ``weight_decay`` is the default of
     the optimizer's own class in torch. An attribute then has that number, or None if the optimizer has no such thing. A
     default that is read from one configuration and given to another counts as not given.
     """
 
     optimizer: str = field(default="adamw", kw_only=True)
-    """``"adamw"`` (Adam with ``adam_mode="adam"``), ``"sgd"``, ``"lion"`` or ``"adagrad"``. In torch a parameter group
-    may have another one: ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
+    """``"adamw"`` (Adam with ``adam_mode="adam"``), ``"sgd"``, ``"lion"``, ``"adagrad"`` or ``"muon"``. In torch a
+    parameter group may have another one: ``{"params": ..., "optimizer": "sgd", "momentum": 0.9}``."""
     lr: float | Callable[[Any], Any] = None  # type: ignore[assignment]  # as all that follow the rule
     """Learning rate, or a function of the number of updates made so far. None: 1e-3; Adagrad's 1e-2, Lion's 1e-4."""
     betas: tuple[float, float] | Callable[[Any], tuple[float, float]] = None  # type: ignore[assignment]

@@ -160,7 +160,7 @@ def check_start(
         return
     settings = [fingerprint(_setting(name, config)) for name in SHARED_FIELDS]
     params = [
-        fingerprint(f"{s.name} {s.numel} {s.dtype} {s.group} {s.elements} {s.partitioned} {s.rule} {d}")
+        fingerprint(f"{s.name} {s.numel} {s.dtype} {s.group} {s.elements} {s.partitioned} {s.rule} {s.matrix} {d}")
         for s, d in zip(specs, given, strict=True)
     ]
     row = _Row(FORMAT, VERSION, fingerprint(str(settings)), len(params), fingerprint(str(params)))

@@ -121,7 +121,8 @@ class Rule(ABC):
 
     def matrix(self, name: str, shape: Sequence[int], *, in_order: bool = True) -> Matrix | None:
         """Return the shape of the matrices that a parameter consists of, and that no bucket may cut; None: any run of
-        elements may be updated alone.
+        elements may be updated alone. Ranks' shards and the kernel's threads do cut them: only :attr:`device_part` sees
+        a whole one.
 
         Args:
             in_order: False: its elements do not lie row by row in memory.

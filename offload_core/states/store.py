@@ -37,6 +37,8 @@ class Store(ABC):
     An update loads a bucket's block, changes it, and commits it. One thread at a time loads and commits.
     """
 
+    # ``testing/late_store.py`` has the model of a store whose memory does not stay; ``test_stores.py`` has the laws.
+
     place: ClassVar[str]
     """The place of the states in plans: ``"host"``, or a name that tells it from other memory."""
 
@@ -44,6 +46,7 @@ class Store(ABC):
         self.config = config
         self.memory = memory
         self.n_ranks = n_ranks
+        """The ranks whose shards this process holds."""
         self.threads = config.threads
         self._before_change: Callable[[], Callable[[Iterable[int]], None] | None] = lambda: None
         self._replaced: dict[int, dict[Extent, dict[int, np.ndarray]]] = {}

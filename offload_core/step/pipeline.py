@@ -3,8 +3,9 @@
 A gradient's way: :meth:`Pipeline.add_gradients` -> its bucket fills (``arrivals.py``) and is launched
 (``reduction.py``: the device reduces it over the ranks and brings it to its owner's host memory; there it waits, or is
 added to the gradients of earlier micro-steps) ->
-:meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> one C pass (``update.py``:
-unscale, clip, update, cast) -> the device publishes the shards to every rank's parameters.
+:meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> ``update.py`` asks for one C
+pass, which unscales, clips, updates and casts (or for two, around a part that the device computes) -> the device
+publishes the shards to every rank's parameters.
 
 ``schedule="overlap"`` changes only who does it: the tasks that follow a launch are done by one thread, in the order in
 which they were asked for (``worker.py``), while the caller goes on. The caller claims a bucket back from that thread

@@ -301,6 +301,21 @@ def test_a_matrix_whose_shards_cut_it_is_refused_by_name_and_training_goes_on():
         assert_same(each, values(model))
 
 
+def test_ranks_that_would_cut_a_frozen_matrix_differently_are_told():
+    @on_ranks(2)
+    def said(rank):
+        model = Products((24, 48), (5, 8))
+        first, second = model.weights
+        first.requires_grad_(False)
+        groups = [{"params": [second]}, {"params": [first], "optimizer": "muon" if rank else "adamw"}]
+        with pytest.raises(ParameterError) as raised:
+            wrap(model, params=groups, lr=0.02, **IN_SHARDS)
+        return str(raised.value)
+
+    assert all("differ from rank 0's" in each or "differs from rank 0's" in each for each in said)
+    assert "'weights.0'" in said[1]
+
+
 @pytest.mark.parametrize("as_file", [False, True])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Adagrad", "Muon"])
 def test_a_deepspeed_configuration_is_of_the_optimizer_that_it_names(kind, as_file, tmp_path):

@@ -220,7 +220,9 @@ class PartitionedParameters:
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
         """Cut the partitioned parameters among these: return their records, with this rank's shards.
 
-        New ones stay whole, with rank 0's values and their own element type, until :meth:`keep_shard`.
+        New ones stay whole, with rank 0's values and their own element type, until :meth:`keep_shard`. Collective, with
+        the same entries on all ranks, even if none is new. After the first check an error may come on one rank alone;
+        the others then wait until it ends or for the group's timeout.
         """
         found = {param: self.records.get(id(param)) for spec, param in entries if spec.partitioned}
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
