@@ -191,6 +191,13 @@ def _end_tasks() -> None:
         tasks.put(last)
         while thread.is_alive() and not last.done():
             time.sleep(1e-4)
+    while _CLEARING:  # Python would end their threads in the middle of a framework's C++, which aborts the process
+        time.sleep(1e-4)
+
+
+_CLEARING: set[object] = set()
+"""One object for each thread of :func:`clear_up`."""
+os.register_at_fork(after_in_child=_CLEARING.clear)
 
 
 def do_in_threads(acts: Sequence[Callable[[], object]]) -> None:
@@ -311,8 +318,19 @@ def clear_up(act: Callable[[], object]) -> None:
     if threading.get_ident() == threading.main_thread().ident:
         uninterrupted(act)
     else:
-        with suppress(RuntimeError):  # no thread can be started: nothing is cleared up
-            start_new_thread(act, ())
+        this = object()
+
+        def run() -> None:
+            try:
+                act()
+            finally:
+                _CLEARING.discard(this)
+
+        _CLEARING.add(this)
+        try:
+            start_new_thread(run, ())
+        except RuntimeError:  # no thread can be started: nothing is cleared up
+            _CLEARING.discard(this)
 
 
 def in_section() -> bool:

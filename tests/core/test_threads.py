@@ -135,6 +135,16 @@ def test_a_section_of_an_object_that_dies_with_the_interpreter_runs():
     assert said_by(code) == "began ended"
 
 
+def test_what_another_thread_clears_up_has_ended_before_the_interpreter_has():
+    """Python would end its thread in the middle of it."""
+    code = (
+        "import time; from offload_core.support.threads import clear_up\n"
+        "def act(): time.sleep(0.2); os.write(1, b'ended')\n"
+        "other = threading.Thread(target=clear_up, args=(act,)); other.start(); other.join()"
+    )
+    assert said_by(code) == "ended"
+
+
 def test_tasks_are_done_in_order_and_their_errors_are_those_of_who_asks():
     thread, done = TaskThread("offload test"), []
     tasks = [thread.submit(lambda i=i: done.append(i) or i) for i in range(5)]
