@@ -419,13 +419,14 @@ def _configuration(offload: ConfigLike, args: TrainingArguments, scaler: Any, mo
     offload, given = _given(offload, args, model)
     if (asked := _optimizer_in(offload)) not in (MISSING, name):
         optims = [repr(optim) for optim, (rule, _) in _OPTIMIZERS.items() if rule == asked]
-        raise ConfigError(
-            f"optimizer {asked!r} in offload=, and TrainingArguments have optim={_optim_of(args)!r}; expected "
-            + (
-                f"optim={' or '.join(optims)} there"
-                if optims
-                else "one of optim=: wrap(model, ...) has others, without Trainer"
+        if not optims:
+            raise ConfigError(
+                f"optimizer {asked!r} in offload=, which no optim= of TrainingArguments names; expected one of "
+                f"{', '.join(_OPTIMIZERS)} there, or wrap(model, optimizer=...) without Trainer"
             )
+        raise ConfigError(
+            f"optimizer {asked!r} in offload=, and TrainingArguments have optim={_optim_of(args)!r}; expected optim="
+            f"{' or '.join(optims)} there"
         )
     for name, value in given.items():
         if name == "gradient_clipping" and not value and values[name] == math.inf:
