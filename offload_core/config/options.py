@@ -62,12 +62,12 @@ _MAY_DIFFER = {"may_differ": True}
 # Values that are planned and not built yet: them, and the value to use instead.
 _NOT_YET: dict[str, tuple[tuple, str]] = {
     "stage": ((), ""),
-    "offload_optimizer": ((None, "nvme"), "offload_optimizer='cpu'"),
+    "offload_optimizer": ((None,), "offload_optimizer='cpu' and 'nvme'"),
     "offload_param": (("nvme",), "offload_param='cpu'"),
 }
 _BUILT: dict[str, tuple] = {
     "stage": (1, 2, 3),
-    "offload_optimizer": ("cpu",),
+    "offload_optimizer": ("cpu", "nvme"),
     "offload_param": (None, "cpu"),
 }
 
@@ -209,7 +209,15 @@ class OffloadConfig:
     no effect. Where states are updated in backward, and gradients are not accumulated, gradients take the memory of at
     most four buckets on the host (docs/choosing.md)."""
     offload_optimizer: str | None = "cpu"
-    """The place of master weights and moments: host memory. This version has no other."""
+    """The place of master weights and moments: ``"cpu"``, host memory, or ``"nvme"``: files in ``nvme_path``, of which
+    a few buckets are in host memory at a time. The bits are the same."""
+    nvme_path: str | tuple[str, ...] | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
+    """``offload_optimizer="nvme"``: the folder for scratch files, on a disk of this machine; several folders, one of
+    each disk, share the states. The files have no names, so that the end of the process frees their space."""
+    nvme_host_bytes: int | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
+    """``offload_optimizer="nvme"``: the bytes of this process's host memory that states may take; the others lie on
+    disk. Those on their way between both take four buckets' states more. 0: all lie on disk. None: what is free at
+    ``wrap``, less a reserve."""
     offload_param: str | None = None
     """``"cpu"`` (stage 3): parameters are kept in host memory, also on one rank, and copied to the device for the
     modules that use them."""
@@ -251,6 +259,7 @@ class OffloadConfig:
                 raise ConfigError(f"{name}={checks.shown(value)} is not built yet in this version; it has {instead}")
             checks.choice(name, value, (*_BUILT[name], *later))
         self._check_hyperparameters()
+        self._check_disk()
         if not checks.is_in(self.gradient_clipping, (None, math.inf)):
             checks.number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in (
@@ -301,6 +310,31 @@ class OffloadConfig:
         ):
             if not (name == "skip_nonfinite" and self.skip_nonfinite is None):
                 checks.boolean(name, getattr(self, name))
+
+    def _check_disk(self) -> None:
+        path = self.nvme_path
+        folders = (path,) if isinstance(path, str | os.PathLike) else path
+        if folders is not None:
+            if not isinstance(folders, tuple | list) or not folders:
+                raise ConfigError(f"nvme_path: got {checks.shown(path)}, expected a folder, a list of folders or None")
+            for folder in folders:
+                if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
+                    raise ConfigError(f"nvme_path: got {checks.shown(folder)}, expected the name of a folder")
+            object.__setattr__(self, "nvme_path", tuple(os.fspath(folder) for folder in folders))
+        if self.nvme_host_bytes is not None:
+            checks.integer("nvme_host_bytes", self.nvme_host_bytes, least=0)
+        if self.offload_optimizer == "nvme":
+            if self.nvme_path is None:
+                raise ConfigError(
+                    "offload_optimizer='nvme' without nvme_path; expected nvme_path='/folder/on/a/disk' beside it"
+                )
+            return
+        for name in ("nvme_path", "nvme_host_bytes"):
+            if getattr(self, name) is not None:
+                raise ConfigError(
+                    f"{name}={checks.shown(getattr(self, name))} has no place beside "
+                    f"offload_optimizer={self.offload_optimizer!r}; expected offload_optimizer='nvme'"
+                )
 
     def _check_hyperparameters(self) -> None:
         rule = RULES[self.optimizer]
@@ -463,7 +497,7 @@ SHARED_FIELDS = tuple(field.name for field in fields(OffloadConfig) if not field
 
 
 _DEFAULTS = {field.name: field.default for field in fields(OffloadConfig)}
-_LISTS = ("betas", "leaf_modules", "ns_coefficients", "muon_params")
+_LISTS = ("betas", "leaf_modules", "ns_coefficients", "muon_params", "nvme_path")
 """The fields that are tuples, and may be given as lists."""
 _OF_RULE = ("lr", "betas", "eps", "weight_decay", "momentum", "nesterov")
 """The fields whose defaults are the rule's."""

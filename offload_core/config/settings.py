@@ -4,6 +4,7 @@ They cannot read them from the fields of ``OffloadConfig``, so that these names 
 ``tests/packaging/test_types.py`` holds them equal.
 """
 
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, SupportsFloat, TypedDict
 
@@ -57,6 +58,8 @@ class SettingsButLr(TypedDict, total=False):
     update_in_backward: bool
     offload_optimizer: str | None
     offload_param: str | None
+    nvme_path: str | os.PathLike[str] | tuple[str, ...] | list[str] | None
+    nvme_host_bytes: int | None
     param_persistence_threshold: int
     max_live_parameters: int
     prefetch_bucket_size: int

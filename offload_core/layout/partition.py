@@ -8,8 +8,7 @@ holds its own shards of that parameter's buckets, end to end.
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -184,9 +183,15 @@ def planned(
     """Return the buckets of parameters without others beside them, and the buckets' kinds. A plan asks for the same
     ones many times."""
     buckets = tuple(build_buckets(params, world_size=world_size, bucket_numel=bucket_numel, block=block))
-    counts = Counter((bucket.key, bucket.shard_numel) for bucket in buckets)
-    some = {(bucket.key, bucket.shard_numel): bucket for bucket in buckets}
-    return buckets, tuple((some[kind], n) for kind, n in counts.items())
+    return buckets, kinds_of(buckets)
+
+
+def kinds_of(buckets: Iterable[Bucket]) -> Kinds:
+    """Return the kinds of these buckets, in the order in which the first of each comes."""
+    alike: dict[tuple[Key, int], list[Bucket]] = {}
+    for bucket in buckets:
+        alike.setdefault((bucket.key, bucket.shard_numel), []).append(bucket)
+    return tuple((same[-1], len(same)) for same in alike.values())
 
 
 def cut(

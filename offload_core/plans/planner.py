@@ -125,15 +125,16 @@ class Planner:
         kinds = self._terms.kinds(specs)
         rules = dict.fromkeys(self._terms.rule_of(bucket) for bucket, _ in kinds) or {self._terms.rule: None}
         states = dict.fromkeys(name for rule in rules for name in rule.state_names)
-        kept, host = dict.fromkeys(states, 0), dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
-        blocks = []
-        for bucket, n in kinds:
+        elsewhere = self._terms.store_kind.place
+        kept = {place: dict.fromkeys(states, 0) for place in (elsewhere, HOST)}
+        host = dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
+        parted = self._terms.parted(kinds)
+        for (bucket, _), *counts in zip(kinds, *parted, strict=True):
             numel = len(self._terms.device.ranks) * bucket.shard_numel
-            of = {name: format.n_bytes(numel) for name, format in self._terms.state_formats(bucket).items()}
-            for name, n_bytes in of.items():
-                kept[name] += n * n_bytes
-            blocks.append((sum(of.values()), n))
-        host[BLOCKS] = self._terms.store_kind.working_bytes(blocks)
+            for name, format in self._terms.state_formats(bucket).items():
+                for place, (_, n) in zip((HOST, elsewhere), counts, strict=True):
+                    kept[place][name] += n * format.n_bytes(numel)
+        host[BLOCKS] = max(self._terms.store_kind.working_bytes(parted[1]) - self._terms.block_bytes, 0)
         lent = self._terms.slot_bytes_of_kinds(kinds)
         if lent is not None:
             host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self._terms.lent_bytes)
@@ -155,8 +156,9 @@ class Planner:
         }
         return [
             PlanRow(what, where, n_bytes, remedies.get(what, _RANKS), brief=what == BLOCKS)
-            for where, of in ((self._terms.store_kind.place, kept), (HOST, host))
+            for where, of in (*kept.items(), (HOST, host))
             for what, n_bytes in of.items()
+            if n_bytes or where == elsewhere or of is host
         ]
 
     def _fewer_gradients(self, one_by_one: bool) -> str | None:

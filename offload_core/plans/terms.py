@@ -12,7 +12,7 @@ from ..config.options import OffloadConfig
 from ..config.state_formats import SPLIT, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
-from ..layout.partition import Bucket, Kinds, ParamSpec, planned
+from ..layout.partition import Bucket, Kinds, ParamSpec, kinds_of, planned
 from ..rules import MASTER, Rule
 from ..states import STORES
 from ..support.worker import Background, Inline
@@ -67,6 +67,10 @@ class BucketTerms:
         """The size of the slots of gradients that there are."""
         self.directions_bytes = 0
         """The size of the buffers for directions that there are."""
+        self.state_budget = config.nvme_host_bytes or 0
+        """The bytes of host memory that states of new buckets may take, where the store also has another place."""
+        self.block_bytes = 0
+        """The bytes of the blocks of states that there are."""
 
     def ring_was_made(self, slot_bytes: int) -> None:
         """There are staging buffers of this size now: plans count what more would take."""
@@ -80,12 +84,35 @@ class BucketTerms:
         """Record the size of the buffers for directions, so that plans count only what more they would take."""
         self.directions_bytes = n_bytes
 
+    def states_were_made(self, buckets: Sequence[Bucket]) -> None:
+        """Record what the states of new buckets take, so that plans count only what more they would take."""
+        kept, elsewhere = self.parted(kinds_of(buckets))
+        self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
+        self.block_bytes = max(self.block_bytes, self.store_kind.working_bytes(elsewhere))
+
+    def state_bytes(self, bucket: Bucket) -> int:
+        """The bytes of the states of a process's shards of a bucket."""
+        numel = len(self.device.ranks) * bucket.shard_numel
+        return sum(format.n_bytes(numel) for format in self.state_formats(bucket).values())
+
+    def parted(self, kinds: Kinds) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Return the new states that are in host memory, and those of the store's own place.
+
+        Returns:
+            Twice ``(bytes of a bucket's states, buckets)``, for each kind in its order.
+        """
+        blocks = [(self.state_bytes(bucket), n) for bucket, n in kinds]
+        kept = self.store_kind.kept_on_host(self.state_budget, blocks)
+        stay = [(size, m) for (size, _), m in zip(blocks, kept, strict=True)]
+        return stay, [(size, n - m) for (size, n), m in zip(blocks, kept, strict=True)]
+
     def with_(self, **fields: Any) -> "BucketTerms":
         """Return these terms with other settings."""
         terms = BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
         terms.ring_was_made(self.ring_bytes)
         terms.slots_were_made(self.lent_bytes)
         terms.directions_were_made(self.directions_bytes)
+        terms.state_budget, terms.block_bytes = self.state_budget, self.block_bytes
         return terms
 
     # --- small decisions, each made here only --------------------------------------------------------

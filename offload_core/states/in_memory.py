@@ -33,6 +33,10 @@ class StatesInMemory(Store):
         return True
 
     @classmethod
+    def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
+        return [n for _, n in blocks]
+
+    @classmethod
     def working_bytes(cls, blocks: Collection[tuple[int, int]]) -> int:
         return 0
 
@@ -40,7 +44,9 @@ class StatesInMemory(Store):
     def free_bytes(cls, config: OffloadConfig) -> int | None:
         return None
 
-    def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
+    def allocate(
+        self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]], budget: int
+    ) -> None:
         by_key: dict[Key, list[Bucket]] = {}
         for bucket in buckets:
             by_key.setdefault(bucket.key, []).append(bucket)

@@ -60,12 +60,23 @@ class Store(ABC):
         """True if states can be kept in this format."""
 
     @classmethod
+    def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
+        """Return how many buckets of each kind have their states in host memory; the others have them in ``place``.
+
+        Args:
+            budget: the bytes of host memory that they may take, besides :meth:`working_bytes`.
+            blocks: the kinds: the bytes of a bucket's states, and the number of buckets with so many.
+        """
+        return [0 for _ in blocks]
+
+    @classmethod
     @abstractmethod
     def working_bytes(cls, blocks: Collection[tuple[int, int]]) -> int:
         """Return the most bytes of host memory that blocks take during updates, besides ``place``.
 
         Args:
-            blocks: the bytes of a bucket's states, and the number of buckets with so many.
+            blocks: of the buckets with states in ``place``: the bytes of a bucket's states, and the number of buckets
+                with so many.
         """
 
     @classmethod
@@ -74,8 +85,14 @@ class Store(ABC):
         """Return the free bytes in ``place``; None: it is unknown, or the host's."""
 
     @abstractmethod
-    def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
-        """Make the states of new buckets, zeroed: those that ``formats`` names, the same for all buckets of a key."""
+    def allocate(
+        self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]], budget: int
+    ) -> None:
+        """Make the states of new buckets, zeroed: those that ``formats`` names, the same for all buckets of a key.
+
+        Args:
+            budget: as :meth:`kept_on_host`.
+        """
 
     @abstractmethod
     def expect(self, buckets: Iterable[int]) -> None:

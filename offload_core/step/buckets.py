@@ -77,7 +77,8 @@ class LocalBuckets:
         planned = Planner(terms).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
-        self.store.allocate(buckets, terms.state_formats)
+        self.store.allocate(buckets, terms.state_formats, terms.state_budget)
+        terms.states_were_made(buckets)
         slot_bytes = terms.slot_bytes(buckets)
         if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor

@@ -73,7 +73,9 @@ class LateStore(Store):
     def free_bytes(cls, config: OffloadConfig) -> int | None:
         return cls.free
 
-    def allocate(self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]]) -> None:
+    def allocate(
+        self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]], budget: int
+    ) -> None:
         for bucket in buckets:
             numel = self.n_ranks * bucket.shard_numel
             self._kept[bucket.index] = {name: self._zeros(format, numel) for name, format in formats(bucket).items()}

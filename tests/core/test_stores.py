@@ -50,7 +50,7 @@ class Both:
         self.buckets = build_buckets(specs, world_size=1, bucket_numel=512, block=config.state_block)
         self.formats = config.state_formats(BFLOAT16)
         self.store = kind(OffloadConfig(num_threads=1), HostMemory(1), 1)
-        self.store.allocate(self.buckets, lambda bucket: self.formats)
+        self.store.allocate(self.buckets, lambda bucket: self.formats, 0)
         self.expected = [
             {name: np.zeros(bucket.shard_numel, np.float32) for name in self.formats} for bucket in self.buckets
         ]
