@@ -38,6 +38,10 @@ class DeviceMemoryError(OffloadError, MemoryError):
     """The device memory asked for is not available."""
 
 
+class DiskError(OffloadError, RuntimeError):
+    """A scratch file cannot be made, written or read."""
+
+
 class CollectiveError(OffloadError, RuntimeError):
     """A collective operation failed: a rank was lost, timed out, or differs from the others."""
 

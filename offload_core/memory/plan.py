@@ -8,6 +8,10 @@ from .host_memory import format_bytes
 
 HOST, DEVICE = "host", "device"
 """The two places of memory that every plan has. A store of states may have a place of its own."""
+DISK = "disk"
+"""The place of states with ``offload_optimizer="nvme"``."""
+BLOCKS = "blocks of states"
+"""The label of host memory for states of another place while they are updated."""
 PARAMETER_SHARDS = "parameters on the host"
 """The label of the parameters that ``offload_param`` keeps on the host: in reports of memory, and in the plan."""
 _NAMED = 3

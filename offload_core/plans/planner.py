@@ -6,13 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config.options import OffloadConfig
-from ..config.state_formats import Master
+from ..config.state_formats import Master, StateFormat
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layout.partition import Bucket, Kinds, ParamSpec, matrices_of
-from ..memory.plan import DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
+from ..memory.plan import BLOCKS, DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
 from ..rules import MASTER, Rule
 from .terms import (
-    BLOCKS,
     DIRECTIONS,
     GATHERED,
     GRADIENT_SLOTS,
@@ -133,7 +132,8 @@ class Planner:
             numel = len(self._terms.device.ranks) * bucket.shard_numel
             for name, format in self._terms.state_formats(bucket).items():
                 for place, (_, n) in zip((HOST, elsewhere), counts, strict=True):
-                    kept[place][name] += n * format.n_bytes(numel)
+                    of_one = StateFormat.n_bytes if place == HOST else self._terms.store_kind.n_bytes
+                    kept[place][name] += n * of_one(format, numel)
         host[BLOCKS] = max(self._terms.store_kind.working_bytes(parted[1]) - self._terms.block_bytes, 0)
         lent = self._terms.slot_bytes_of_kinds(kinds)
         if lent is not None:

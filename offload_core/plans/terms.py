@@ -18,8 +18,6 @@ from ..states import STORES
 from ..support.worker import Background, Inline
 
 STAGING = "staging"
-BLOCKS = "blocks of states"
-"""States of another place while they are updated."""
 MATRICES = "matrices in an update"
 DIRECTIONS = "directions"
 """Of rules with a part that the device computes from whole matrices."""
@@ -91,9 +89,9 @@ class BucketTerms:
         self.block_bytes = max(self.block_bytes, self.store_kind.working_bytes(elsewhere))
 
     def state_bytes(self, bucket: Bucket) -> int:
-        """The bytes of the states of a process's shards of a bucket."""
+        """The bytes of the states of a process's shards of a bucket, in the store's place."""
         numel = len(self.device.ranks) * bucket.shard_numel
-        return sum(format.n_bytes(numel) for format in self.state_formats(bucket).values())
+        return sum(self.store_kind.n_bytes(format, numel) for format in self.state_formats(bucket).values())
 
     def parted(self, kinds: Kinds) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Return the new states that are in host memory, and those of the store's own place.

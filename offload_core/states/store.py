@@ -60,6 +60,11 @@ class Store(ABC):
         """True if states can be kept in this format."""
 
     @classmethod
+    def n_bytes(cls, format: StateFormat, numel: int) -> int:
+        """Return the bytes that ``numel`` elements of a state take in ``place``."""
+        return format.n_bytes(numel)
+
+    @classmethod
     def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
         """Return how many buckets of each kind have their states in host memory; the others have them in ``place``.
 

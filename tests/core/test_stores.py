@@ -2,6 +2,7 @@
 
 import gc
 import re
+import tempfile
 import threading
 import weakref
 from contextlib import suppress
@@ -20,11 +21,12 @@ from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CollectiveError, HostMemoryError, StateError
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.memory.plan import BLOCKS, MemoryPlan, PlanRow
 from offload_core.plans.planner import Planner
-from offload_core.plans.terms import BLOCKS, BucketTerms
+from offload_core.plans.terms import BucketTerms
 from offload_core.rules.adam import AdamHyper
 from offload_core.states import STORES
+from offload_core.states.on_disk import StatesOnDisk
 from offload_core.states.store import Extent
 from offload_core.step.decision import StepArguments
 from offload_core.step.state_access import StateAccess
@@ -36,21 +38,26 @@ from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import Subject, bits, make, overwrite
 from tests.support.strategies import law
 
-SIZES = (300, 40, 700)
+SIZES = (300, 40, 700, 2500, 512)
 STATE_FORMATS = {name: {"state_format": name} for name in ("fp32", "bf16", "8bit")}
 HYPERS = [AdamHyper(1e-2)]
+
+
+def config_of(kind):
+    on_disk = {"offload_optimizer": "nvme", "nvme_path": tempfile.gettempdir()} if kind is StatesOnDisk else {}
+    return OffloadConfig(num_threads=1, **on_disk)
 
 
 class Both:
     """A store, and the arrays that its states are to equal: by bucket and state, decoded."""
 
-    def __init__(self, kind, fields):
+    def __init__(self, kind, fields, budget=0):
         config = OffloadConfig(op_order="torch", **fields)
         specs = [ParamSpec(f"p{i}", size, BFLOAT16) for i, size in enumerate(SIZES)]
         self.buckets = build_buckets(specs, world_size=1, bucket_numel=512, block=config.state_block)
         self.formats = config.state_formats(BFLOAT16)
-        self.store = kind(OffloadConfig(num_threads=1), HostMemory(1), 1)
-        self.store.allocate(self.buckets, lambda bucket: self.formats, 0)
+        self.store = kind(config_of(kind), HostMemory(1), 1)
+        self.store.allocate(self.buckets, lambda bucket: self.formats, budget)
         self.expected = [
             {name: np.zeros(bucket.shard_numel, np.float32) for name in self.formats} for bucket in self.buckets
         ]
@@ -108,9 +115,12 @@ class Both:
 @pytest.mark.parametrize("kind", [*STORES.values(), LateStore], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("fields", STATE_FORMATS.values(), ids=STATE_FORMATS)
 @law(20)
-@given(acts=st.lists(st.sampled_from(["update", "some", "backwards", "write", "check", "expect"]), max_size=8))
-def test_a_store_gives_what_was_committed_and_written_last(kind, fields, acts):
-    both = Both(kind, fields)
+@given(
+    acts=st.lists(st.sampled_from(["update", "some", "backwards", "write", "check", "expect", "break off"]), max_size=8),
+    budget=st.sampled_from([0, 5000, 10**9]),
+)
+def test_a_store_gives_what_was_committed_and_written_last(kind, fields, acts, budget):
+    both = Both(kind, fields, budget)
     order = [bucket.index for bucket in both.buckets]
     for i, act in enumerate(acts):
         match act:
@@ -126,6 +136,9 @@ def test_a_store_gives_what_was_committed_and_written_last(kind, fields, acts):
                 both.check()
             case "expect":  # and then the step breaks off
                 both.store.expect(order)
+            case "break off" if kind is LateStore or (kind is StatesOnDisk and not budget):  # in mid-update
+                for array in both.store.load(order[i % len(order)], []).arrays.values():
+                    array.write(both.drawn(array.size))
     both.check_blocks()
     both.check()
     both.store.close()

@@ -1,0 +1,1 @@
+"""Scratch files on disks: space without a name, read and written past the page cache."""

@@ -1,0 +1,42 @@
+"""Runs of states that lie in several places, as one."""
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from .arrays import StateRun
+
+
+class Chain(StateRun):
+    """Runs of one state, end to end.
+
+    Args:
+        runs: at least one, of one format; each begins with a block of the format.
+    """
+
+    def __init__(self, runs: Sequence[StateRun]) -> None:
+        self._runs = runs
+        self.format = runs[0].format
+        self.size = sum(run.size for run in runs)
+
+    def __getitem__(self, run: slice) -> "Chain":
+        start, stop, _ = run.indices(self.size)
+        return Chain([part for part, _ in self._parts(start, stop)] or [self._runs[0][:0]])
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[StateRun, slice]]:
+        """The runs of these elements, and the place of each among them."""
+        begin = 0
+        for run in self._runs:
+            low, high = max(start, begin), min(stop, begin + run.size)
+            if low < high:
+                yield run[low - begin : high - begin], slice(low - start, high - start)
+            begin += run.size
+
+    def read(self, at: int, out: np.ndarray) -> None:
+        for run, part in self._parts(at, at + out.size):
+            run.read(0, out[part])
+
+    def write(self, values: np.ndarray) -> None:
+        assert values.size == self.size
+        for run, part in self._parts(0, self.size):
+            run.write(values[part])

@@ -1,0 +1,357 @@
+"""The blocks of states that are on their way between disk and host memory.
+
+A ring has a few slots, each of one bucket's states. While one block is updated, those that come next are read and
+those before it are written. One thread alone changes what is recorded here, so that no interrupt and no other thread
+finds it half changed; four more for each disk move the bytes.
+
+======  =================================================================================
+block   meaning
+======  =================================================================================
+clean   it equals what lies on disk; its slot may be given to another
+newer   it was changed, and is yet to be written
+lent    an update changes it; what lies on disk counts until it is given back
+======  =================================================================================
+
+A block may be arriving (read) or leaving (written) besides. It is not changed before that has ended.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from ..disk.scratch import ScratchFiles, Transfer
+from ..errors import StateError
+from ..memory.host_memory import HostMemory
+from ..memory.plan import BLOCKS
+from ..support.threads import TaskThread
+from .arrays import StateArray
+from .block_layout import BlockLayout, around
+
+T = TypeVar("T")
+
+SLOTS = 4
+"""Blocks in host memory: one is updated, one is written, and two are read. With three, a read waits for a write."""
+_READ_AT_A_TIME = 2**20
+"""Elements that are read for a reader of states that are not in a slot; whole blocks of every format."""
+
+
+class Block:
+    """A bucket's states in a slot."""
+
+    def __init__(self, bucket: int, slot: np.ndarray, arrays: dict[str, StateArray]) -> None:
+        self.bucket = bucket
+        self.slot = slot
+        self.arrays = arrays
+        self.arriving: Transfer | None = None
+        self.leaving: Transfer | None = None
+        self.newer = False
+        self.lent = False
+
+
+class Ring:
+    """Blocks of states, most of which lie on disk.
+
+    Args:
+        threads: of decoding and encoding.
+    """
+
+    def __init__(self, files: ScratchFiles, memory: HostMemory, threads: int) -> None:
+        self._files = files
+        self._memory = memory
+        self._threads = threads
+        self._thread = TaskThread("states on disk")
+        self._layouts: dict[int, BlockLayout] = {}
+        self._starts: dict[int, int] = {}
+        """The place of each bucket's block in the files."""
+        self._stored: set[int] = set()
+        """Buckets that were written once; others are zeros."""
+        self._blocks: dict[int, Block] = {}
+        """The blocks in slots, least recently used first."""
+        self._free: list[np.ndarray] = []
+        self._slot_bytes = 0
+        self._expected: deque[int] = deque()
+        self._followers: dict[int, int] = {}
+        """By bucket, the one that was lent after it last."""
+        self._last: int | None = None
+        """The bucket that was lent last."""
+        self._failed: BaseException | None = None
+        """The error of a write that nobody has been told of."""
+
+    # --- called by any thread ------------------------------------------------------------------------
+
+    def add(self, layouts: Mapping[int, BlockLayout]) -> None:
+        """Take on new buckets, whose states are zeros.
+
+        Raises:
+            DiskError: the disk has no room.
+            HostMemoryError: there is no memory for the slots.
+        """
+        self._do(partial(self._add, layouts))
+
+    def expect(self, buckets: Iterable[int]) -> None:
+        """As :meth:`Store.expect`."""
+        self._do(partial(self._expect, [*buckets]))
+
+    def lend(self, bucket: int) -> dict[str, StateArray]:
+        """Return a bucket's states, to be changed and then given back. One that was lent and not given back is as it
+        was before.
+
+        Raises:
+            DiskError: they cannot be read, or other ones could not be written; those are written again now.
+        """
+        block = self._do(partial(self._lend, bucket))
+        if block.arriving is not None and (error := block.arriving.error()) is not None:
+            self._do(partial(self._drop, block))
+            raise error
+        return block.arrays
+
+    def give_back(self, bucket: int) -> None:
+        """Begin to write the new values of a bucket that was lent."""
+        self._do(partial(self._give_back, bucket))
+
+    def copy(self, bucket: int) -> dict[str, StateArray]:
+        """Return a copy of a bucket's states."""
+        layout = self._layouts[bucket]
+        memory = self._memory.allocate(BLOCKS, layout.n_bytes, np.dtype(np.uint8))
+        if not self._do(partial(self._copy, bucket, memory)):
+            self._await(self._files.read(self._starts[bucket], memory))
+        return layout.arrays(memory, self._threads)
+
+    def read(self, bucket: int, name: str, at: int, out: np.ndarray) -> None:
+        """Copy elements of a state from ``at`` on to ``out``, of any floating-point type."""
+        if self._do(partial(self._read, bucket, name, at, out)):
+            return
+        state, start = self._layouts[bucket].states[name], self._starts[bucket]
+        done = 0
+        while done < out.size:
+            first = (at + done) // state.format.block * state.format.block
+            stop = min(first + _READ_AT_A_TIME, at + out.size)
+            parts = []
+            for span in state.part(first, stop):
+                whole = around(span)
+                memory = self._memory.allocate(BLOCKS, whole.n_bytes, np.dtype(np.uint8))
+                self._await(self._files.read(start + whole.start, memory))
+                parts.append(memory[span.start - whole.start :][: span.n_bytes])
+            array = StateArray(state.format, parts[0].view(state.format.stored), *parts[1:], threads=self._threads)
+            n = stop - at - done
+            array.read(at + done - first, out[done : done + n])
+            done += n
+
+    def write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
+        """Replace elements of a state from ``at`` on, as :meth:`StateRun.write`."""
+        self._do(partial(self._write, bucket, name, at, values))
+
+    def close(self) -> None:
+        """Return when nothing is on its way; the space is free then."""
+        self._do(self._end)
+        self._thread.close()
+        self._files.close()
+
+    def _do(self, act: Callable[[], T]) -> T:
+        return self._thread.submit(act).result()
+
+    def _await(self, transfer: Transfer) -> None:
+        if (error := transfer.error()) is not None:
+            raise error
+
+    # --- in the ring's thread ------------------------------------------------------------------------
+
+    def _add(self, layouts: Mapping[int, BlockLayout]) -> None:
+        start = self._files.grow(sum(layout.n_bytes for layout in layouts.values()))
+        for bucket, layout in layouts.items():
+            self._layouts[bucket], self._starts[bucket] = layout, start
+            start += layout.n_bytes
+        n_bytes = max(layout.n_bytes for layout in self._layouts.values())
+        n_slots = min(SLOTS, len(self._layouts))
+        if n_bytes > self._slot_bytes:
+            self._end()
+            self._blocks.clear()
+            self._free.clear()
+            self._slot_bytes = n_bytes
+        for _ in range(n_slots - len(self._free) - len(self._blocks)):
+            self._free.append(self._memory.allocate(BLOCKS, n_bytes, np.dtype(np.uint8)))
+
+    def _expect(self, buckets: list[int]) -> None:
+        self._expected = deque([bucket for bucket in self._expected if bucket not in buckets] + buckets)
+        self._read_ahead()
+
+    def _lend(self, bucket: int) -> Block:
+        self._raise_failed()
+        block = self._blocks.get(bucket)
+        if block is not None and block.lent:  # its update broke off
+            self._drop(block)
+            block = None
+        block = block or self._fetch(bucket)
+        if block.newer:
+            self._begin_writing(block)
+        self._settle(block)
+        block.lent = True
+        self._blocks[bucket] = self._blocks.pop(bucket)
+        while bucket in self._expected and self._expected.popleft() != bucket:
+            pass
+        if self._last is not None:
+            self._followers[self._last] = bucket
+        self._last = bucket
+        self._read_ahead()
+        return block
+
+    def _give_back(self, bucket: int) -> None:
+        block = self._blocks[bucket]
+        assert block.lent
+        block.lent = False
+        block.newer = True
+        self._begin_writing(block)
+        self._raise_failed()
+
+    def _copy(self, bucket: int, memory: np.ndarray) -> bool:
+        """Copy a bucket's states, unless they are to be read from disk: return False then."""
+        if (block := self._readable(bucket)) is not None:
+            np.copyto(memory, block.slot[: memory.size])
+            return True
+        return bucket not in self._stored  # zeros, as new memory is
+
+    def _read(self, bucket: int, name: str, at: int, out: np.ndarray) -> bool:
+        if (block := self._readable(bucket)) is not None:
+            block.arrays[name].read(at, out)
+            return True
+        if bucket in self._stored:
+            return False
+        out.fill(0)
+        return True
+
+    def _readable(self, bucket: int) -> Block | None:
+        """The block, if its memory counts now. What lies on disk counts while one is lent or arrives."""
+        block = self._blocks.get(bucket)
+        if block is None or block.lent or (block.arriving is not None and not block.arriving.done()):
+            return None
+        return block
+
+    def _write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
+        block = self._blocks.get(bucket)
+        if block is not None and block.lent:
+            self._drop(block)
+            block = None
+        block = block or self._fetch(bucket)
+        self._settle(block)
+        block.arrays[name][at : at + values.size].write(values)
+        block.newer = True
+        self._blocks[bucket] = self._blocks.pop(bucket)
+
+    def _end(self) -> None:
+        """Write what is newer, and wait until nothing is on its way."""
+        for block in self._blocks.values():
+            if block.newer and block.leaving is None:
+                self._begin_writing(block)
+        for block in [*self._blocks.values()]:
+            self._settle(block)
+
+    # --- slots ---------------------------------------------------------------------------------------
+
+    def _fetch(self, bucket: int, slot: np.ndarray | None = None) -> Block:
+        """Begin to read a bucket's block."""
+        slot = self._slot() if slot is None else slot
+        layout = self._layouts[bucket]
+        block = self._blocks[bucket] = Block(bucket, slot, layout.arrays(slot, self._threads))
+        if bucket in self._stored:
+            block.arriving = self._files.read(self._starts[bucket], slot[: layout.n_bytes])
+        else:
+            slot[: layout.n_bytes] = 0
+        return block
+
+    def _slot(self) -> np.ndarray:
+        """A free slot, or that of the block that is needed last."""
+        if self._free:
+            return self._free.pop()
+        soon = {bucket: i for i, bucket in enumerate(reversed(self._upcoming()), 1)}
+        idle = [block for block in self._blocks.values() if not block.lent]
+        block = min(idle, key=lambda block: (soon.get(block.bucket, 0), block.newer, block.leaving is not None))
+        if block.newer and block.leaving is None:
+            self._begin_writing(block)
+        self._settle(block)
+        del self._blocks[block.bucket]
+        return block.slot
+
+    def _drop(self, block: Block) -> None:
+        """Forget what is in memory of a block. What lies on disk counts."""
+        for transfer in (block.arriving, block.leaving):
+            if transfer is not None:
+                transfer.error()
+        if self._blocks.get(block.bucket) is block:
+            del self._blocks[block.bucket]
+            self._free.append(block.slot)
+
+    def _settle(self, block: Block) -> None:
+        """Wait until the block is neither arriving nor leaving; raise its error."""
+        if block.arriving is not None and (error := block.arriving.error()) is not None:
+            self._drop(block)
+            raise error
+        block.arriving = None
+        if block.leaving is not None:
+            error, block.leaving = block.leaving.error(), None
+            if error is not None:
+                raise error  # it stays newer: whoever needs its slot writes it again
+            block.newer = False
+            self._stored.add(block.bucket)
+
+    def _begin_writing(self, block: Block) -> None:
+        if block.leaving is None:
+            memory = block.slot[: self._layouts[block.bucket].n_bytes]
+            block.leaving = self._files.write(self._starts[block.bucket], memory, self._tell)
+
+    def _tell(self) -> None:
+        """In a thread that has written a block: have the ring's thread look at it."""
+        with suppress(StateError):  # the ring is closed, and has waited for it
+            self._thread.submit(self._after_write)
+
+    def _after_write(self) -> None:
+        for block in self._blocks.values():
+            if block.leaving is not None and block.leaving.done():
+                try:
+                    self._settle(block)
+                except BaseException as error:
+                    self._failed = self._failed or error
+        self._read_ahead()
+
+    def _raise_failed(self) -> None:
+        """Raise the error of a write that nobody was told of, and begin that write again."""
+        if self._failed is not None:
+            for block in self._blocks.values():
+                if block.newer and not block.lent:
+                    self._begin_writing(block)
+            error, self._failed = self._failed, None
+            raise error
+
+    # --- ahead ---------------------------------------------------------------------------------------
+
+    def _upcoming(self) -> list[int]:
+        """The buckets that are lent next: those that are expected, then as they followed one another last time. So the
+        next step's first blocks are read as soon as this step's last one needs no slot."""
+        found = [*self._expected][:SLOTS]
+        at = found[-1] if found else self._last
+        while len(found) < SLOTS and at is not None and (at := self._followers.get(at)) is not None and at not in found:
+            found.append(at)
+        return found
+
+    def _read_ahead(self) -> None:
+        """Begin to read the upcoming blocks for which there is a slot now."""
+        upcoming = self._upcoming()
+        for bucket in upcoming:
+            if bucket not in self._blocks:
+                if not self._free and (block := self._spare(upcoming)) is not None:
+                    del self._blocks[block.bucket]
+                    self._free.append(block.slot)
+                if not self._free:
+                    return
+                self._fetch(bucket, self._free.pop())
+
+    def _spare(self, upcoming: list[int]) -> Block | None:
+        """A block that nothing needs in memory now."""
+        for block in self._blocks.values():
+            busy = block.lent or block.newer or block.leaving is not None or block.bucket in upcoming
+            if not busy and (block.arriving is None or block.arriving.done()):
+                return block
+        return None
