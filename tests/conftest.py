@@ -64,17 +64,17 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of every random draw in the tests; default: 0")
-    parser.addoption("--store", choices=["memory", "late"], default="memory", help="that keeps the states")
+    parser.addoption("--store", choices=["memory", "late", "disk"], default="memory", help="that keeps the states")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the seed to Hypothesis, whose own option wins, and to the order of sets in all processes that start now."""
     seed = config.getoption("seed")
-    if config.getoption("store") == "late":
+    if (store := config.getoption("store")) != "memory":
         from tests.support import late_stores
 
-        late_stores.take_the_place_of_memory()
+        late_stores.take_the_place_of_memory(store)
     if config.getoption("hypothesis_seed", 0) is None:  # a pair of processes has no plugins
         config.option.hypothesis_seed = seed
     os.environ.setdefault("PYTHONHASHSEED", str(seed % 2**32))
@@ -144,13 +144,13 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def store(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As a parameter "late", it keeps the states of this test's pipelines in a late store."""
-    if getattr(request, "param", None) != "late":
+    """As a parameter "late" or "disk", it keeps the states of this test's pipelines in such a store."""
+    if (name := getattr(request, "param", "memory")) == "memory":
         yield
         return
     from tests.support import late_stores
 
-    with late_stores.late():
+    with late_stores.late(name):
         yield
 
 

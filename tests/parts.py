@@ -52,17 +52,19 @@ LATE = [
     "jax_frontend/mesh/test_formats.py",
     "jax_frontend/mesh/test_states.py",
 ]
-"""The laws that part ``store`` checks again, with states in a late store."""
+"""The laws that parts ``store`` and ``disk`` check again, with states in a late store and on disk."""
+STORE_OF = {"store": "late", "disk": "disk"}
 PYTHONS = {f"python-{version}": f"other-{version}" for version in ("3.12", "3.13", "3.14")}
 """The core, the kernels and JAX's laws on another Python: a part, and the target of make that runs it."""
-PARTS = [*FOLDERS, "store", *PYTHONS]
+PARTS = [*FOLDERS, *STORE_OF, *PYTHONS]
 
 
 def command_of(part: str, arguments: list[str]) -> list[str]:
     if part in PYTHONS:
         return ["make", "--no-print-directory", PYTHONS[part]]
-    chosen = ["--store", "late", "-m", "not slow and not soak"] if part == "store" else ["-m", "slow"]
-    paths = [f"tests/{path}" for path in (LATE if part == "store" else FOLDERS[part])]
+    store = STORE_OF.get(part)
+    chosen = ["-m", "slow"] if store is None else ["--store", store, "-m", "not slow and not soak"]
+    paths = [f"tests/{path}" for path in (FOLDERS[part] if store is None else LATE)]
     return [sys.executable, "-m", "pytest", "-q", *chosen, *paths, *arguments]
 
 

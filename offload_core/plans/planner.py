@@ -155,7 +155,13 @@ class Planner:
             PARAMETER_SHARDS: smaller,
         }
         return [
-            PlanRow(what, where, n_bytes, remedies.get(what, _RANKS), brief=what == BLOCKS)
+            PlanRow(
+                what,
+                where,
+                n_bytes,
+                remedies.get(what, _RANKS),
+                brief=what == BLOCKS and not self._terms.store_kind.keeps_blocks,
+            )
             for where, of in (*kept.items(), (HOST, host))
             for what, n_bytes in of.items()
             if n_bytes or where == elsewhere or of is host

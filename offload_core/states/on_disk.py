@@ -27,6 +27,7 @@ class StatesOnDisk(Store):
     """
 
     place = DISK
+    keeps_blocks = True
 
     def __init__(self, config: OffloadConfig, memory: HostMemory, n_ranks: int) -> None:
         super().__init__(config, memory, n_ranks)

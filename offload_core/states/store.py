@@ -42,6 +42,9 @@ class Store(ABC):
     place: ClassVar[str]
     """The place of the states in plans: ``"host"``, or a name that tells it from other memory."""
 
+    keeps_blocks: ClassVar[bool] = False
+    """True if the memory of :meth:`working_bytes` stays between steps."""
+
     def __init__(self, config: OffloadConfig, memory: HostMemory, n_ranks: int) -> None:
         self.config = config
         self.memory = memory

@@ -28,7 +28,7 @@ from offload_core.support.threads import Condition
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import Slow, load, names_of, save
-from tests.support.late_stores import over_both_stores
+from tests.support.late_stores import over_all_stores
 from tests.support.pipelines import Subject, bits, overwrite
 from tests.support.strategies import law
 from tests.support.waiting import until_one_is_in
@@ -122,7 +122,7 @@ class Stalling:
         patch.setattr(ShardWriter, "_put", slowly)
 
 
-@over_both_stores
+@over_all_stores
 @law(60)
 @given(
     acts=st.lists(st.tuples(st.sampled_from(ACTS), st.integers(0, 6), st.floats(0.5, 4, width=16)), max_size=7),

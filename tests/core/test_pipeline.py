@@ -29,7 +29,7 @@ from offload_core.support.threads import uninterrupted
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles
 from tests.support.kernel_calls import INSTRUCTION_SETS, using
-from tests.support.late_stores import over_both_stores
+from tests.support.late_stores import over_all_stores
 from tests.support.locking_pipeline import LOCKED
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
@@ -56,7 +56,7 @@ def test_the_host_device_equals_the_naive_loop(case):
     assert_equal_runs(case, Subject.of(HostDevice(), case), naive)
 
 
-@over_both_stores
+@over_all_stores
 @pytest.mark.quick
 @law(60)
 @given(cases(), st.integers(0, 1000))
@@ -211,7 +211,7 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     device.close()
 
 
-@over_both_stores
+@over_all_stores
 @pytest.mark.quick
 @law(60)
 @given(cases(), st.integers(0, 3), st.sampled_from(["host", "fake"]))
@@ -531,7 +531,7 @@ def test_a_pipeline_is_not_copied_with_its_addresses():
             attempt(make().pipeline)
 
 
-@over_both_stores
+@over_all_stores
 @pytest.mark.parametrize("device", [HostDevice, FakeDevice])
 def test_a_change_from_outside_is_followed_and_the_rest_keeps_its_low_bits(device):
     subject = make(device())

@@ -30,7 +30,7 @@ from offload_core.step.loss_scale import LossScaler
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks
-from tests.support.late_stores import over_both_stores
+from tests.support.late_stores import over_all_stores
 from tests.support.locking_pipeline import LockingPipeline
 from tests.support.one_thread import Threads, ThreadsOfRanks
 from tests.support.oracles import assert_same_bits
@@ -45,7 +45,7 @@ def assert_equals_the_unsharded_run(ranks: list[Case], device_of=lambda rank: Ho
     assert_equal(results, naive, norms)
 
 
-@over_both_stores
+@over_all_stores
 @pytest.mark.quick
 @law(100)
 @given(rank_cases())

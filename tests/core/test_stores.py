@@ -116,7 +116,9 @@ class Both:
 @pytest.mark.parametrize("fields", STATE_FORMATS.values(), ids=STATE_FORMATS)
 @law(20)
 @given(
-    acts=st.lists(st.sampled_from(["update", "some", "backwards", "write", "check", "expect", "break off"]), max_size=8),
+    acts=st.lists(
+        st.sampled_from(["update", "some", "backwards", "write", "check", "expect", "break off"]), max_size=8
+    ),
     budget=st.sampled_from([0, 5000, 10**9]),
 )
 def test_a_store_gives_what_was_committed_and_written_last(kind, fields, acts, budget):

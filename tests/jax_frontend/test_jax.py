@@ -35,7 +35,7 @@ from tests.support.jax_models import (
     random_tree,
 )
 from tests.support.jax_modules import Net, Perceptron, regression, regression_data
-from tests.support.late_stores import over_both_stores
+from tests.support.late_stores import over_all_stores
 from tests.support.strategies import law
 
 
@@ -128,7 +128,7 @@ def test_on_a_tree_of_one_leaf_optax_differs_by_a_few_ulps_of_the_update():
         assert_same_tree(states["exp_avg_sq"], state[0].nu)
 
 
-@over_both_stores
+@over_all_stores
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_low_precision_parameters_are_the_rounded_masters_of_an_fp32_run(dtype):
     params = random_tree(4, dtype)

@@ -20,7 +20,7 @@ from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
 from offload_core.plans.planner import Planner
 from tests.support.experts import Experts, mixture, rows
-from tests.support.late_stores import over_both_stores
+from tests.support.late_stores import over_all_stores
 from tests.support.partitioned_models import external, external_loss, gpt, gpt_loss, llama, llama_loss
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.strategies import law
@@ -747,7 +747,7 @@ def test_frozen_parameters_are_partitioned_too_and_can_be_unfrozen():
     assert any(p is parted.module.blocks[0].qkv.weight for p in parted.optimizer.state)
 
 
-@over_both_stores
+@over_all_stores
 @everywhere
 def test_states_go_through_a_dictionary_and_torch_s_own_are_taken():
     plain, parted = pair(gpt)

@@ -14,7 +14,7 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW
 from offload_core import ConfigError, GradientError, ParameterError
-from tests.support.late_stores import over_both_stores
+from tests.support.late_stores import over_all_stores
 from tests.support.torch_models import (
     assert_alike,
     assert_same,
@@ -445,7 +445,7 @@ def test_a_caller_that_flushes_subnormals_to_zero_gets_the_bits_of_one_that_does
 # --- state ------------------------------------------------------------------------------------------
 
 
-@over_both_stores
+@over_all_stores
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("early_copy", "model_first"), [(False, True), (True, True), (True, False)])
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(dtype, early_copy, model_first):
