@@ -106,7 +106,7 @@ _file: Path | None = None
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Each test, and what its fixtures make, draws the same whether it runs alone or after others."""
     global _file
-    if item.config.getoption("store") == "late" and any(item.iter_markers("states_in_memory")):
+    if item.config.getoption("store") != "memory" and any(item.iter_markers("states_in_memory")):
         pytest.skip("of states in memory")
     if item.path != _file:
         _file = item.path

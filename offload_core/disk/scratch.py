@@ -25,8 +25,8 @@ ALIGNMENT = 4096
 """Places, lengths and addresses are whole multiples of this, in bytes."""
 PIECE_BYTES = 8 * 2**20
 """The most bytes of one system call, and the unit in which several disks take turns."""
-THREADS = 4
-"""Threads that read and write, for each disk. Decision 31 has the measurements."""
+THREADS = 2
+"""Threads that read, and as many that write, for each disk: no read waits for writes before it."""
 
 
 _NO_UNNAMED_FILES = (errno.EOPNOTSUPP, errno.EISDIR)
@@ -96,7 +96,8 @@ class ScratchFiles:
         """The bytes that are allocated."""
         self._files: list[_File] = []
         self._folders = folders
-        self._threads: list[TaskThread] = []
+        self._readers: list[TaskThread] = []
+        self._writers: list[TaskThread] = []
         self._next = count()
 
     def grow(self, n_bytes: int) -> int:
@@ -108,7 +109,10 @@ class ScratchFiles:
         start, end = self.n_bytes, self.n_bytes + aligned(n_bytes)
         if not self._files:
             self._files = self._opened()
-            self._threads = [TaskThread("scratch files") for _ in range(THREADS * len(self._files))]
+            n_threads = THREADS * len(self._files)
+            self._readers, self._writers = (
+                [TaskThread(name) for _ in range(n_threads)] for name in ("scratch files read", "scratch files written")
+            )
         share = self._share(end)
         for file in self._files:
             try:
@@ -162,14 +166,15 @@ class ScratchFiles:
             out: bytes; its address and length, like ``at``, are whole multiples of ``ALIGNMENT``.
             then: called in another thread when all has ended, with or without an error.
         """
-        return self._move(os.preadv, "read", at, out, then)
+        return self._move(self._readers, os.preadv, "read", at, out, then)
 
     def write(self, at: int, data: np.ndarray, then: Callable[[], object] | None = None) -> Transfer:
         """Begin to write these bytes. ``data`` and ``then`` are as :meth:`read`'s."""
-        return self._move(os.pwritev, "written", at, data, then)
+        return self._move(self._writers, os.pwritev, "written", at, data, then)
 
     def _move(
         self,
+        threads: Sequence[TaskThread],
         call: Callable[[int, Sequence[Any], int], int],
         verb: str,
         at: int,
@@ -195,17 +200,15 @@ class ScratchFiles:
                 if next(ended) == last and then is not None:
                     then()
 
-        return Transfer(
-            [self._threads[next(self._next) % len(self._threads)].submit(partial(move, *p)) for p in pieces]
-        )
+        return Transfer([threads[next(self._next) % len(threads)].submit(partial(move, *p)) for p in pieces])
 
     def close(self) -> None:
         """Return when all transfers have ended, and the space is free."""
-        for thread in self._threads:
+        for thread in (*self._readers, *self._writers):
             thread.close()
         for file in self._files:
             os.close(file.descriptor)
-        self._threads, self._files, self.n_bytes = [], [], 0
+        self._readers, self._writers, self._files, self.n_bytes = [], [], [], 0
 
 
 def _open(folder: str) -> tuple[int, bool]:
