@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from offload_core.disk.shards import OnDisk
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
@@ -272,16 +273,21 @@ class Registration:
 
     # --- what the pipeline reads and writes ----------------------------------------------------------
 
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[torch.Tensor | OnDisk]:
         """The memory of all parameters, or this rank's shards of them."""
         return [self.tensor(slot) for slot in self.slots.values()]
 
-    def tensor(self, slot: Slot) -> torch.Tensor:
+    def tensor(self, slot: Slot) -> torch.Tensor | OnDisk:
         shard = self._partitioned.parameters.shard_of(slot.param) if self._partitioned is not None else None
-        # Autograd must not count the pipeline's writes; follow_update counts each update once.
-        return flat(data_of(slot.param)) if shard is None else shard
+        return _whole(slot) if shard is None else shard
 
-    def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor]:
+    def copy_of_shard(self, slot: Slot) -> torch.Tensor:
+        """Return a copy of this rank's shards of a partitioned parameter."""
+        assert self._partitioned is not None
+        record = self._partitioned.parameters.records[id(slot.param)]
+        return record.read(0, record.shard_numel).clone()
+
+    def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
         written = self._written_from_outside()
         if self._replaced:
@@ -289,10 +295,10 @@ class Registration:
                 for slot in self.slots.values():
                     if slot.index in self._replaced:
                         self._replaced.discard(slot.index)  # first: it may be replaced again
-                        self._flat[slot.index] = self.tensor(slot)
+                        self._flat[slot.index] = _whole(slot)
         for slot in written if slots is None else set(slots).intersection(written):
             with no_read():
-                tensor = self._flat[slot.index] = self.tensor(slot)
+                tensor = self._flat[slot.index] = _whole(slot)
             StateAccess(self._pipeline).adopt(slot.index, tensor)
             self.note(slot)
         if slots is None and self._partitioned is None:
@@ -382,7 +388,7 @@ class Registration:
         elif not broken:
             have_been_written([self.columns.params[index] for index in written])
 
-    def follow_replaced(self, tensors: Sequence[torch.Tensor]) -> None:
+    def follow_replaced(self, tensors: Sequence[torch.Tensor | OnDisk]) -> None:
         """Write replaced master weights to the parameters."""
         self._pipeline.flush(tensors)
         self.columns.count_writes(range(len(self.slots)))
@@ -458,8 +464,14 @@ class Registration:
         rows = [] if self._partitioned is None else [self._partitioned.parameters.plan_cut(trained)]
         whole = [*params, *(param for _, param in frozen), *others]
         shards = [built.values for built in map(shards_of, whole) if built is not None]
-        held = memory_of_all(tensor for tensor in (*whole, *shards) if tensor.device == self._device)
+        inside = [*whole, *(shard for shard in shards if isinstance(shard, torch.Tensor))]
+        held = memory_of_all(tensor for tensor in inside if tensor.device == self._device)
         return replace(plan, rows=(*plan.rows, *rows), held=held)
+
+
+def _whole(slot: Slot) -> torch.Tensor:
+    """The memory of a parameter that is not partitioned."""
+    return flat(data_of(slot.param))  # autograd must not count the pipeline's writes; follow_update counts each once
 
 
 def _let_go_of(memory: list[torch.Tensor], replaced: set[int], index: int) -> None:

@@ -186,7 +186,7 @@ class TorchStates:
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views.held(slot.param)  # where no thread can be started, a read is refused in the section
-        shard = self._registration.tensor(slot).clone() if slot.partitioned else None  # its values stay
+        shard = self._registration.copy_of_shard(slot) if slot.partitioned else None  # its values stay
         self._states.will_change([slot.index])
         for name in views.held:
             if name in entry:

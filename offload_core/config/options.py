@@ -63,12 +63,12 @@ _MAY_DIFFER = {"may_differ": True}
 _NOT_YET: dict[str, tuple[tuple, str]] = {
     "stage": ((), ""),
     "offload_optimizer": ((None,), "offload_optimizer='cpu' and 'nvme'"),
-    "offload_param": (("nvme",), "offload_param='cpu'"),
+    "offload_param": ((), ""),
 }
 _BUILT: dict[str, tuple] = {
     "stage": (1, 2, 3),
     "offload_optimizer": ("cpu", "nvme"),
-    "offload_param": (None, "cpu"),
+    "offload_param": (None, "cpu", "nvme"),
 }
 
 

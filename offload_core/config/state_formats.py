@@ -59,14 +59,14 @@ class Master(Enum):
 
     APART = "apart, in the store"
     PARAMETER = "the parameter itself"
-    SPLIT = "in the store, with the parameter as its upper half"
+    WITH_PARAMETER = "in the store, with the parameter: as its upper half, or what it is rounded to"
 
     @classmethod
     def of(cls, formats: Mapping[str, StateFormat]) -> "Master":
         """The place that follows from the formats of the states in a store."""
         if MASTER not in formats:
             return cls.PARAMETER
-        return cls.APART if formats[MASTER].upper is None else cls.SPLIT
+        return cls.APART if formats[MASTER].upper is None else cls.WITH_PARAMETER
 
 
 SHORT_NAMES: dict[str, tuple[str, str]] = {

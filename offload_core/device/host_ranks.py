@@ -142,10 +142,10 @@ class HostRanks:
         if self.world_size > 1:
             after.order()
         if isinstance(shard, HostArray):
-            send = shard.run(bucket.shard_start, bucket.shard_numel).view()
+            send = shard.view()
         else:
             send = np.empty(bucket.shard_numel, bucket.dtype.numpy)
-            self.to_host([Copy(shard, bucket.shard_start, bucket.shard_numel, 0)], send).wait()
+            self.to_host([Copy(shard, 0, bucket.shard_numel, 0)], send).wait()
         if self.world_size == 1:
             received = send
         else:

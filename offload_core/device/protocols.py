@@ -350,7 +350,7 @@ class GatheringDevice(Device, Protocol):
         All processes make the same calls in the same order.
 
         Args:
-            shard: this rank's shards of the parameter, of its element type: a tensor, or a :class:`HostArray`.
+            shard: this rank's shard of the bucket, of its element type: a tensor, or a :class:`HostArray`.
             whole: a tensor for the whole parameter and the last bucket's padding.
             after: the event after which ``shard`` may be read and ``whole`` written.
             what: names the data in errors.

@@ -52,6 +52,11 @@ class Transfer:
         errors = [task.exception() for task in self._tasks]
         return next((error for error in errors if error is not None), None)
 
+    def result(self) -> None:
+        """Wait for the end, and raise the first error."""
+        if (error := self.error()) is not None:
+            raise error
+
 
 @dataclass(frozen=True)
 class _File:
@@ -79,8 +84,8 @@ class _File:
     def _failed(self, verb: str, at: int, n_bytes: int, why: str) -> DiskError:
         return DiskError(
             f"the scratch file in {self.folder} (it has no name) could not be {verb} at byte {at:,}, {n_bytes:,} "
-            f"bytes: {why}. States lie there: look at this disk (its log: dmesg), then resume from the last checkpoint, with "
-            "another nvme_path if it fails again"
+            f"bytes: {why}. Look at this disk (its log: dmesg), then resume from the last checkpoint, with another "
+            "nvme_path if it fails again"
         )
 
 

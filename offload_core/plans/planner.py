@@ -304,7 +304,7 @@ class Planner:
         steps = self._terms.config.gradient_accumulation_steps
         gradient = self._terms.home_dtype(bucket) if self._terms.has_home else bucket.dtype
         formats = self._terms.state_formats(bucket)
-        apart = Master.of(formats) is Master.APART
+        apart = self._terms.master(bucket) is Master.APART
         numel = len(self._terms.device.ranks) * bucket.shard_numel
         states = sum(format.n_bytes(numel) for format in formats.values())
         update = numel * (gradient.itemsize + (1 if apart else 2) * bucket.dtype.itemsize) + 2 * states

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.options import OffloadConfig
-from ..config.state_formats import SPLIT, StateFormat
+from ..config.state_formats import SPLIT, Master, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, Kinds, ParamSpec, kinds_of, planned
@@ -48,8 +48,10 @@ class BucketTerms:
         """Nothing is moved: kernels read gradients and write parameters where they are."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
         """Gradients are summed on the host, in fp32."""
-        self.host_shards = device.addressable or config.offload_param == "cpu"
-        """True if this process holds its shards of partitioned parameters in host memory."""
+        self.shards_on_disk = config.offload_param == "nvme"
+        """True if shards of partitioned parameters lie in the store with their states."""
+        self.host_shards = device.addressable or config.offload_param is not None
+        """True if this process holds its shards of partitioned parameters, in host memory or on disk."""
         self.sends_early = config.update_in_backward and config.schedule == "overlap"
         """Parameters may leave for the device before their step."""
         if self.direct or config.stage == 3:  # stage 3 gathers them in backward
@@ -143,6 +145,10 @@ class BucketTerms:
         store can hold them so.
         """
         formats = dict(self.config.state_formats(bucket.dtype, self.rule_of(bucket)))
+        if self.in_store(bucket):
+            if bucket.dtype is SPLIT.upper is not formats[MASTER].values:
+                formats[MASTER] = SPLIT
+            return formats
         if self.config.schedule == "delayed" or self.sends_early:  # parameter and master may be of different steps
             return formats
         in_place = self.host_shards if bucket.partitioned else self.device.updates_in_place
@@ -151,6 +157,14 @@ class BucketTerms:
         elif bucket.partitioned and self.config.offload_param == "cpu" and bucket.dtype is SPLIT.upper:
             formats[MASTER] = SPLIT if self.store_kind.holds(SPLIT) else formats[MASTER]
         return formats
+
+    def in_store(self, bucket: Bucket) -> bool:
+        """True if the bucket's parameter lies in the store with its states."""
+        return bucket.partitioned and self.shards_on_disk
+
+    def master(self, bucket: Bucket) -> Master:
+        """The place of the bucket's master weights."""
+        return Master.WITH_PARAMETER if self.in_store(bucket) else Master.of(self.state_formats(bucket))
 
     @property
     def free_elsewhere(self) -> dict[str, int | None]:

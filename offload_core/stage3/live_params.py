@@ -14,6 +14,7 @@ from ..config.options import OffloadConfig
 from ..device.events import AfterAll, Done, Event
 from ..device.protocols import GatheringDevice
 from ..device.trace import COMPUTE
+from ..disk.shards import ShardSource
 from ..layout.partition import Bucket, ParamSpec
 from ..ranks.consistency import fingerprint
 from ..step.state_lock import StateLock, changes
@@ -42,8 +43,8 @@ class PartitionedParam:
     number: int
     spec: ParamSpec
     buckets: Sequence[Bucket]
-    shard: Any
-    """This rank's shards end to end: a tensor, or a ``HostArray``."""
+    shards: ShardSource
+    """This rank's shards."""
     memory: WholeMemory
     updated: Callable[[], Event] = Done
     """Returns the event of its last update that was started."""
@@ -85,9 +86,11 @@ class LiveParams:
         """A fingerprint of the gatherings since :meth:`release_all`; equal on all ranks that gathered in the same
         order."""
 
-    def add(self, spec: ParamSpec, buckets: Sequence[Bucket], shard: Any, memory: WholeMemory) -> PartitionedParam:
+    def add(
+        self, spec: ParamSpec, buckets: Sequence[Bucket], shards: ShardSource, memory: WholeMemory
+    ) -> PartitionedParam:
         """Add a parameter. It is not whole yet."""
-        param = PartitionedParam(len(self._params), spec, buckets, shard, memory)
+        param = PartitionedParam(len(self._params), spec, buckets, shards, memory)
         self._params.append(param)
         self._order.sizes.append(spec.numel)
         return param
@@ -196,6 +199,9 @@ class LiveParams:
                     return
                 self._gather(param)
                 self._ahead[param] = None
+        for number in self._order.upcoming(2 * self._config.prefetch_bucket_size):
+            if self._params[number].gathering is None:
+                self._expect(self._params[number])
 
     # --- what is done --------------------------------------------------------------------------------
 
@@ -206,13 +212,27 @@ class LiveParams:
         self.peak_numel = max(self.peak_numel, self.numel)
         self.n_bytes += param.n_bytes
         whole = param.memory.allocate()
-        after = AfterAll([param.updated(), self.device.mark()])
+        updated = param.updated()
+        after = AfterAll([updated, self.device.mark()])
         what = f"parameter {param.spec.name!r}: gathering of its shards"
+        self._expect(param)
+
+        def gather(bucket: Bucket) -> Event:
+            shard, event = param.shards.lend(bucket, updated), None
+            try:
+                event = self.device.gather(bucket, shard, whole, after, what)
+            finally:
+                param.shards.give_back(bucket, event)
+            return event
 
         def start() -> Event:
-            return AfterAll([self.device.gather(b, param.shard, whole, after, what) for b in param.buckets])
+            return AfterAll([gather(bucket) for bucket in param.buckets])
 
         param.gathering = self._tasks.submit(start)
+
+    def _expect(self, param: PartitionedParam) -> None:
+        for bucket in param.buckets:
+            param.shards.expect(bucket)
 
     def _await(self, param: PartitionedParam) -> None:
         assert param.gathering is not None

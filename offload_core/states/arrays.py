@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..config.state_formats import BLOCK, FORMATS, SPLIT, StateFormat
+from ..disk.scratch import Transfer
 from ..dtypes import BY_NUMPY, FLOAT32
 from ..native import kernels
 
@@ -36,6 +37,35 @@ class StateRun(ABC):
     @abstractmethod
     def read(self, at: int, out: np.ndarray) -> None:
         """Copy elements from ``at`` on to ``out``, of any floating-point type."""
+
+    @property
+    def parameter_dtype(self) -> np.dtype:
+        """The element type in which :meth:`begin_parameter` gives the parameter."""
+        return self.format.values.numpy if self.format.upper is None else self.format.upper.numpy
+
+    @property
+    def version(self) -> int | None:
+        """A number that differs after each change of the run; None: it is not counted."""
+        return None
+
+    def begin_parameter(self, memory: np.ndarray) -> Transfer | None:
+        """Begin to copy the whole parameter, in ``parameter_dtype``, to bytes that begin a page. The run is that of a
+        whole bucket.
+
+        Returns:
+            The end of it; None: it is done.
+        """
+        out = memory[: self.size * self.parameter_dtype.itemsize].view(self.parameter_dtype)
+        self.read_parameter(0, out)
+        return None
+
+    def read_parameter(self, at: int, out: np.ndarray) -> None:
+        """Copy elements of the parameter from ``at`` on to ``out``: the one that is kept with a master weight, or
+        what that is rounded to."""
+        if (upper := self.upper) is not None:
+            np.copyto(out, upper[at : at + out.size])
+        else:
+            self.read(at, out)
 
     @abstractmethod
     def write(self, values: np.ndarray) -> None:

@@ -1,6 +1,6 @@
 """The places of a bucket's states in the block of bytes that a disk keeps."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,8 @@ import numpy as np
 from ..config.state_formats import StateFormat
 from ..disk.scratch import ALIGNMENT, aligned
 from .arrays import StateArray
+
+_BYTE = np.dtype(np.uint8)
 
 
 class Span(NamedTuple):
@@ -28,27 +30,51 @@ class StateLayout:
 
     format: StateFormat
     numel: int
+    upper: Span | None
+    """The parameter, if it is kept with the state."""
     data: Span
     beside: Span | None
 
     def array(self, memory: np.ndarray, threads: int) -> StateArray:
         """Return the state in a block's memory."""
-        beside = None if self.beside is None else self.beside.of(memory, np.dtype(np.uint8))
-        return StateArray(self.format, self.data.of(memory, self.format.stored), beside, threads=threads)
+        return self._array([span and span.of(memory, _BYTE) for span in (self.upper, self.data, self.beside)], threads)
 
-    def part(self, start: int, stop: int) -> Iterator[Span]:
-        """Yield the bytes that elements from ``start``, which begins a block of the format, to ``stop`` need: their
-        own, and what their blocks share."""
-        yield self._of(self.data, start * self.format.stored.itemsize, stop * self.format.stored.itemsize)
-        if self.beside is not None:
-            yield self._of(self.beside, start // self.format.block, -(-stop // self.format.block))
+    def _array(self, parts: Sequence[np.ndarray | None], threads: int) -> StateArray:
+        upper, data, beside = parts
+        assert data is not None
+        if upper is not None and self.format.upper is not None:
+            upper = upper.view(self.format.upper.numpy)
+        return StateArray(self.format, data.view(self.format.stored), beside, upper, threads=threads)
 
-    def _of(self, span: Span, start: int, stop: int) -> Span:
-        return Span(span.start + start, stop - start)
+    def array_of(self, start: int, stop: int, read: Callable[[Span], np.ndarray], threads: int) -> StateArray:
+        """Return elements from ``start``, which begins a block of the format, to ``stop``; ``read`` gives bytes."""
+        block = self.format.block
+        spans = (
+            self.parameter(start, stop) if self.upper is not None else None,
+            _part(self.data, start, stop, self.format.stored.itemsize),
+            None if self.beside is None else _part(self.beside, start // block, -(-stop // block), 1),
+        )
+        return self._array([span and read(span) for span in spans], threads)
+
+    def parameter(self, start: int, stop: int) -> Span:
+        """Return the bytes of these elements of the parameter, or of the state that it is rounded from."""
+        if self.upper is None or self.format.upper is None:
+            return _part(self.data, start, stop, self.format.stored.itemsize)
+        return _part(self.upper, start, stop, self.format.upper.itemsize)
+
+    @property
+    def parameter_dtype(self) -> np.dtype:
+        """The element type of :meth:`parameter`."""
+        return self.format.stored if self.format.upper is None else self.format.upper.numpy
+
+
+def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
+    return Span(span.start + start * itemsize, (stop - start) * itemsize)
 
 
 class BlockLayout:
-    """The places of all states of a bucket. Each begins at a multiple of ``ALIGNMENT``.
+    """The places of all states of a bucket, and of a parameter that is kept with them. Each begins at a multiple of
+    ``ALIGNMENT``.
 
     Args:
         formats: by state.
@@ -59,9 +85,10 @@ class BlockLayout:
         self.states: dict[str, StateLayout] = {}
         self.n_bytes = 0
         for name, format in formats.items():
+            upper = None if format.upper is None else self._next(numel * format.upper.itemsize)
             data = self._next(numel * format.stored.itemsize)
             beside = self._next(-(-numel // format.block)) if format.encoded else None
-            self.states[name] = StateLayout(format, numel, data, beside)
+            self.states[name] = StateLayout(format, numel, upper, data, beside)
 
     def _next(self, n_bytes: int) -> Span:
         span = Span(self.n_bytes, n_bytes)

@@ -36,6 +36,10 @@ class Chain(StateRun):
         for run, part in self._parts(at, at + out.size):
             run.read(0, out[part])
 
+    def read_parameter(self, at: int, out: np.ndarray) -> None:
+        for run, part in self._parts(at, at + out.size):
+            run.read_parameter(0, out[part])
+
     def write(self, values: np.ndarray) -> None:
         assert values.size == self.size
         for run, part in self._parts(0, self.size):

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
-from ..disk.scratch import ScratchFiles
+from ..disk.scratch import ScratchFiles, Transfer
 from ..layout.partition import Bucket, kinds_of
 from ..memory.host_memory import HostMemory
 from ..memory.plan import DISK
@@ -156,6 +156,17 @@ class RunOnDisk(StateRun):
 
     def read(self, at: int, out: np.ndarray) -> None:
         self._ring.read(self._bucket, self._name, self._first + at, out)
+
+    @property
+    def version(self) -> int | None:
+        return self._ring.version(self._bucket)
+
+    def begin_parameter(self, memory: np.ndarray) -> Transfer | None:
+        assert self._first == 0
+        return self._ring.begin_parameter(self._bucket, self._name, memory)
+
+    def read_parameter(self, at: int, out: np.ndarray) -> None:
+        self._ring.read_parameter(self._bucket, self._name, self._first + at, out)
 
     def write(self, values: np.ndarray) -> None:
         assert values.size == self.size

@@ -23,13 +23,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..disk.scratch import ScratchFiles, Transfer
+from ..disk.scratch import ScratchFiles, Transfer, aligned
 from ..errors import StateError
 from ..memory.host_memory import HostMemory
 from ..memory.plan import BLOCKS
 from ..support.threads import TaskThread
 from .arrays import StateArray
-from .block_layout import BlockLayout, around
+from .block_layout import BlockLayout, Span, around
 
 T = TypeVar("T")
 
@@ -67,6 +67,7 @@ class Ring:
         self._layouts: dict[int, BlockLayout] = {}
         self._starts: dict[int, int] = {}
         """The place of each bucket's block in the files."""
+        self._versions: dict[int, int] = {}
         self._stored: set[int] = set()
         """Buckets that were written once; others are zeros."""
         self._blocks: dict[int, Block] = {}
@@ -118,7 +119,7 @@ class Ring:
         layout = self._layouts[bucket]
         memory = self._memory.allocate(BLOCKS, layout.n_bytes, np.dtype(np.uint8))
         if not self._do(partial(self._copy, bucket, memory)):
-            self._await(self._files.read(self._starts[bucket], memory))
+            self._files.read(self._starts[bucket], memory).result()
         return layout.arrays(memory, self._threads)
 
     def read(self, bucket: int, name: str, at: int, out: np.ndarray) -> None:
@@ -130,16 +131,43 @@ class Ring:
         while done < out.size:
             first = (at + done) // state.format.block * state.format.block
             stop = min(first + _READ_AT_A_TIME, at + out.size)
-            parts = []
-            for span in state.part(first, stop):
-                whole = around(span)
-                memory = self._memory.allocate(BLOCKS, whole.n_bytes, np.dtype(np.uint8))
-                self._await(self._files.read(start + whole.start, memory))
-                parts.append(memory[span.start - whole.start :][: span.n_bytes])
-            array = StateArray(state.format, parts[0].view(state.format.stored), *parts[1:], threads=self._threads)
+            array = state.array_of(first, stop, partial(self._bytes, start), self._threads)
             n = stop - at - done
             array.read(at + done - first, out[done : done + n])
             done += n
+
+    def read_parameter(self, bucket: int, name: str, at: int, out: np.ndarray) -> None:
+        """Copy elements of the parameter that is kept with this state, from ``at`` on, to ``out``."""
+        state, start = self._layouts[bucket].states[name], self._starts[bucket]
+        for done in range(0, out.size, _READ_AT_A_TIME):
+            part = out[done : done + _READ_AT_A_TIME]
+            span = state.parameter(at + done, at + done + part.size)
+            found = self._do(partial(self._bytes_here, bucket, span))
+            if found is None:
+                found = self._bytes(start, span)
+            np.copyto(part, found.view(state.parameter_dtype))
+
+    def begin_parameter(self, bucket: int, name: str, memory: np.ndarray) -> Transfer | None:
+        """Begin to read the parameter that is kept with this state, or the state that it is rounded from, whole.
+
+        Returns:
+            The end of it; None: it is done.
+        """
+        span = self._layouts[bucket].states[name].parameter(0, self._layouts[bucket].states[name].numel)
+        if self._do(partial(self._copy_bytes, bucket, span, memory)):
+            return None
+        return self._files.read(self._starts[bucket] + span.start, memory[: aligned(span.n_bytes)])
+
+    def version(self, bucket: int) -> int:
+        """The number of changes of a bucket's states so far. Never blocks."""
+        return self._versions[bucket]
+
+    def _bytes(self, start: int, span: Span) -> np.ndarray:
+        """Bytes of the block that begins at ``start``, from disk."""
+        whole = around(span)
+        memory = self._memory.allocate(BLOCKS, whole.n_bytes, np.dtype(np.uint8))
+        self._files.read(start + whole.start, memory).result()
+        return memory[span.start - whole.start :][: span.n_bytes]
 
     def write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
         """Replace elements of a state from ``at`` on, as :meth:`StateRun.write`."""
@@ -154,16 +182,12 @@ class Ring:
     def _do(self, act: Callable[[], T]) -> T:
         return self._thread.submit(act).result()
 
-    def _await(self, transfer: Transfer) -> None:
-        if (error := transfer.error()) is not None:
-            raise error
-
     # --- in the ring's thread ------------------------------------------------------------------------
 
     def _add(self, layouts: Mapping[int, BlockLayout]) -> None:
         start = self._files.grow(sum(layout.n_bytes for layout in layouts.values()))
         for bucket, layout in layouts.items():
-            self._layouts[bucket], self._starts[bucket] = layout, start
+            self._layouts[bucket], self._starts[bucket], self._versions[bucket] = layout, start, 0
             start += layout.n_bytes
         n_bytes = max(layout.n_bytes for layout in self._layouts.values())
         n_slots = min(SLOTS, len(self._layouts))
@@ -204,6 +228,7 @@ class Ring:
         assert block.lent
         block.lent = False
         block.newer = True
+        self._versions[bucket] += 1
         self._begin_writing(block)
         self._raise_failed()
 
@@ -223,6 +248,20 @@ class Ring:
         out.fill(0)
         return True
 
+    def _bytes_here(self, bucket: int, span: Span) -> np.ndarray | None:
+        """A copy of bytes of a block, unless they are to be read from disk: None then."""
+        memory = np.zeros(span.n_bytes, np.uint8)
+        return memory if self._copy_bytes(bucket, span, memory) else None
+
+    def _copy_bytes(self, bucket: int, span: Span, memory: np.ndarray) -> bool:
+        if (block := self._readable(bucket)) is not None:
+            np.copyto(memory[: span.n_bytes], block.slot[span.start : span.start + span.n_bytes])
+            return True
+        if bucket in self._stored:
+            return False
+        memory[: span.n_bytes] = 0
+        return True
+
     def _readable(self, bucket: int) -> Block | None:
         """The block, if its memory counts now. What lies on disk counts while one is lent or arrives."""
         block = self._blocks.get(bucket)
@@ -239,6 +278,7 @@ class Ring:
         self._settle(block)
         block.arrays[name][at : at + values.size].write(values)
         block.newer = True
+        self._versions[bucket] += 1
         self._blocks[bucket] = self._blocks.pop(bucket)
 
     def _end(self) -> None:

@@ -12,7 +12,8 @@ from ..config.options import OffloadConfig
 from ..config.state_formats import Master
 from ..device.protocols import Copy, Device, HostArray, Matrices, OneMatrix
 from ..device.trace import COMPUTE
-from ..dtypes import BY_NUMPY, FLOAT32
+from ..disk.shards import OnDisk
+from ..dtypes import BY_NUMPY, FLOAT32, ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece, cut, matrices_of
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
@@ -104,7 +105,7 @@ class LocalBuckets:
                 terms.rule_of(bucket),
                 terms.wire(bucket),
                 own,
-                Master.of(terms.state_formats(bucket)),
+                terms.master(bucket),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
                 self._matrices(bucket),
             )
@@ -133,11 +134,12 @@ class LocalBuckets:
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
         if self.device.world_size > 1 or self.device.collectives.world_size == 1:  # else processes have their own
-            check_start(
-                self.device.collectives, self.config, specs, [self.device.dtype(tensor).name for tensor in tensors]
-            )
+            check_start(self.device.collectives, self.config, specs, [self._dtype(tensor).name for tensor in tensors])
         whole = [i for i, spec in enumerate(specs) if not spec.partitioned]
         self.device.start_alike([specs[i] for i in whole], [tensors[i] for i in whole])
+
+    def _dtype(self, tensor: Any) -> ElementType:
+        return tensor.dtype if isinstance(tensor, OnDisk) else self.device.dtype(tensor)
 
     # --- who may touch a bucket ----------------------------------------------------------------------
 
@@ -229,6 +231,10 @@ class LocalBuckets:
         """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""
         start = work.bucket.in_tensor(piece, len(self.device.ranks)) + at
         numel = piece.numel if numel is None else numel
+        if isinstance(tensor, OnDisk):
+            host = np.empty(numel, tensor.dtype.numpy)
+            tensor.read(start, host)
+            return HostArray.of(host)
         if self.terms.host_shards if work.bucket.partitioned else self.device.addressable:
             return self.device.host_array(tensor).run(start, numel)
         host = np.empty(numel, self.device.dtype(tensor).numpy)

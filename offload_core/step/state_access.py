@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config.state_formats import Master
-from ..layout.partition import Piece
+from ..layout.partition import Bucket, Piece
 from ..layout.regions import Elements, InMemory
 from ..ranks.collectives import merge
 from ..rules import MASTER, Rule
@@ -108,9 +108,22 @@ class StateAccess:
         Only the update and this class may write to it.
         """
         buckets, n_ranks = [work.bucket for work in self._buckets.of[param]], len(self._pipeline.device.ranks)
+        if self._buckets.terms.shards_on_disk:
+            return None
         whole = [Extent(bucket.index, 0, n_ranks * bucket.shard_numel) for bucket in buckets]
         master = self._buckets.store.run(whole).get(MASTER)
         return None if master is None else master.upper
+
+    def parameter_parts(self, param: int) -> list[tuple[Bucket, StateRun]] | None:
+        """The master weights of this process's part of a partitioned parameter that the store holds with it, by bucket;
+        None: it does not hold it."""
+        if not all(self._buckets.terms.in_store(work.bucket) for work in self._buckets.of[param]):
+            return None
+        n_ranks = len(self._pipeline.device.ranks)
+        buckets = sorted((work.bucket for work in self._buckets.of[param]), key=lambda bucket: bucket.start)
+        whole = [Extent(bucket.index, 0, n_ranks * bucket.shard_numel) for bucket in buckets]
+        store = self._buckets.store
+        return [(bucket, store.run([extent])[MASTER]) for bucket, extent in zip(buckets, whole, strict=True)]
 
     def rule(self, param: int) -> Rule:
         """A parameter's update rule."""

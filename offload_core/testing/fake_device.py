@@ -26,6 +26,11 @@ class FakeTensor:
     def __init__(self, memory: np.ndarray) -> None:
         self.memory = memory.copy()
 
+    def __getitem__(self, run: slice) -> "FakeTensor":
+        part = object.__new__(FakeTensor)
+        part.memory = self.memory[run]
+        return part
+
 
 class _LaneEvent:
     """The end of a lane's task. ``order`` delays the device's computing, not the caller."""

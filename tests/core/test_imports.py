@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "offload_core": """
-        errors dtypes support native rules deepspeed config layout disk memory ranks device states plans step stage3
+        errors dtypes support native rules deepspeed config layout memory ranks device disk states plans step stage3
         checkpoint commands testing lr_schedules memory_report pipeline step_log __main__""",
     "frontends.torch": """
         internals compiled tensors columns overlaps data_writes pending values casting rule_words groups matrix_groups

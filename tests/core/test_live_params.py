@@ -1,5 +1,6 @@
 """The core of stage 3: shards that are gathered in time, whatever the device and the ranks, and released again."""
 
+import tempfile
 from dataclasses import replace
 
 import pytest
@@ -23,7 +24,10 @@ configs = st.builds(
     OffloadConfig,
     stage=st.just(3),
     schedule=st.sampled_from(["overlap", "overlap", "serial"]),
-    offload_param=st.sampled_from([None, "cpu"]),
+    offload_param=st.sampled_from([None, "cpu", "nvme"]),
+    offload_optimizer=st.just("nvme"),
+    nvme_path=st.just(tempfile.gettempdir()),
+    nvme_host_bytes=st.sampled_from([0, 2000, 10**9]),
     max_live_parameters=st.sampled_from([0, 150, 10**9]),
     prefetch_bucket_size=st.sampled_from([0, 100, 10**9]),
     max_reuse_distance=st.sampled_from([0, 100, 10**9]),
@@ -31,10 +35,21 @@ configs = st.builds(
 )
 
 
+IN_MEMORY = {"offload_optimizer": "cpu", "nvme_path": None, "nvme_host_bytes": None}
+
+
+@law(40)
+@given(rounds_of_uses, configs)
+def test_shards_on_disk_are_read_as_those_in_memory(rounds, config):
+    config = replace(config, offload_param="nvme")
+    model = Model(config, FakeDevice(max_delay=2e-4))
+    assert run(model, rounds) == expected(rounds, config)
+
+
 @law(60)
 @given(rounds_of_uses, configs, st.none() | st.integers(0, 99))
 def test_what_is_read_is_there_though_copies_come_as_late_as_can_be(rounds, config, seed):
-    config = replace(config, offload_param="cpu")
+    config = replace(config, offload_param="cpu", **IN_MEMORY)
     with pytest.MonkeyPatch.context() as patch:
         Threads(seed).play(patch)
         model = Model(config, FakeDevice())

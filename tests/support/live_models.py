@@ -9,6 +9,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.events import Done
 from offload_core.device.host import HostDevice
 from offload_core.device.host_ranks import HostRanks
+from offload_core.disk.shards import DiskShards, InMemory
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.rules.adam import AdamHyper
@@ -72,12 +73,19 @@ class Model:
                     shard[start : start + piece.numel] = values[piece.start : piece.stop]
             shards.append(shard if self.pipeline.buckets.terms.host_shards else put(shard))
             wholes.append((buckets, Whole(device, put, sum(b.padded_numel for b in buckets), spec.dtype)))
+        disk = None
         self.pipeline.add_parameters(self.specs, shards)
-        kept = [StateAccess(self.pipeline).parameter_memory(i) for i in range(len(self.specs))]
-        self.shards = [own if memory is None else memory for own, memory in zip(shards, kept, strict=True)]
+        states = StateAccess(self.pipeline)
+        if self.pipeline.buckets.terms.shards_on_disk:
+            disk = DiskShards(config.nvme_path, self.pipeline.memory)
+            self.shards = [disk.with_states(states.parameter_parts(i), spec.dtype) for i, spec in enumerate(self.specs)]
+        else:
+            kept = [states.parameter_memory(i) for i in range(len(self.specs))]
+            self.shards = [own if memory is None else memory for own, memory in zip(shards, kept, strict=True)]
         for i, (spec, shard, (buckets, memory)) in enumerate(zip(self.specs, self.shards, wholes, strict=True)):
-            given = device.host_array(shard) if self.pipeline.buckets.terms.host_shards else shard
-            self.params.append(self.live.add(spec, buckets, given, memory))
+            on_host = self.pipeline.buckets.terms.host_shards
+            place = shard if disk else InMemory(device.host_array(shard) if on_host else shard)
+            self.params.append(self.live.add(spec, buckets, place, memory))
             self.params[i].updated = lambda i=i: self.pipeline.updates.update_of(i)
 
     def read_later(self, used):
@@ -122,7 +130,10 @@ class Model:
 
 def expected(rounds, config):
     """The whole parameters at every read, as one rank on the host has them."""
-    model = Model(replace(config, schedule="serial"), HostDevice())
+    in_memory = {"offload_optimizer": "cpu", "nvme_path": None, "nvme_host_bytes": None}
+    if config.offload_param is not None:
+        in_memory["offload_param"] = "cpu"
+    model = Model(replace(config, schedule="serial", **in_memory), HostDevice())
     seen = []
     for step, uses in enumerate(rounds):
         seen += [[model.shards[i][: SIZES[i]].tobytes() for i in used] for used in uses]

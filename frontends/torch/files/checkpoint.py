@@ -283,21 +283,32 @@ def _tensors_of(
 
 def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> Target:
     shape = tuple(tensor.shape)
+    where: torch.Tensor | None
     if record is None:
         where, elements = tensor, _elements_of(tensor)
         runs = [(0, 0, tensor.numel())]
     else:
-        where, elements = record.shard, elements_of(record.param)
-        runs = record.runs
-    in_place = where.device.type == "cpu" and _is_dense(where)
-    staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        where = record.shard if isinstance(record.shard, torch.Tensor) else None
+        elements, runs = elements_of(record.param), record.runs
+    staged: list[Callable[[], object]] = []
+    """Calls that move what was loaded to its place."""
+
+    def begin() -> torch.Tensor:
+        if where is None:
+            assert record is not None
+            host = torch.empty(record.shard_numel, dtype=record.whole.dtype, device="cpu")
+            staged.append(partial(record.write, host))
+            return host
+        run = flat(where.data) if _is_dense(where) else where.detach()
+        if where.device.type == "cpu" and _is_dense(where):
+            return run
+        host = torch.empty(where.numel(), dtype=where.dtype, device="cpu")
+        staged.append(partial(_put, run, host.view(run.shape)))
+        return host
 
     def wants(kind: str) -> Iterable[Want]:
         with no_read(), torch.no_grad():
-            run = flat(where.data) if _is_dense(where) else where.detach()
-            host = run if in_place else torch.empty(where.numel(), dtype=where.dtype, device="cpu")
-            if not in_place:
-                staged.append((run, host.view(run.shape)))
+            host = begin()
         for start, at, numel in runs:
             for offset, region in elements.regions(start, numel):
                 part = host[at + offset : at + offset + region.numel]
@@ -305,14 +316,18 @@ def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None
 
     def loaded() -> None:
         with torch.no_grad():
-            for run, host in staged:
-                once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in run.stride())  # expanded
-                run[once].copy_(host[once])
+            for put in staged:
+                put()
             staged.clear()
             if not tensor.is_inference():
                 increment_version(tensor)
 
     return Target(name, shape, wants, loaded, _numpy_dtype(name, tensor))
+
+
+def _put(run: torch.Tensor, host: torch.Tensor) -> None:
+    once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in run.stride())  # expanded
+    run[once].copy_(host[once])
 
 
 def _source(name: str, tensor: torch.Tensor) -> Source:
@@ -324,10 +339,14 @@ def _source(name: str, tensor: torch.Tensor) -> Source:
 def _shard_sources(name: str, record: PartitionedParameter) -> list[Source]:
     elements, dtype = elements_of(record.param), record.spec.dtype.numpy
     return [
-        Source(name, "param", region, dtype, partial(_read, record.shard[at + offset : at + offset + region.numel]))
+        Source(name, "param", region, dtype, partial(_read_shard, record, at + offset))
         for start, at, numel in record.runs
         for offset, region in elements.regions(start, numel)
     ]
+
+
+def _read_shard(record: PartitionedParameter, at: int, start: int, out: np.ndarray) -> None:
+    _read(record.read(at + start, out.size), 0, out)
 
 
 def _read(run: torch.Tensor, start: int, out: np.ndarray) -> None:

@@ -159,10 +159,7 @@ class DeviceRanks(HostRanks):
         return self._memory.through(as_torch(shards), compute)
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
-        if isinstance(shard, HostArray):
-            mine = as_torch(shard.run(bucket.shard_start, bucket.shard_numel).view())
-        else:
-            mine = shard[bucket.shard_start : bucket.shard_start + bucket.shard_numel]
+        mine = as_torch(shard.view()) if isinstance(shard, HostArray) else shard
         start = partial(self._gather, mine, whole[bucket.start : bucket.start + bucket.padded_numel], after, what)
         return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, start)
 

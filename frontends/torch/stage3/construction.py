@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload_core.config.options import OffloadConfig
 from offload_core.config.settings import OffloadSettings
 from offload_core.device.host_ranks import HostRanks
+from offload_core.disk.shards import DiskShards, InMemory, OnDisk, ShardSource
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.host_memory import HostMemory, give_back_freed
 from offload_core.memory.plan import PARAMETER_SHARDS
@@ -39,7 +40,7 @@ from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
 from ..ranks.device_ranks import device_for
 from ..tensors import ELEMENT_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
-from .cut import Cut
+from .cut import Cut, on_disk
 
 _LONE = 2
 """References to a storage that nothing else uses (``storage_users``)."""
@@ -118,8 +119,7 @@ class Shards(Cut):
         spec = spec_of(name, param, 0, partitioned=True)
         super().__init__(spec, self.device.ranks, self.device.world_size, home.config)
         self.device.start_alike([spec], [flat(param)], source)
-        self.values = home.allocate(self.shard_numel, param)
-        self.cut(flat(param), self.values)
+        self.values = home.keep(self, flat(param))
         self.holds = 0
         """The number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
@@ -141,13 +141,19 @@ class Shards(Cut):
     def _gathered(self, on: torch.device) -> torch.Tensor:
         """The whole parameter, one-dimensional, on this device. Collective."""
         whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=on)
-        shard = self.device.host_array(self.values) if self.values.device.type == "cpu" else self.values
+        shards: ShardSource
+        if isinstance(self.values, OnDisk):
+            shards = self.values
+        else:
+            shards = InMemory(self.device.host_array(self.values) if self.values.device.type == "cpu" else self.values)
         after, what = self.device.mark(), f"parameter {self.spec.name!r}: gathering of its shards"
         for bucket in self.buckets:
+            shard = shards.lend(bucket, after)
             self.device.gather(bucket, shard, whole, after, what).wait()
+            shards.give_back(bucket, None)
         return whole[: self.spec.numel]
 
-    def for_engine(self, cut: Cut, on: torch.device) -> torch.Tensor:
+    def for_engine(self, cut: Cut, on: torch.device) -> torch.Tensor | OnDisk:
         """Return the shard for an engine that cuts the parameter the same way, or the same but for matrices that it
         keeps whole. Collective in the second case.
 
@@ -172,9 +178,7 @@ class Shards(Cut):
                 "init(), and wrap() would cut it otherwise; expected the same process group, reduce_bucket_size and "
                 "formats of states: give both the same configuration"
             )
-        values = self.home.allocate(cut.shard_numel, self.values)
-        cut.cut(self._gathered(on), values)
-        return values
+        return self.home.keep(cut, self._gathered(on))
 
 
 _SHARDS: Any = WeakTensorKeyDictionary()
@@ -298,6 +302,7 @@ class _Construction:
         self._freed = 0
         """The bytes of freed parameters that the allocator may still hold."""
         self._memory = HostMemory(config.threads)
+        self._disk = DiskShards(config.nvme_path or (), self._memory) if config.offload_param == "nvme" else None
         self._cuts = config.offload_param is not None or (group is not None and dist.get_world_size(group) > 1)
 
     def device(self, device: torch.device) -> HostRanks:
@@ -306,14 +311,17 @@ class _Construction:
             self._devices[device] = device_for(device, self._group, self.config)
         return self._devices[device]
 
-    def allocate(self, numel: int, param: torch.Tensor) -> torch.Tensor:
-        """Return zeros of a parameter's element type, in the memory of its shards.
+    def keep(self, cut: Cut, run: torch.Tensor) -> torch.Tensor | OnDisk:
+        """Copy this rank's part of a whole parameter, which is one-dimensional, to the place of its shards.
 
         On the host they are mappings of their own, so that they do not fragment the heap.
         """
-        if param.device.type == "cpu" or self.config.offload_param == "cpu":
-            return as_torch(self._memory.allocate(PARAMETER_SHARDS, numel, ELEMENT_TYPES[param.dtype].numpy))
-        return torch.zeros(numel, dtype=param.dtype, device=param.device)
+        if run.device.type == "cpu" or self.config.offload_param is not None:
+            values = as_torch(self._memory.allocate(PARAMETER_SHARDS, cut.shard_numel, ELEMENT_TYPES[run.dtype].numpy))
+        else:
+            values = torch.zeros(cut.shard_numel, dtype=run.dtype, device=run.device)
+        cut.cut(run, values)
+        return values if self._disk is None else on_disk(self._disk, cut, values)
 
     @contextmanager
     def building(self) -> "Iterator[_Construction]":

@@ -169,14 +169,16 @@ class Gathering:
                     target.copy_(param)
                     set_data(param, target)
                 self._send(record.spec, record.whole[: record.spec.numel], source)
-                values = torch.zeros_like(record.shard)
+                values = torch.zeros(
+                    record.shard_numel, dtype=record.whole.dtype, device=self._parameters.shards_device
+                )
                 record.cut(flat(param), values)
                 increment_version(param)
                 record.spread = param._version
                 if record.index is not None:
                     adopt = StateAccess(self._pipeline).adopt
                     self._pipeline.state_lock.change("gathered_parameters()", adopt, record.index, values)
-                record.shard.copy_(values)
+                record.write(values)
 
     def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:
         self._parameters.live.in_order(lambda: self._world.start_alike([spec], [values], source))

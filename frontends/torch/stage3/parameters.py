@@ -10,11 +10,15 @@ from dataclasses import replace
 from functools import partial
 from typing import cast
 
+import numpy as np
 import torch
 from torch import nn
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
+from offload_core.disk.shards import DiskShards, OnDisk
+from offload_core.disk.shards import InMemory as InMemoryShards
+from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
@@ -29,10 +33,10 @@ from ..casting import Casts
 from ..data_writes import DataWrites, set_data
 from ..internals import no_read, storage_of
 from ..ranks.device import as_torch
-from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, shaped
+from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory, shaped
 from ..values import Values, packed_values
 from .construction import hand_over, in_shards, shards_of
-from .cut import Cut
+from .cut import Cut, on_disk
 
 _EXTERNAL = "_offload_external_parameters"
 """The attribute of a module that lists the parameters of other modules that its forward uses."""
@@ -56,7 +60,7 @@ class PartitionedParameter(Cut):
         self.values = values
         self.module = module
         """Type and name of the module that has it, for errors."""
-        self.shard = torch.empty(0)
+        self.shard: torch.Tensor | OnDisk = torch.empty(0)
         """This rank's shards, end to end. Only this package writes to them: through :meth:`StateAccess.adopt` if the
         parameter is trained."""
         self.whole = torch.empty(0)
@@ -70,7 +74,22 @@ class PartitionedParameter(Cut):
         """Its version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
         """True if other tensors may refer to the storage. It is then left to them instead of freed."""
-        self.live: PartitionedParam = live.add(spec, self.buckets, None, self)
+        self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Return elements of the shards: their memory, or where they lie on disk a copy."""
+        if isinstance(self.shard, torch.Tensor):
+            return self.shard[start : start + numel]
+        out = np.empty(numel, self.shard.dtype.numpy)
+        self.shard.read(start, out)
+        return as_torch(out)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Replace the shards. Master weights that hold them have the values already."""
+        if isinstance(self.shard, torch.Tensor):
+            self.shard.copy_(values)
+        elif self.index is None:
+            self.shard.write(memory(values))
 
     def empty(self) -> None:
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
@@ -130,6 +149,8 @@ class PartitionedParameters:
         """Each parameter of the model, its name, and type and name of its module, by the parameter's ``id``."""
         self.matrices: dict[int, Matrix] = {}
         """The matrices that frozen parameters consist of, by the parameter's ``id``; training them needs them whole."""
+        self._disk = DiskShards(config.nvme_path or (), pipeline.memory) if config.offload_param == "nvme" else None
+        """The shards that lie on disk; None: none do."""
         self.packed = packed_values(model)
         """The values of frozen quantised parameters, by the parameter's ``id``."""
         for number, values in self.packed.items():
@@ -161,7 +182,7 @@ class PartitionedParameters:
         """Return the records of the parameters that these modules have or are registered to use, each once."""
         return self.among(p for m in modules for p in (*m._parameters.values(), *externals_of(m)))
 
-    def shard_of(self, param: torch.Tensor) -> torch.Tensor | None:
+    def shard_of(self, param: torch.Tensor) -> torch.Tensor | OnDisk | None:
         """Return this rank's shard, one-dimensional; None if the parameter is not partitioned."""
         record = self.records.get(id(param))
         return None if record is None else record.shard
@@ -214,7 +235,7 @@ class PartitionedParameters:
             if spec.partitioned and id(param) not in self.records and not in_shards(param):
                 cut = Cut(spec, self._world.ranks, self._world.world_size, self._config)
                 n_bytes += cut.shard_numel * param.element_size()
-        where = "host" if self._shards_device.type == "cpu" else "device"
+        where = "host" if self.shards_device.type == "cpu" else "device"
         return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
 
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
@@ -234,30 +255,47 @@ class PartitionedParameters:
                 values = self._values(param)
                 record = PartitionedParameter(self.live, spec, param, values, words, self._config)
                 if built is not None:
-                    record.shard = built.for_engine(record, param.device).to(self._shards_device)
+                    record.shard = self._kept(record, built.for_engine(record, param.device))
                 else:
                     run = values.run()
                     self._world.start_alike([spec], [run])
-                    record.shard = torch.zeros(record.shard_numel, dtype=run.dtype, device=self._shards_device)
-                    record.cut(run, record.shard)
+                    shard = torch.zeros(record.shard_numel, dtype=run.dtype, device=self.shards_device)
+                    record.cut(run, shard)
+                    record.shard = self._kept(record, shard)
                 found[param] = record
         return {param: record for param, record in found.items() if record is not None}
 
     @property
-    def _shards_device(self) -> torch.device:
-        return torch.device("cpu") if self._config.offload_param == "cpu" else self._device
+    def shards_device(self) -> torch.device:
+        """The device whose memory shards take, or pass through on their way to disk."""
+        return self._device if self._config.offload_param is None else torch.device("cpu")
+
+    def _kept(self, record: PartitionedParameter, shard: torch.Tensor | OnDisk) -> torch.Tensor | OnDisk:
+        """The shard, in the place of shards."""
+        if isinstance(shard, OnDisk):
+            return shard
+        if self._disk is None:
+            return shard.to(self.shards_device)
+        return on_disk(self._disk, record, shard)
 
     def keep_shard(self, record: PartitionedParameter) -> None:
         """Cast the record's shard to its final element type, move it to its place, and release the whole parameter."""
         dtype = record.spec.dtype
-        host = None if record.index is None else StateAccess(self._pipeline).parameter_memory(record.index)
+        shard: torch.Tensor | OnDisk
+        host = None if record.index is None else self._in_states(record.index, dtype)
         if host is not None:
-            shard = as_torch(host)  # the master weights have brought the values
+            shard = host  # the master weights have brought the values
+        elif self._disk is not None:
+            given = record.read
+            shard = self._disk.keep(
+                ((b, memory(given(b.shard_start, b.shard_numel).to(TORCH_DTYPES[dtype]))) for b in record.buckets),
+                dtype,
+            )
         elif self._config.offload_param == "cpu":
-            host = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=True)
-            shard = as_torch(host).copy_(record.shard)
+            host_memory = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=True)
+            shard = as_torch(host_memory).copy_(record.read(0, record.shard_numel))
         else:
-            shard = record.shard.to(TORCH_DTYPES[dtype])
+            shard = record.read(0, record.shard_numel).to(TORCH_DTYPES[dtype])
         self._place(record, shard)
         hand_over(record.param)
         gradient, record.param.grad = record.param.grad, None
@@ -268,14 +306,27 @@ class PartitionedParameters:
     def join_master(self, record: PartitionedParameter) -> None:
         """Train a parameter that was frozen until now: its master weight may hold its shard."""
         assert record.index is not None
-        host = StateAccess(self._pipeline).parameter_memory(record.index)
+        host = self._in_states(record.index, record.spec.dtype)
         if host is not None:
             self.live.device.synchronize()  # copies from the old memory may be in flight
-            self._place(record, as_torch(host))
+            self._place(record, host)
 
-    def _place(self, record: PartitionedParameter, shard: torch.Tensor) -> None:
+    def _in_states(self, index: int, dtype: ElementType) -> torch.Tensor | OnDisk | None:
+        """The shards of a trained parameter whose master weights hold them; None: they do not."""
+        states = StateAccess(self._pipeline)
+        if self._disk is not None:
+            parts = states.parameter_parts(index)
+            return None if parts is None else self._disk.with_states(parts, dtype)
+        host = states.parameter_memory(index)
+        return None if host is None else as_torch(host)
+
+    def _place(self, record: PartitionedParameter, shard: torch.Tensor | OnDisk) -> None:
         record.shard = shard
-        record.live.shard = self._world.host_array(shard) if self._pipeline.buckets.terms.host_shards else shard
+        if isinstance(shard, OnDisk):
+            record.live.shards = shard
+        else:
+            on_host = self._pipeline.buckets.terms.host_shards
+            record.live.shards = InMemoryShards(self._world.host_array(shard) if on_host else shard)
 
     def train(self, record: PartitionedParameter, index: int) -> None:
         """Connect the record with the parameter's number in the pipeline."""
@@ -285,7 +336,20 @@ class PartitionedParameters:
     @property
     def shard_bytes(self) -> int:
         """The bytes that shards take on the device."""
-        return 0 if self._config.offload_param == "cpu" else sum(r.shard.nbytes for r in self.records.values())
+        if self._config.offload_param is not None:
+            return 0
+        return sum(r.shard.nbytes for r in self.records.values() if isinstance(r.shard, torch.Tensor))
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of disk that shards take beside those that lie with states."""
+        return 0 if self._disk is None else self._disk.n_bytes
+
+    def close(self) -> None:
+        """Forget the parameters, and give back what their shards take on disk."""
+        self.records.clear()
+        if self._disk is not None:
+            self._disk.close()
 
 
 def note_external(module: nn.Module, param: torch.Tensor) -> None:

@@ -84,6 +84,6 @@ class PartitionedModel:
         for record in self.parameters.records.values():
             self.runs.whole.hold([record])
         self.gathering.close()
-        self.parameters.records.clear()
+        self.parameters.close()
         self.runs.close()
         self._world.close()
