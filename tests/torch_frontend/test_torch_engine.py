@@ -795,7 +795,7 @@ DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
         ("nvme_host_bytes: got True, expected an integer", {**DISK, "nvme_host_bytes": True}),
         ("offload_param='nvme' with stage=2: .*expected stage=3", {**DISK, "offload_param": "nvme"}),
         (
-            "offload_param='nvme' with offload_optimizer='cpu': .*expected offload_optimizer='nvme' and nvme_path beside",
+            "offload_param='nvme' with offload_optimizer='cpu': .*expected offload_optimizer='nvme' and nvme_path",
             {"stage": 3, "offload_param": "nvme"},
         ),
         (
