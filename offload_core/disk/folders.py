@@ -52,18 +52,22 @@ def check_folder(folder: str) -> None:
     Raises:
         ConfigError: there is no such folder, or this process cannot make files in it.
     """
-    expected = "expected an existing folder on a disk, in which this process may make files"
     with _named(folder):
         is_folder = stat.S_ISDIR(os.stat(folder).st_mode)
         read_only = os.statvfs(folder).f_flag & os.ST_RDONLY
         # Of the user that a process acts for, where the system can tell: it may differ from the one who started it.
         writable = os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids)
-    if not is_folder:
-        raise ConfigError(f"nvme_path: got {folder!r}, which is not a folder; {expected}")
-    if read_only:
-        raise ConfigError(f"nvme_path: got {folder!r}, on a file system that is read-only; {expected}")
-    if not writable:
-        raise ConfigError(f"nvme_path: got {folder!r}, in which this process may not make files; {expected}")
+    wrong = {
+        "which is not a folder": not is_folder,
+        "on a file system that is read-only": read_only,
+        "in which this process may not make files": not writable,
+    }
+    reason = next((reason for reason, holds in wrong.items() if holds), None)
+    if reason is not None:
+        raise ConfigError(
+            f"nvme_path: got {folder!r}, {reason}; expected an existing folder on a disk, in which this process may "
+            "make files"
+        )
     kind = file_system(folder, MOUNTS)
     if kind in _NETWORK:
         _warn(
