@@ -745,6 +745,12 @@ def test_a_number_that_the_schedule_would_not_look_at_is_refused():
         OffloadConfig.resolve({"scheduler": {"type": "WarmupLR"}}, lr=None)
 
 
+def test_a_tier_beside_it_without_a_folder_is_refused():
+    for config in (zero(offload_optimizer={"device": "cpu"}), zero(), zero(offload_optimizer={"device": "nvme"})):
+        with pytest.raises(ConfigError, match="^offload_optimizer='nvme' without nvme_path; expected nvme_path="):
+            OffloadConfig.resolve(config, offload_optimizer="nvme")
+
+
 def test_a_stage_beside_it_that_offload_param_does_not_go_with_is_named():
     with pytest.raises(ConfigError, match=r"offload_param: got 'cpu' with stage 2, .*offload_param=None"):
         OffloadConfig.resolve(zero(stage=3, offload_param={"device": "cpu"}), stage=2)

@@ -5,6 +5,7 @@ import copy
 import gc
 import itertools
 import math
+import os
 import weakref
 from dataclasses import replace
 from functools import partial
@@ -788,6 +789,7 @@ DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
         ("nvme_path: got 3, expected a folder, a list", {**DISK, "nvme_path": 3}),
         ("nvme_path: got '', expected the name of a folder", {**DISK, "nvme_path": ""}),
         ("nvme_path: got b'/a', expected the name of a folder", {**DISK, "nvme_path": [b"/a"]}),
+        ("nvme_path: got <DirEntry b.*>, expected the name", {**DISK, "nvme_path": max(os.scandir(b"/"), key=str)}),
         (r"nvme_path: got '/a\\x00', expected the name of a folder", {**DISK, "nvme_path": "/a\0"}),
         ("nvme_path: got '/a/b/..' twice, expected each folder once", {**DISK, "nvme_path": ["/a", "/a/b/.."]}),
         ("nvme_host_bytes: got -1, expected an integer of at least 0", {**DISK, "nvme_host_bytes": -1}),
