@@ -10,8 +10,8 @@ class ConfigError(OffloadError, ValueError):
 
 
 class ConfigWarning(UserWarning):
-    """Parts of a configuration have no effect here, or are slow on this processor, or processes that were started
-    together train alone."""
+    """Parts of a configuration have no effect here, or are slow on this processor or in this folder, or processes that
+    were started together train alone."""
 
 
 class ParameterError(OffloadError, ValueError):

@@ -213,14 +213,16 @@ class OffloadConfig:
     a few buckets are in host memory at a time. The bits are the same."""
     nvme_path: str | tuple[str, ...] | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
     """``offload_optimizer="nvme"``: the folder for scratch files, on a disk of this machine; several folders, one of
-    each disk, share the states. The files have no names, so that the end of the process frees their space."""
+    each disk, share the states. The folders must exist. The files have no names, so that the end of the process frees
+    their space. A path or a list becomes a tuple of strings."""
     nvme_host_bytes: int | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
     """``offload_optimizer="nvme"``: the bytes of this process's host memory that states may take; the others lie on
     disk. Those on their way between both take four buckets' states more. 0: all lie on disk. None: what is free at
     ``wrap``, less a reserve."""
     offload_param: str | None = None
     """``"cpu"`` (stage 3): parameters are kept in host memory, also on one rank, and copied to the device for the
-    modules that use them."""
+    modules that use them. ``"nvme"`` (torch, beside ``offload_optimizer="nvme"``): they are kept on disk with their
+    states, and read before the modules that use them. ``schedule="delayed"`` cannot have it."""
     param_persistence_threshold: int = 100_000
     """Stage 3: parameters of fewer elements stay whole on every rank."""
     max_live_parameters: int = 1_000_000_000
@@ -283,11 +285,7 @@ class OffloadConfig:
             raise ConfigError(
                 f"leaf_modules: got {checks.shown(names)}, expected a list of names of classes or of modules"
             )
-        if self.offload_param is not None and self.stage != 3:
-            raise ConfigError(
-                f"offload_param={self.offload_param!r} with stage={self.stage}: only stage 3 partitions parameters; "
-                "expected stage=3"
-            )
+        self._check_param_tier()
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, most=_MOST_THREADS)
         if not checks.is_in(self.loss_scale, (None, "dynamic")):
@@ -312,15 +310,8 @@ class OffloadConfig:
                 checks.boolean(name, getattr(self, name))
 
     def _check_disk(self) -> None:
-        path = self.nvme_path
-        folders = (path,) if isinstance(path, str | os.PathLike) else path
-        if folders is not None:
-            if not isinstance(folders, tuple | list) or not folders:
-                raise ConfigError(f"nvme_path: got {checks.shown(path)}, expected a folder, a list of folders or None")
-            for folder in folders:
-                if not isinstance(folder, str | os.PathLike) or not os.fspath(folder):
-                    raise ConfigError(f"nvme_path: got {checks.shown(folder)}, expected the name of a folder")
-            object.__setattr__(self, "nvme_path", tuple(os.fspath(folder) for folder in folders))
+        if self.nvme_path is not None:
+            object.__setattr__(self, "nvme_path", _folders(self.nvme_path))
         if self.nvme_host_bytes is not None:
             checks.integer("nvme_host_bytes", self.nvme_host_bytes, least=0)
         if self.offload_optimizer == "nvme":
@@ -328,13 +319,31 @@ class OffloadConfig:
                 raise ConfigError(
                     "offload_optimizer='nvme' without nvme_path; expected nvme_path='/folder/on/a/disk' beside it"
                 )
-            return
-        for name in ("nvme_path", "nvme_host_bytes"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"{name}={checks.shown(getattr(self, name))} has no place beside "
-                    f"offload_optimizer={self.offload_optimizer!r}; expected offload_optimizer='nvme'"
-                )
+        else:
+            for name in ("nvme_path", "nvme_host_bytes"):
+                if getattr(self, name) is not None:
+                    raise ConfigError(
+                        f"{name}={checks.shown(getattr(self, name))} has no place beside "
+                        f"offload_optimizer={self.offload_optimizer!r}; expected offload_optimizer='nvme', or "
+                        f"{name}=None"
+                    )
+
+    def _check_param_tier(self) -> None:
+        tier = self.offload_param
+        if tier is not None and self.stage != 3:
+            raise ConfigError(
+                f"offload_param={tier!r} with stage={self.stage}: only stage 3 partitions parameters; expected stage=3"
+            )
+        if tier == "nvme" and self.offload_optimizer != "nvme":
+            raise ConfigError(
+                f"offload_param='nvme' with offload_optimizer={self.offload_optimizer!r}: parameters lie on disk with "
+                "their states; expected offload_optimizer='nvme' and nvme_path beside it, or offload_param='cpu'"
+            )
+        if tier == "nvme" and self.schedule == "delayed":
+            raise ConfigError(
+                "offload_param='nvme' with schedule='delayed', whose updates run while modules read the parameters; "
+                "expected schedule='overlap' or 'serial', or offload_param='cpu'"
+            )
 
     def _check_hyperparameters(self) -> None:
         rule = RULES[self.optimizer]
@@ -521,6 +530,22 @@ def is_set(config: OffloadConfig, name: str) -> bool:
 def names_of(rule: type[Rule]) -> tuple[str, ...]:
     """The names of a rule's hyperparameters."""
     return tuple(field.name for field in fields(rule.hyper))
+
+
+def _folders(given: Any) -> tuple[str, ...]:
+    """The value of ``nvme_path`` as names of folders. Raises :class:`ConfigError`; no folder is looked at."""
+    alone = isinstance(given, str | os.PathLike)
+    if not alone and (not isinstance(given, tuple | list) or not given):
+        raise ConfigError(f"nvme_path: got {checks.shown(given)}, expected a folder, a list of folders or None")
+    names: list[str] = []
+    for folder in [given] if alone else given:
+        name = os.fspath(folder) if isinstance(folder, str | os.PathLike) else None
+        if not isinstance(name, str) or not name or "\0" in name:
+            raise ConfigError(f"nvme_path: got {checks.shown(folder)}, expected the name of a folder")
+        if os.path.normpath(name) in map(os.path.normpath, names):
+            raise ConfigError(f"nvme_path: got {checks.shown(name)} twice, expected each folder once")
+        names.append(name)
+    return tuple(names)
 
 
 def _check_group_of(where: str, optimizer: str, group: Any) -> None:

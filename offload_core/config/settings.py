@@ -5,7 +5,7 @@ They cannot read them from the fields of ``OffloadConfig``, so that these names 
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, SupportsFloat, TypedDict
 
 ElementTypeLike = Any
@@ -58,7 +58,7 @@ class SettingsButLr(TypedDict, total=False):
     update_in_backward: bool
     offload_optimizer: str | None
     offload_param: str | None
-    nvme_path: str | os.PathLike[str] | tuple[str, ...] | list[str] | None
+    nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
     nvme_host_bytes: int | None
     param_persistence_threshold: int
     max_live_parameters: int

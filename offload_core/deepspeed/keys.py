@@ -1,5 +1,6 @@
 """Every key of a DeepSpeed configuration and its meaning here. docs/deepspeed.md shows it as a table."""
 
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -97,6 +98,15 @@ def text(name: str, value: Any) -> str:
     return value
 
 
+def folder(name: str, value: Any) -> str:
+    """A string or a path."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str) or not value:
+        raise ConfigError(f"{name}: got {checks.shown(value)}, expected the name of a folder")
+    return value
+
+
 def texts(name: str, value: Any) -> list[str]:
     """A string alone is a list of one."""
     if not isinstance(value, list | tuple | str):
@@ -131,7 +141,7 @@ def _refused(reason: str, *agrees: Any, switch: str = "") -> Key:
 _GIVEN = "to be given"
 _MODELS = "the model's own type"
 
-_NVME = _ignored("there is no NVMe tier")
+_ALWAYS_ON = _ignored("reading ahead and writing behind are always on", True)
 _OWN_LOOP = "the training loop is yours"
 _LOGS = "`offload_core.step_log` writes what steps report to a file, TensorBoard or another place"
 _REPORTS = "`engine.step()` returns a `StepReport`, `engine.trace` records a step"
@@ -143,36 +153,34 @@ _DIAGNOSTICS = "diagnostics of DeepSpeed's own code"
 _QUANTIZED = "nothing is quantized on its way"
 
 _DEVICES = one_of("none", "cpu", "nvme")
-_OFFLOAD = {
+
+_OFFLOAD_OPTIMIZER: dict[str, Key] = {
+    "device": _sets(_DEVICES, '`offload_optimizer`: `"cpu"` or `"nvme"`, in any stage; `"none"` is listed as ignored'),
+    "nvme_path": _sets(folder, "`nvme_path`; two folders if `offload_param` names another one"),
     "pin_memory": _sets(boolean, "`pin_memory`"),
-    "nvme_path": _NVME,
-    "buffer_count": _NVME,
+    "buffer_count": _ignored("the states of four buckets of `reduce_bucket_size` are in host memory at a time", None),
+    "pipeline_read": _ALWAYS_ON,
+    "pipeline_write": _ALWAYS_ON,
+    "fast_init": _ignored("there is one way to write the first states"),
+    "ratio": _ignored("no states are on the device", 1),
+    "super_offload": _ignored("`schedule` says what overlaps"),
+    "cpuadam_cores_perc": _ignored("`num_threads` says how many threads update"),
+}
+_OFFLOAD_PARAM: dict[str, Key] = {
+    "device": _sets(_DEVICES, '`offload_param`; `"nvme"` only where the states are on disk, too'),
+    "nvme_path": _sets(folder, "`nvme_path`, as that of `offload_optimizer`"),
+    "pin_memory": _sets(boolean, "`pin_memory`"),
+    "buffer_count": _ignored("`stage3_prefetch_bucket_size` bounds what is read ahead", None),
+    "buffer_size": _ignored("`stage3_prefetch_bucket_size` bounds what is read ahead", None),
+    "max_in_cpu": _ignored("`nvme_host_bytes` says what stays in host memory", None),
 }
 
 _ZERO: dict[str, Key] = {
     "stage": _sets(
         integer(0), "`stage`; 0 is stage 1: the same in fp32, other rounding in 16 bits; 2 where it is missing"
     ),
-    "offload_optimizer": _section(
-        {
-            **_OFFLOAD,
-            "device": _sets(_DEVICES, '`"cpu"`; `"none"` is listed as ignored; `"nvme"` is an error'),
-            "pipeline_read": _NVME,
-            "pipeline_write": _NVME,
-            "fast_init": _NVME,
-            "ratio": _ignored("all states are in host memory", 1),
-            "super_offload": _ignored("`schedule` says what overlaps"),
-            "cpuadam_cores_perc": _ignored("`num_threads` says how many threads update"),
-        },
-    ),
-    "offload_param": _section(
-        {
-            **_OFFLOAD,
-            "device": _sets(_DEVICES, '`offload_param`; `"nvme"` is an error'),
-            "buffer_size": _NVME,
-            "max_in_cpu": _NVME,
-        },
-    ),
+    "offload_optimizer": _section(_OFFLOAD_OPTIMIZER),
+    "offload_param": _section(_OFFLOAD_PARAM),
     "cpu_offload": _sets(boolean, "`offload_optimizer.device`, old spelling"),
     "cpu_offload_param": _sets(boolean, "`offload_param.device`, old spelling", "cpu_offload_params"),
     "cpu_offload_use_pin_memory": _sets(boolean, "`pin_memory`, old spelling"),
@@ -223,7 +231,7 @@ _ZERO: dict[str, Key] = {
     "pipeline_loading_checkpoint": _ignored("there is no pipeline"),
     "log_trace_cache_warnings": _ignored(_DIAGNOSTICS),
     "enable_sanity_checks": _ignored(_DIAGNOSTICS),
-    "save_muon_momentum_buffer_in_memory": _ignored("Muon's momentum is in host memory"),
+    "save_muon_momentum_buffer_in_memory": _ignored("Muon's momentum is where the other states are"),
     "zero_hpz_partition_size": _ignored("parameters are partitioned over all ranks", 0, 1),
     "zero_quantized_weights": _ignored(_QUANTIZED),
     "zero_quantized_nontrainable_weights": _ignored(_QUANTIZED),
@@ -406,7 +414,7 @@ KEYS: dict[str, Key] = {
     "checkpoint": _ignored("`engine.save_checkpoint()` saves states"),
     "datastates_ckpt": _ignored("`engine.save_checkpoint()` saves states"),
     "nebula": _ignored("`engine.save_checkpoint()` saves states"),
-    "aio": _NVME,
+    "aio": _ignored("the number of threads and the size of their pieces are fixed"),
     "use_node_local_storage": _ignored("`engine.save_checkpoint()` saves states"),
     "dataloader_drop_last": _ignored(_OWN_LOOP),
     "steps_per_print": _ignored(_REPORTS),

@@ -322,17 +322,7 @@ class _Translation:
                 self.ignored["zero_optimization.stage"] = "0: optimizer states are partitioned as in stage 1"
             self.fields["stage"] = max(stage, 1)
         stage = self.overrides.get("stage", self.fields.get("stage"))
-        if self._offload(given, "offload_optimizer", "cpu_offload") == "none":
-            self.ignored["zero_optimization.offload_optimizer"] = "optimizer states are always in host memory"
-        if self._offload(given, "offload_param", "cpu_offload_param") == "cpu":
-            if stage != 3 and "offload_param" not in self.overrides:
-                got = self.overrides.get("stage", given.get("stage", "left out"))
-                raise ConfigError(
-                    f"zero_optimization.offload_param: got 'cpu' with stage {got}, expected stage 3, in which "
-                    "parameters are partitioned: set it, or leave offload_param out (beside the configuration, "
-                    "offload_param=None)"
-                )
-            self.fields["offload_param"] = "cpu"
+        self._tiers(given, stage)
         self._pin_memory(given)
         for name, field in _PASSED_ON.items():
             if name in given and name.startswith("stage3_") and stage != 3:
@@ -347,16 +337,70 @@ class _Translation:
         if "overlap_comm" in given:
             self.fields["schedule"] = "overlap" if given["overlap_comm"] else "serial"
 
-    def _offload(self, given: Mapping[str, Any], name: str, old: str) -> str | None:
+    def _tiers(self, given: Mapping[str, Any], stage: Any) -> None:
+        """Translate the places of states and of parameters."""
+        states = self._device(given, "offload_optimizer", "cpu_offload")
+        params = self._device(given, "offload_param", "cpu_offload_param")
+        taken = {
+            "offload_optimizer": self.overrides.get("offload_optimizer", "nvme" if states == "nvme" else "cpu"),
+            "offload_param": self.overrides.get("offload_param", None if params == "none" else params),
+        }
+        if states == "none" and taken["offload_optimizer"] == "cpu":
+            self.ignored["zero_optimization.offload_optimizer"] = "optimizer states are always in host memory"
+        if params in ("cpu", "nvme"):
+            if stage != 3 and "offload_param" not in self.overrides:
+                got = self.overrides.get("stage", given.get("stage", "left out"))
+                raise ConfigError(
+                    f"zero_optimization.offload_param: got {params!r} with stage {got}, expected stage 3, in which "
+                    "parameters are partitioned: set it, or leave offload_param out (beside the configuration, "
+                    "offload_param=None)"
+                )
+            if taken["offload_param"] == "nvme" and taken["offload_optimizer"] != "nvme":
+                raise ConfigError(
+                    "zero_optimization.offload_param.device: got 'nvme' with states in host memory: parameters lie on "
+                    "disk with their states; expected offload_optimizer.device 'nvme', too, or offload_param.device "
+                    "'cpu' (beside the configuration, offload_param='cpu')"
+                )
+            self.fields["offload_param"] = params
+        if states == "nvme":
+            self.fields["offload_optimizer"] = "nvme"
+        self._folders(given, taken)
+
+    def _device(self, given: Mapping[str, Any], name: str, old: str) -> str | None:
         """The device in one of the two sections, or in its old spelling; None if both are missing."""
         if name in given and old in given:
             raise ConfigError(f"zero_optimization.{name} and zero_optimization.{old} are the same; expected the first")
         if old in given:
             return "cpu" if given[old] else "none"
-        device = given[name].get("device", "none") if name in given else None
-        if device == "nvme":
-            raise ConfigError(f"zero_optimization.{name}.device: got 'nvme', which is not built; expected 'cpu'")
-        return device
+        return given[name].get("device", "none") if name in given else None
+
+    def _folders(self, given: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
+        """Translate ``nvme_path`` of both sections, which share files here.
+
+        Args:
+            taken: the place that counts, by section.
+        """
+        named: dict[str, str] = {}
+        for name, place in taken.items():
+            path = f"zero_optimization.{name}.nvme_path"
+            if "nvme_path" not in given.get(name, {}):
+                continue
+            if place == "nvme":
+                named[path] = given[name]["nvme_path"]
+            else:
+                self.ignored[path] = "the device is not nvme"
+        folders = tuple({os.path.normpath(folder): folder for folder in named.values()}.values())
+        if "nvme_path" in self.overrides:
+            pass
+        elif folders:
+            self.fields["nvme_path"] = folders
+            if len(folders) > 1:
+                self.differs[" and ".join(named)] = "states and parameters share both folders: give one for each disk"
+        elif taken["offload_optimizer"] == "nvme" and "offload_optimizer" not in self.overrides:
+            raise ConfigError(
+                "zero_optimization.offload_optimizer.nvme_path: missing, with device 'nvme'; expected the name of a "
+                "folder on a disk (or beside the configuration, nvme_path=...)"
+            )
 
     def _pin_memory(self, given: Mapping[str, Any]) -> None:
         pinned = {

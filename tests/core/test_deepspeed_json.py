@@ -300,6 +300,11 @@ OF_LION = {"optimizer": "lion", "eps": None, "weight_decay": 0.0}
 OF_ADAGRAD = {"optimizer": "adagrad", "betas": None, "eps": 1e-10, "lr": 1e-2, "weight_decay": 0.0}
 
 
+ON_DISK = {"device": "nvme", "nvme_path": "/a"}
+STATES_ON_DISK = {"offload_optimizer": "nvme", "nvme_path": ("/a",)}
+ALL_ON_DISK = {**STATES_ON_DISK, "stage": 3, "offload_param": "nvme"}
+
+
 def zero(**keys):
     return {"zero_optimization": keys}
 
@@ -330,6 +335,25 @@ def unchecked(**keys):
         (zero(cpu_offload=True, cpu_offload_use_pin_memory=False), {"pin_memory": False}),
         (zero(stage=3, offload_param={"device": "cpu"}), {"stage": 3, "offload_param": "cpu"}),
         (zero(stage=3, offload_param={"device": "none"}), {"stage": 3}),
+        (zero(offload_optimizer=ON_DISK), STATES_ON_DISK),
+        (zero(stage=1, offload_optimizer={**ON_DISK, "device": "NVMe"}), {**STATES_ON_DISK, "stage": 1}),
+        (zero(stage=3, offload_optimizer=ON_DISK, offload_param=ON_DISK), ALL_ON_DISK),
+        (zero(stage=3, offload_optimizer=ON_DISK, offload_param={"device": "nvme"}), ALL_ON_DISK),
+        (zero(stage=3, offload_optimizer={"device": "nvme"}, offload_param=ON_DISK), ALL_ON_DISK),
+        (
+            zero(stage=3, offload_optimizer=ON_DISK, offload_param={**ON_DISK, "nvme_path": "/a/"}),
+            {**ALL_ON_DISK, "nvme_path": ("/a/",)},
+        ),
+        (
+            zero(stage=3, offload_optimizer=ON_DISK, offload_param={**ON_DISK, "nvme_path": "/b"}),
+            {**ALL_ON_DISK, "nvme_path": ("/a", "/b")},
+        ),
+        (
+            zero(stage=3, offload_optimizer=ON_DISK, offload_param={"device": "cpu", "nvme_path": "/b"}),
+            {**ALL_ON_DISK, "offload_param": "cpu"},
+        ),
+        (zero(stage=3, offload_optimizer={"device": "cpu", "nvme_path": "/a"}), {"stage": 3}),
+        (zero(offload_optimizer={"device": "none", "nvme_path": "/a"}), {}),
         (zero(stage=3, cpu_offload_param=True), {"stage": 3, "offload_param": "cpu"}),
         (
             zero(stage=3, leaf_module={"classes": ["Block"], "name_suffixes": ["mlp"], "names": []}),
@@ -413,6 +437,29 @@ def test_what_keys_become(config, fields):
         ({"fp16": {"enabled": AUTO, "loss_scale": 8}}, {"param_dtype": "float16"}, {"loss_scale": 8, **HALF}),
         ({"fp16": {"enabled": True}}, {"loss_scale_window": 5}, {**HALF, "loss_scale_window": 5}),
         (zero(stage=3, offload_param={"device": "cpu"}), {"stage": 2, "offload_param": None}, {}),
+        (zero(offload_optimizer=ON_DISK), {"offload_optimizer": "cpu"}, {}),
+        (zero(offload_optimizer=ON_DISK), {"nvme_path": Path("/c")}, {**STATES_ON_DISK, "nvme_path": ("/c",)}),
+        (
+            zero(offload_optimizer={"device": "nvme"}),
+            {"nvme_path": "/a", "nvme_host_bytes": 5},
+            {**STATES_ON_DISK, "nvme_host_bytes": 5},
+        ),
+        (zero(offload_optimizer={"device": "cpu", "nvme_path": "/a"}), {"offload_optimizer": "nvme"}, STATES_ON_DISK),
+        (
+            zero(stage=3, offload_param=ON_DISK),
+            {"offload_optimizer": "nvme"},
+            ALL_ON_DISK,
+        ),
+        (
+            zero(stage=3, offload_optimizer=ON_DISK, offload_param=ON_DISK),
+            {"offload_param": None},
+            {**STATES_ON_DISK, "stage": 3},
+        ),
+        (
+            zero(stage=3, offload_optimizer=ON_DISK, offload_param=ON_DISK),
+            {"offload_param": "cpu", "offload_optimizer": "cpu"},
+            {"stage": 3, "offload_param": "cpu"},
+        ),
     ],
     ids=str,
 )
@@ -464,7 +511,35 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
         ),
         (zero(stage=2, offload_param={"device": "cpu"}), "offload_param: got 'cpu' with stage 2, expected stage 3"),
         (zero(cpu_offload_params=True), "offload_param: got 'cpu' with stage left out, expected stage 3"),
-        (zero(offload_optimizer={"device": "nvme"}), "offload_optimizer.device: got 'nvme', which is not built"),
+        (
+            zero(offload_optimizer={"device": "nvme"}),
+            "offload_optimizer.nvme_path: missing, with device 'nvme'; expected",
+        ),
+        (
+            zero(offload_optimizer={"device": "nvme", "nvme_path": ""}),
+            "nvme_path: got '', expected the name of a folder",
+        ),
+        (
+            zero(offload_optimizer={"device": "nvme", "nvme_path": ["/a"]}),
+            r"nvme_path: got \['/a'\], expected the name",
+        ),
+        (zero(offload_optimizer={"device": "ssd"}), "device: got 'ssd', expected one of 'none', 'cpu', 'nvme'"),
+        (
+            zero(stage=3, offload_param=ON_DISK),
+            "offload_param.device: got 'nvme' with states in host memory: .*'nvme', too",
+        ),
+        (
+            zero(stage=3, offload_param=ON_DISK, offload_optimizer={"device": "cpu", "nvme_path": "/a"}),
+            "offload_param.device: got 'nvme' with states in host memory",
+        ),
+        (
+            zero(stage=2, offload_param=ON_DISK, offload_optimizer=ON_DISK),
+            "offload_param: got 'nvme' with stage 2, expected",
+        ),
+        (
+            zero(offload_optimizer={"device": "nvme", "max_in_cpu": 1}),
+            "max_in_cpu: unknown key; DeepSpeed has it as 'zero",
+        ),
         (zero(cpu_offload=True, offload_optimizer={}), "offload_optimizer and .*cpu_offload are the same"),
         (
             zero(cpu_offload_param=True, cpu_offload_params=True),
@@ -668,6 +743,12 @@ def test_a_number_that_the_schedule_would_not_look_at_is_refused():
         OffloadConfig.resolve({"scheduler": SCHEDULED}, lr=0.5)
     with pytest.raises(ConfigError, match="lr: got None, expected a number"):
         OffloadConfig.resolve({"scheduler": {"type": "WarmupLR"}}, lr=None)
+
+
+def test_a_tier_beside_it_without_a_folder_is_refused():
+    for config in (zero(offload_optimizer={"device": "cpu"}), zero(), zero(offload_optimizer={"device": "nvme"})):
+        with pytest.raises(ConfigError, match="^offload_optimizer='nvme' without nvme_path; expected nvme_path="):
+            OffloadConfig.resolve(config, offload_optimizer="nvme")
 
 
 def test_a_stage_beside_it_that_offload_param_does_not_go_with_is_named():
@@ -939,6 +1020,56 @@ def test_what_asks_for_nothing_is_not_listed():
         "zero_optimization.offload_optimizer",
         "zero_optimization.stage",
     }
+
+
+IN_EXAMPLES = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": True,
+            "buffer_count": 4,
+            "pipeline_read": True,
+            "pipeline_write": False,
+            "fast_init": False,
+            "ratio": 0.5,
+        },
+        "offload_param": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": True,
+            "buffer_count": 5,
+            "buffer_size": 1e8,
+            "max_in_cpu": 1e9,
+        },
+    },
+    "aio": {"block_size": 262144, "queue_depth": 32, "thread_count": 1, "single_submit": False, "overlap_events": True},
+}
+
+
+def test_an_example_with_all_on_disk_lists_what_has_no_effect_with_its_reason():
+    """That of Hugging Face's pages, and more."""
+    fields = {**ALL_ON_DISK, "nvme_path": ("/local_nvme",), "param_dtype": "bfloat16"}
+    assert changed(IN_EXAMPLES) == fields
+    states, params = (f"zero_optimization.offload_{name}." for name in ("optimizer", "param"))
+    assert ignored(IN_EXAMPLES) == {
+        "aio",
+        *(states + name for name in ("buffer_count", "pipeline_write", "ratio")),
+        *(params + name for name in ("buffer_count", "buffer_size", "max_in_cpu")),
+    }
+    assert ignored(zero(offload_optimizer={"device": "cpu", "nvme_path": "/a"})) == {states + "nvme_path"}
+
+
+def test_two_folders_of_states_and_of_parameters_are_used_for_both():
+    with pytest.warns(
+        ConfigWarning, match=r"differs .*: zero.*optimizer.nvme_path and zero.*param.nvme_path \(.*share both"
+    ):
+        OffloadConfig.resolve(zero(stage=3, offload_optimizer=ON_DISK, offload_param={**ON_DISK, "nvme_path": "/b"}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OffloadConfig.resolve(zero(stage=3, offload_optimizer=ON_DISK, offload_param=ON_DISK))
 
 
 def test_one_warning_says_what_differs_from_deepspeed():

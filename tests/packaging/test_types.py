@@ -1,9 +1,10 @@
 """A type checker sees the settings of ``wrap`` in a checkout that is installed as editable."""
 
+import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, SupportsFloat, get_type_hints
 
 import pytest
@@ -20,6 +21,7 @@ CONVERTED = {
     "betas": tuple[Any, Any] | list[Any] | Callable[[Any], tuple[float, float]],
     "leaf_modules": tuple[str, ...] | list[str],
     "muon_params": tuple[str, ...] | list[str] | None,
+    "nvme_path": str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None,
     "ns_coefficients": tuple[float, float, float] | list[float],
     **{name: Any for name in FIELDS if name.endswith("_dtype")},
 }

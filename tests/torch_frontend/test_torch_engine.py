@@ -5,8 +5,11 @@ import copy
 import gc
 import itertools
 import math
+import os
 import weakref
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -748,6 +751,9 @@ def test_parameters_in_shards_of_others_are_refused():
         OffloadedAdamW(sharded.parameters())
 
 
+DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
+
+
 @pytest.mark.parametrize(
     ("match", "fields"),
     [
@@ -775,11 +781,50 @@ def test_parameters_in_shards_of_others_are_refused():
         ("weight_decay: got True, expected a number", {"weight_decay": True}),
         ("config: 'ds_config.json' cannot be read", {"config": "ds_config.json"}),
         ("config: got list", {"config": [1]}),
+        ("offload_optimizer='nvme' without nvme_path; expected nvme_path='/folder", {"offload_optimizer": "nvme"}),
+        ("offload_optimizer=None is not built yet in .*'cpu' and 'nvme'", {"offload_optimizer": None}),
+        (r"nvme_path=\('/a',\) has no place beside offload_optimizer='cpu'; .*or nvme_path=None", {"nvme_path": "/a"}),
+        ("nvme_host_bytes=0 has no place beside offload_optimizer='cpu'", {"nvme_host_bytes": 0}),
+        (r"nvme_path: got \(\), expected a folder, a list of folders or None", {**DISK, "nvme_path": []}),
+        ("nvme_path: got 3, expected a folder, a list", {**DISK, "nvme_path": 3}),
+        ("nvme_path: got '', expected the name of a folder", {**DISK, "nvme_path": ""}),
+        ("nvme_path: got b'/a', expected the name of a folder", {**DISK, "nvme_path": [b"/a"]}),
+        ("nvme_path: got <DirEntry b.*>, expected the name", {**DISK, "nvme_path": max(os.scandir(b"/"), key=str)}),
+        (r"nvme_path: got '/a\\x00', expected the name of a folder", {**DISK, "nvme_path": "/a\0"}),
+        ("nvme_path: got '/a/b/..' twice, expected each folder once", {**DISK, "nvme_path": ["/a", "/a/b/.."]}),
+        ("nvme_host_bytes: got -1, expected an integer of at least 0", {**DISK, "nvme_host_bytes": -1}),
+        ("nvme_host_bytes: got 1.5, expected an integer of at least 0", {**DISK, "nvme_host_bytes": 1.5}),
+        ("nvme_host_bytes: got True, expected an integer", {**DISK, "nvme_host_bytes": True}),
+        ("offload_param='nvme' with stage=2: .*expected stage=3", {**DISK, "offload_param": "nvme"}),
+        (
+            "offload_param='nvme' with offload_optimizer='cpu': .*expected offload_optimizer='nvme' and nvme_path",
+            {"stage": 3, "offload_param": "nvme"},
+        ),
+        (
+            "offload_param='nvme' with schedule='delayed', .*expected schedule='overlap' or 'serial'",
+            {**DISK, "stage": 3, "offload_param": "nvme", "schedule": "delayed"},
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_wrong_configuration_is_refused(match, fields):
     expect_refusal(ConfigError, match, make(), **fields)
+
+
+@pytest.mark.parametrize(
+    "given", ["/a", Path("/a"), ["/a"], ("/a",), ["/a", Path("/b")], (Path("/a"), "/b")], ids=lambda given: str(given)
+)
+def test_folders_of_states_on_disk_are_a_tuple_of_their_names(given):
+    """The defaults of ``schedule`` and the tiers that go together are taken, too."""
+    names = ("/a", "/b") if isinstance(given, list | tuple) and len(given) == 2 else ("/a",)
+    fields = {"stage": 3, "offload_param": "nvme", "nvme_host_bytes": np.int64(0)}
+    for config in (
+        OffloadConfig.resolve(None, **{**DISK, "nvme_path": given}, **fields),
+        OffloadConfig(**{**DISK, "nvme_path": given}, **fields, schedule="serial"),
+    ):
+        assert config.nvme_path == names
+        assert [type(name) for name in config.nvme_path] == [str] * len(names)
+        assert replace(config, lr=1.0).nvme_path == names
 
 
 @pytest.mark.parametrize("given", [torch.bfloat16, "bf16", "bfloat16", ml_dtypes.bfloat16], ids=str)

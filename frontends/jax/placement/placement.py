@@ -135,6 +135,11 @@ class Placement(Protocol):
 
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:
     """Decide where parameters lie: where they are, or on the axis of a mesh."""
+    if config.offload_param == "nvme":
+        raise ConfigError(
+            "offload_param='nvme' in JAX, whose arrays lie in memory; expected offload_param='cpu' or None, beside "
+            "offload_optimizer='nvme'"
+        )
     new = jax.device_put(np.float32(0))  # lies where JAX puts NumPy's arrays
     arrays = [leaf if isinstance(leaf, jax.Array) else new for leaf in leaves]
     if mesh is not None and not _is_placed(mesh, config, arrays):
