@@ -37,7 +37,7 @@ class WholeParameters:
             StateError: a parameter's shards are of a step that is still to come (``update_in_backward``).
         """
         for record in records:
-            if self._was_sent_early(record):
+            if self.was_sent_early(record):
                 assert record.index is not None
                 self._pipeline.state_lock.run(self._pipeline.await_param, record.index)
         try:
@@ -51,7 +51,8 @@ class WholeParameters:
             for tensor in record.values.tensors:
                 forget(tensor)
 
-    def _was_sent_early(self, record: PartitionedParameter) -> bool:
+    def was_sent_early(self, record: PartitionedParameter) -> bool:
+        """Return True if the parameter's shards may be of a step that is still to come (``update_in_backward``)."""
         return record.index is not None and self._pipeline.early.holds(record.index)
 
     def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
@@ -74,7 +75,7 @@ class WholeParameters:
 
         One that was sent early has changed.
         """
-        records = [record for record in records if not self._was_sent_early(record)]
+        records = [record for record in records if not self.was_sent_early(record)]
         self.hold([record for record in records if record not in self._kept])
         for record in records:
             self._kept[record] = for_graph or self._kept.get(record, False)
