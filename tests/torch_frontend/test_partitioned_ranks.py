@@ -170,7 +170,8 @@ def test_ranks_run_other_experts_of_a_leaf_module(again):
     @on_ranks(2)
     def found(rank):
         result = []
-        for fields in ({"stage": 2}, {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}):
+        parted = {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}
+        for fields in ({"stage": 2}, parted, {**parted, "update_in_backward": True}):
             engine = wrap(mixture(again), lr=1e-2, **fields)
             routed = [*routed_steps(engine, rank)]
             result.append(whole_bits(engine))
@@ -214,7 +215,8 @@ def test_a_gradient_that_one_rank_lacks_is_no_matter_in_a_leaf_module_and_an_err
                 engine.step()
 
         result = []
-        for fields in ({}, {**STAGE_3, "leaf_modules": ["Branches"]}):
+        parted = {**STAGE_3, "leaf_modules": ["Branches"]}
+        for fields in ({}, parted, {**parted, "update_in_backward": True}):
             engine = wrap(Branches(), lr=1e-2, **fields)
             steps(engine, range(6))
             result.append(whole_bits(engine))
