@@ -404,12 +404,14 @@ class Registration:
         )
 
     def before_send(self, params: Collection[int]) -> None:
-        """Tell autograd that the pipeline is about to write parameters during backward, and have their readers wait."""
+        """Tell autograd that the pipeline is about to write parameters during backward, and have their readers wait.
+        Readers of those in shards do so anyway (``WholeParameters.hold``)."""
         slots = list(self.slots.values())
         self.columns.count_writes(params)
         for slot in (slots[param] for param in params):
-            self.note(slot)
-            _make_readers_wait(slot, self._pipeline)
+            if not slot.partitioned:
+                self.note(slot)
+                _make_readers_wait(slot, self._pipeline)
 
     # --- memory --------------------------------------------------------------------------------------
 

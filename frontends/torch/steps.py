@@ -152,8 +152,9 @@ class Steps:
 
         Autograd then raises if it would read a parameter that was written; other readers wait.
         """
-        pipeline, registration = self.parts.pipeline, self.parts.registration
-        if registration.readers_can_wait:
+        pipeline, registration, partitioned = self.parts.pipeline, self.parts.registration, self.parts.partitioned
+        by_hand = partitioned is not None and partitioned.gathering.is_open  # what a block has whole stays as it is
+        if registration.readers_can_wait and not by_hand:
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
             divisor = float(self._config.gradient_accumulation_steps) if average else 1.0
             arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)

@@ -186,7 +186,7 @@ class Planner:
             parameters += _shard_bytes(self._terms.kinds(specs)) + _shard_bytes(self._terms.kinds(frozen))
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
         wide = any(spec.dtype is FLOAT32 for spec in every)
-        if not self._terms.has_home:
+        if not (self._terms.has_home or self._terms.updates_early):
             sooner = _NARROWER if wide else _RANKS
         else:
             sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
@@ -243,10 +243,11 @@ class Planner:
     ) -> list[tuple[int, int]]:
         """The bytes of gradients on the device when each parameter's has come, in the order in which they come.
 
-        One leaves when all buckets that hold a part of it have left: when they are full, or where copies take their
-        time when as many others are as may be on their way. Those that are settled together wait for one another.
+        One leaves when all buckets that hold a part of it have left, or have been updated where they are: when they are
+        full, or where copies take their time when as many others are as may be on their way. Those that are settled
+        together wait for one another.
         """
-        stay = stay or not self._terms.has_home
+        stay = stay or not (self._terms.has_home or self._terms.updates_early)
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
         of: dict[int, set[int]] = {}
         for bucket in buckets:

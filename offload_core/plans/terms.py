@@ -52,15 +52,17 @@ class BucketTerms:
         """True if shards of partitioned parameters lie in the store with their states."""
         self.host_shards = device.addressable or config.offload_param is not None
         """True if this process holds its shards of partitioned parameters, in host memory or on disk."""
-        self.sends_early = config.update_in_backward and config.schedule == "overlap"
-        """Parameters may leave for the device before their step."""
-        if self.direct or config.stage == 3:  # stage 3 gathers them in backward
-            self.sends_early = False
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
         """The kind of worker that the tasks of a step are given to."""
         self.examines = _examines(config, device, scaled)
         """A step looks at all gradients before it updates anything."""
-        self.lends_gradient_memory = self.sends_early and not (self.examines or config.gradient_accumulation_steps > 1)
+        self.sends_early = config.update_in_backward and config.schedule == "overlap"
+        """Parameters may be written before their step: where they are, or by being sent to the device."""
+        if self.examines and (self.direct or config.stage == 3):  # a parameter that was written in place is lost
+            self.sends_early = False
+        self.updates_early = self.sends_early and not self.examines
+        """Parameters are written early together with their states, so that both are of one step at all times."""
+        self.lends_gradient_memory = self.updates_early and not self.direct and config.gradient_accumulation_steps == 1
         """Gradients pass through a few slots on the host, for their update comes as soon as they arrive."""
         self.ring_bytes = 0
         self.lent_bytes = 0
@@ -149,8 +151,8 @@ class BucketTerms:
             if bucket.dtype is SPLIT.upper is not formats[MASTER].values:
                 formats[MASTER] = SPLIT
             return formats
-        if self.config.schedule == "delayed" or self.sends_early:  # parameter and master may be of different steps
-            return formats
+        if self.config.schedule == "delayed" or (self.sends_early and not self.updates_early):
+            return formats  # a parameter and its master weight may be of different steps
         in_place = self.host_shards if bucket.partitioned else self.device.updates_in_place
         if in_place and bucket.dtype is formats[MASTER].values:
             del formats[MASTER]

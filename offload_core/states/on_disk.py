@@ -1,12 +1,12 @@
 """Optimizer states of a process's shards, on disk: as many as fit are kept in host memory."""
 
-import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
+from ..disk.folders import check_folders, free_bytes
 from ..disk.scratch import ScratchFiles, Transfer
 from ..layout.partition import Bucket, kinds_of
 from ..memory.host_memory import HostMemory
@@ -32,6 +32,7 @@ class StatesOnDisk(Store):
     def __init__(self, config: OffloadConfig, memory: HostMemory, n_ranks: int) -> None:
         super().__init__(config, memory, n_ranks)
         assert config.nvme_path is not None
+        check_folders(config.nvme_path)
         self._files = ScratchFiles(config.nvme_path)
         self._kept = StatesInMemory(config, memory, n_ranks)
         self._layouts: dict[int, BlockLayout] = {}
@@ -67,8 +68,7 @@ class StatesOnDisk(Store):
     @classmethod
     def free_bytes(cls, config: OffloadConfig) -> int | None:
         assert config.nvme_path is not None
-        of_each = [os.statvfs(folder) for folder in config.nvme_path]
-        return len(of_each) * min(each.f_bavail * each.f_frsize for each in of_each)
+        return free_bytes(config.nvme_path)
 
     def allocate(
         self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]], budget: int

@@ -1,16 +1,19 @@
 """A step that is announced during backward, and the buckets that are sent for it.
 
 The step is announced with its arguments before the first gradient, and each bucket is sent as it is launched
-(:meth:`Announced.follow`). The step comes as announced (:meth:`Announced.end`), or the parameters are recalled: the
-device then holds those of no step until they are sent again.
+(:meth:`Announced.follow`). Parameters that an update writes where they are count as sent. The step comes as announced
+(:meth:`Announced.end`), or the parameters are recalled: the device then holds those of no step until they are sent
+again.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from ..device.events import Event
 from ..rules import Scalars
+from ..support.threads import uninterrupted
 from .bucket_states import Gradient, Publication, PublicationEvent
 from .buckets import LocalBuckets
 from .decision import StepArguments
@@ -98,7 +101,13 @@ class Announced:
             def is_open() -> bool:
                 return announced is not None and announced.open
 
-            self._updates.send_early(work, present, scalars, self.tensors, is_open, keep_states=keep_states)
+            send = partial(
+                self._updates.send_early, work, present, scalars, self.tensors, is_open, keep_states=keep_states
+            )
+            if self._buckets.worker.behind:
+                send()
+            else:  # it updates at once: an interrupt must not leave half of it
+                uninterrupted(send)
 
     def differs(self, given: StepArguments) -> bool:
         """True if a step was announced with other arguments."""

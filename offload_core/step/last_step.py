@@ -147,6 +147,8 @@ class LastStep:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
+            elif work.publication.state is Publication.EARLY:  # its master weights are the parameters that it wrote
+                work.confirm()
             elif work in completed and work.writes is Writes.STAGING:
                 work.fall_behind(work.members)
         if health.lost_a_rank:

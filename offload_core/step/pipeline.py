@@ -227,8 +227,9 @@ class Pipeline:
         for work in self.arrivals.ready(ending=ending):
             at_boundary = self.arrivals.at_boundary
             present = self.reduction.launch(work, examine=self._examines and at_boundary)
-            if present is not None and at_boundary and terms.sends_early:
-                last = boundary and terms.lends_gradient_memory
+            if at_boundary and terms.sends_early:
+                # Among ranks a full bucket may hold parameters that are settled without a gradient on this one.
+                last = terms.lends_gradient_memory and (boundary or not ending)
                 self._announced.follow(work, present, last=last, keep_states=self._examines)
 
     def _take_late(self) -> None:

@@ -43,14 +43,14 @@ class Reduction:
                 f"rounded on its way; set communication_dtype={dtype.name!r}"
             )
 
-    def launch(self, work: LocalBucket, *, examine: bool) -> frozenset[int] | None:
+    def launch(self, work: LocalBucket, *, examine: bool) -> frozenset[int]:
         """Bring the gradients of this bucket to their owners' host memory and keep them there.
 
         Args:
             examine: sum their squares when they have arrived, for the update looks at them.
 
         Returns:
-            The parameters of it that had a gradient here; None if nothing had to travel.
+            The parameters of it that had a gradient here.
         """
         if work.task is not None:
             self._buckets.claim(work)
@@ -61,7 +61,7 @@ class Reduction:
             if gradients:  # they may have been dropped
                 self._keep(work, gradients)
             work.gradient.on(GradientEvent.LAND)
-            return None
+            return frozenset(gradients)
         try:
             self._reduce(work, gradients, examine=examine)
         except BaseException:

@@ -115,7 +115,8 @@ class Updates:
         *,
         keep_states: bool,
     ) -> None:
-        """Send a bucket's new parameters as soon as its gradients are on the host, if ``is_open()`` then.
+        """Send a bucket's new parameters, or write them where they are, as soon as its gradients are on the host, if
+        ``is_open()`` then.
 
         All ranks call it alike, and nothing is sent unless all agree.
 
@@ -137,11 +138,12 @@ class Updates:
                 work.owed = scalars, tensors, sent
             work.sent_early = sent
             work.publication.on(PublicationEvent.SEND_EARLY)
-            out = self._run(work, scalars, Writes.STAGING, tensors, among=sent, keep_states=keep_states)
-            assert out is not None
+            out = self._run(work, scalars, work.writes, tensors, among=sent, keep_states=keep_states)
             if not keep_states:
                 work.owed = None
                 work.give_back()
+            if out is None:
+                return Done()
             after = Done()  # the gradients arrived after all earlier reads of these parameters
             return self._buckets.device.publish(work.bucket, out, tensors, set(sent), self._lease(work), after)
 

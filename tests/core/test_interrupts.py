@@ -125,6 +125,45 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(c
     assert seen == {0, 1} or (case.startswith("late") and seen == {0})
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+def test_an_interrupt_at_any_line_of_a_step_in_backward_leaves_each_element_before_its_update_or_after_it(dtype):
+    """Nothing can take back what was updated where it is. Step counts say which parameters were."""
+
+    def begun():
+        run = Run(HostDevice, dtype, {"update_in_backward": True})
+        run.step(1)
+        return run
+
+    def elements(run):
+        """A row an element of its states and its parameter, and the count of its parameter's updates."""
+        run.pipeline.last_step.finish()
+        counts, params = [int(step) for step in run.pipeline.counts.steps], run.subject.params()
+        rows = [np.stack([*run.subject.states(i), params[i].astype(np.float32)], axis=1) for i in (0, 1)]
+        return rows, counts
+
+    before, whole = begun(), begun()
+    whole.step(2)
+    (old, _), (new, _) = elements(before), elements(whole)
+    counted = begun()
+    partly = 0
+    for number in numbers_of(lambda: counted.step(2), "first pass"):
+        run = begun()
+        with suppress(FewerLines):
+            interrupt_at(number, lambda run=run: run.step(2))
+            if run.pipeline._announced.asked:  # nothing that the pipeline does was interrupted
+                run.pipeline.step(StepArguments(HYPERS, run.subject.tensors))
+        found, counts = elements(run)
+        updated = [(mine == after).all(axis=1) for mine, after in zip(found, new, strict=True)]
+        for i in (0, 1):
+            as_before = (found[i] == old[i]).all(axis=1)
+            assert (as_before | updated[i]).all(), f"line {number}"
+            assert counts[i] == 1 + updated[i].any(), f"line {number}"
+        partly += len({*np.concatenate(updated).tolist()}) == 2
+        run.step(3)
+        run.close()
+    assert partly
+
+
 def test_a_section_that_was_interrupted_has_ended_before_its_caller_goes_on():
     ended, begun = [], threading.Event()
 

@@ -54,7 +54,7 @@ def test_host_and_device_bytes_are_as_planned(measured: dict[str, dict]) -> None
                 wrong.append((case, what, planned[what], n_bytes, result["rows"]))
     header = [f"{what} {word}" for what in ("host", "device", "process") for word in ("planned", "measured")]
     print(f"\n{format_table(lines, ['', *header])}")
-    assert len(lines) == 36
+    assert len(lines) == 48
     assert not wrong
 
 

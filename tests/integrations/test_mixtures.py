@@ -31,8 +31,15 @@ def reference(request):
 
 @pytest.mark.parametrize(
     "fields",
-    [{"stage": 1}, {"stage": 2}, {"stage": 2, "update_in_backward": True}, STAGE_3, {**STAGE_3, "leaf_modules": None}],
-    ids=["1", "2", "2, early", "3", "3, leaves"],
+    [
+        {"stage": 1},
+        {"stage": 2},
+        {"stage": 2, "update_in_backward": True},
+        STAGE_3,
+        {**STAGE_3, "leaf_modules": None},
+        {**STAGE_3, "update_in_backward": True},
+    ],
+    ids=["1", "2", "2, early", "3", "3, leaves", "3, early"],
 )
 def test_experts_without_tokens_train_as_with_torch(reference, fields):
     kind, expected, experts = reference

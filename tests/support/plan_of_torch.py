@@ -32,6 +32,12 @@ CASES |= {
         {"stage": 3, "offload_param": "cpu", "max_live_parameters": 8 * 2**20, "prefetch_bucket_size": 4 * 2**20},
     ),
 }
+EARLY = {"update_in_backward": True, "gradient_clipping": None}
+CASES |= {
+    f"{stage} in backward, {dtype}": (dtype, {**EARLY, **fields})
+    for stage, fields in (("stage 2", {}), ("stage 3, offload_param,", {"stage": 3, "offload_param": "cpu"}))
+    for dtype in ("float32", "bfloat16")
+}
 
 
 def status(field):

@@ -45,7 +45,8 @@ def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name
             optimizer.step()
             optimizer.zero_grad()
         result = [bits(ddp.module)]
-        for fields in ({"stage": 2}, {**STAGE_3, **NARROW}, *([STAGE_3] if name == "gpt" else [])):
+        early = {**STAGE_3, **NARROW, "update_in_backward": True}
+        for fields in ({"stage": 2}, {**STAGE_3, **NARROW}, early, *([STAGE_3] if name == "gpt" else [])):
             engine = wrap(make(), lr=1e-2, **fields)
             train(engine, loss_of, rank, range(8))
             result.append(whole_bits(engine))
@@ -66,20 +67,20 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
 
     @on_ranks(2)
     def found(rank):
-        def trained(**fields):
+        def trained(clipping, **fields):
             model = gpt(activation_checkpointing=True)
             model.blocks[0].requires_grad_(False)
             if rank:
                 for p in model.parameters():
                     nn.init.normal_(p)  # rank 0's values are taken, of what is frozen too
-            engine = wrap(model, lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.1, gradient_accumulation_steps=2,
-                          **fields)  # fmt: skip
+            engine = wrap(model, lr=1e-2, param_dtype="bfloat16", gradient_clipping=clipping,
+                          gradient_accumulation_steps=2, **fields)  # fmt: skip
             train(engine, gpt_loss, rank, range(4))
             model.blocks[0].requires_grad_(True)
             train(engine, gpt_loss, rank, range(4, 6))
             return engine
 
-        engine = trained(**STAGE_3, **NARROW)
+        engine = trained(0.1, **STAGE_3, **NARROW)
         parted = engine.optimizer.partitioned
         whole = sum(p.nbytes for p in engine.module.parameters() if p not in parted)
         n_bytes = sum(p.nbytes for p in engine.module.parameters() if p in parted)
@@ -89,16 +90,20 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
         assert 0 < parted.live.peak_numel <= 64 * 32 + 2 * (32 * 128 + 128) < n_bytes / 2
         result = [
             whole_bits(engine),
-            whole_bits(trained()),
-            whole_bits(trained(**STAGE_3, **NARROW, offload_param="cpu")),
+            whole_bits(trained(0.1)),
+            whole_bits(trained(0.1, **STAGE_3, **NARROW, offload_param="cpu")),
         ]
+        early = {**STAGE_3, **NARROW, "update_in_backward": True}
+        unclipped = [whole_bits(trained(None, **fields)) for fields in ({}, early, early | {"offload_param": "cpu"})]
         parts_module.device_for = partitioned_module.device_for = between_devices
-        result.append(whole_bits(trained(**STAGE_3, **NARROW)))
-        result.append(whole_bits(engine := trained(**STAGE_3, **NARROW, offload_param="cpu")))
+        unclipped += [whole_bits(trained(None, **fields)) for fields in (early, early | {"offload_param": "cpu"})]
+        result.append(whole_bits(trained(0.1, **STAGE_3, **NARROW)))
+        result.append(whole_bits(engine := trained(0.1, **STAGE_3, **NARROW, offload_param="cpu")))
         engine.close()
-        return [*result, bits(engine.module)]
+        return [*result, bits(engine.module)], unclipped
 
-    assert len({*found[0], *found[1]}) == 1, found
+    for of_each in zip(*found, strict=True):
+        assert len({*of_each[0], *of_each[1]}) == 1, found
 
 
 def test_one_rank_changes_parameters_for_all_and_masters_follow():
@@ -165,7 +170,8 @@ def test_ranks_run_other_experts_of_a_leaf_module(again):
     @on_ranks(2)
     def found(rank):
         result = []
-        for fields in ({"stage": 2}, {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}):
+        parted = {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}
+        for fields in ({"stage": 2}, parted, {**parted, "update_in_backward": True}):
             engine = wrap(mixture(again), lr=1e-2, **fields)
             routed = [*routed_steps(engine, rank)]
             result.append(whole_bits(engine))
@@ -209,7 +215,8 @@ def test_a_gradient_that_one_rank_lacks_is_no_matter_in_a_leaf_module_and_an_err
                 engine.step()
 
         result = []
-        for fields in ({}, {**STAGE_3, "leaf_modules": ["Branches"]}):
+        parted = {**STAGE_3, "leaf_modules": ["Branches"]}
+        for fields in ({}, parted, {**parted, "update_in_backward": True}):
             engine = wrap(Branches(), lr=1e-2, **fields)
             steps(engine, range(6))
             result.append(whole_bits(engine))

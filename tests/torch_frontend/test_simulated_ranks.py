@@ -36,6 +36,8 @@ SETTINGS = {
     "muon": {"optimizer": "muon", "param_dtype": "bfloat16"},
     "muon, streamed": {**STREAMED, "optimizer": "muon", "gradient_clipping": 0.05},
     "streamed": {**STREAMED, "param_dtype": "bfloat16"},
+    "streamed, early": {**STREAMED, "update_in_backward": True, "param_dtype": "bfloat16"},
+    "stage 3, early": {"stage": 3, "param_persistence_threshold": 20, "update_in_backward": True},
     "streamed, clipped": {**STREAMED, "gradient_clipping": 0.05, "schedule": "delayed", "delay_warmup_steps": 1},
 }
 

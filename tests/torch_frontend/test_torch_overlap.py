@@ -13,15 +13,18 @@ import pytest
 import torch
 import torch._dynamo.testing
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from frontends.torch import OffloadedAdamW, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from frontends.torch.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import HostMemoryWarning, StateError
+from offload_core.plans.planner import Planner
 from offload_core.plans.terms import GRADIENT_SLOTS
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.torch_models import batch, loss_of, make, on, place, same_bits, step
+from tests.support.ways import STAGE_3
 
 OPTIONS = {"lr": 1e-2, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
 SIMULATED = "simulated, delays 0"
@@ -48,10 +51,11 @@ def reference(steps, **options):
 
 
 def assert_equal(engine, other):
-    for a, b in zip(engine.parameters(), other.parameters(), strict=True):
-        assert same_bits(a, b)
+    with gathered_parameters(engine.parameters()), gathered_parameters(other.parameters()):
+        for a, b in zip(engine.parameters(), other.parameters(), strict=True):
+            assert same_bits(a, b)
     for a, b in zip(engine.optimizer.state.values(), other.optimizer.state.values(), strict=True):
-        assert set(a) >= {"exp_avg", "exp_avg_sq", "step"}
+        assert set(a) >= {"exp_avg", "step"}
         for name in set(a) & set(b):
             assert same_bits(a[name], b[name]), name
 
@@ -438,6 +442,13 @@ def test_an_engine_can_be_dropped_or_closed_while_an_update_runs(slow):
 
 EARLY = {**OPTIONS, "update_in_backward": True}
 TENTATIVE = {**EARLY, "gradient_clipping": 1e3}
+at_once_everywhere = pytest.mark.parametrize(
+    ("device", "more"),
+    [(device, more) for device in ("host", "late", SIMULATED) for more in ({}, STAGE_3)],
+    indirect=["device"],
+    ids=lambda value: value if isinstance(value, str) else f"stage {value.get('stage', 2)}",
+)
+"""Also where parameters are written in place, which can be done at once only."""
 KEPT, USED, NOT_SENT = "sent early, gradient landed", "sent early, gradient used", "current, gradient landed"
 
 
@@ -458,12 +469,19 @@ def emit(engine, seed=0):
         ({"gradient_clipping": 1e3, "gradient_accumulation_steps": 2}, KEPT),
         ({"gradient_clipping": 0.1}, None),  # some steps are
         ({"param_dtype": "float16"}, None),  # some overflow
+        ({"param_dtype": "float32"}, USED),
+        ({"state_format": "8bit"}, USED),
+        ({"optimizer": "lion", "master_dtype": "bfloat16"}, USED),
     ],
     ids=str,
 )
-@everywhere
-def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, state):
+@at_once_everywhere
+def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, state, more):
+    options = {**more, **options}
     engine = wrap(make(), **{**EARLY, **options})
+    terms = engine.optimizer.pipeline.buckets.terms
+    if terms.examines and (terms.direct or more):
+        state = NOT_SENT
     reports, seen = [], set()
     for seed in range(12):
         states = emit(engine, seed)
@@ -472,9 +490,11 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
             assert states == ({state} if boundary else {NOT_SENT})
         seen |= states
         reports.append(engine.step())
-    assert {KEPT, USED} & seen
+    assert state == NOT_SENT or {KEPT, USED} & seen
     monkeypatch.undo()
     expected, expected_reports = reference(12, **options)
+    masters = [[work.master for work in each.optimizer.pipeline.buckets.all] for each in (engine, expected)]
+    assert masters[0] == masters[1] or not (terms.direct or more), "a master weight of its own takes memory"
     assert repr(reports) == repr(expected_reports)  # a norm may be NaN
     if options.get("gradient_clipping") == 0.1:
         assert 1.0 in (coefficients := {report.clip_coefficient for report in reports})
@@ -483,8 +503,9 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
 
 
 @everywhere
-def test_gradients_take_the_memory_of_few_buckets_on_the_host(device):
-    engine = wrap(make(), **EARLY)
+@pytest.mark.parametrize("more", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_gradients_take_the_memory_of_few_buckets_on_the_host(device, more):
+    engine = wrap(make(), **EARLY, **more)
     buckets = engine.optimizer.pipeline.buckets.all
     assert len(buckets) > GRADIENT_SLOTS
     for seed in range(3):
@@ -492,6 +513,36 @@ def test_gradients_take_the_memory_of_few_buckets_on_the_host(device):
         report = engine.memory_report()
         assert report.host["gradients on the host"] == GRADIENT_SLOTS * max(w.bucket.shard_numel for w in buckets) * 2
         assert report.host_bytes == report.planned_host_bytes
+
+
+@pytest.mark.parametrize("more", [{}, STAGE_3], ids=["stage 2", "stage 3"])
+def test_gradients_on_the_cpu_are_those_of_one_bucket_at_a_time_as_planned(more):
+    """On one rank they are autograd's own memory, which is free as soon as the update has read it. A bucket has two
+    layers; in stage 3 each layer has one of its own."""
+
+    def gradients(layers, **fields):
+        """The most layers' gradients that are there at a time, and the planned number."""
+        engine = wrap(
+            nn.Sequential(*(nn.Linear(32, 32, bias=False) for _ in range(layers))),
+            **{**OPTIONS, "reduce_bucket_size": 2 * 32 * 32, **more, **fields},
+        )
+        alive, seen = [], []
+
+        def arrived(gradient):
+            alive.append(StorageWeakRef(gradient.untyped_storage()))
+            seen.append(sum(gradient.nbytes for ref in alive if not ref.expired()))
+
+        for param in engine.module.parameters():
+            param.register_hook(arrived)
+        for seed in range(3):
+            step(engine, seed)
+        planned = Planner(engine.optimizer.pipeline.buckets.terms).plan(engine.optimizer.pipeline.params)
+        [row] = [row for row in planned.rows if row.what == "gradients"]
+        return max(seen) // (2 * 32 * 32), row.n_bytes // (2 * 32 * 32)
+
+    for layers in (4, 16):
+        assert gradients(layers)[0] == layers
+        assert gradients(layers, update_in_backward=True) == ((1, 1) if more else (2, 2))
 
 
 @everywhere
@@ -521,40 +572,103 @@ def test_what_was_emitted_tentatively_is_read_and_discarded_as_if_it_were_not(de
             assert not any(same_bits(p, old) for p, old in zip(engine.parameters(), before, strict=True))
 
 
+def gradient_again(engine):
+    engine.backward(loss := loss_of(engine, 0), retain_graph=True)
+    loss.backward()
+
+
+def read_by_hand(engine):
+    engine.backward(loss_of(engine, 0))
+    with gathered_parameters(engine.module.parameters()):
+        engine.module[0].weight.sum()
+
+
+def forward_again(engine):
+    engine.backward(loss_of(engine, 0))
+    engine(batch(0, torch.bfloat16))
+
+
+@at_once_everywhere
+@pytest.mark.parametrize("act", [gradient_again, read_by_hand, forward_again], ids=lambda act: act.__name__)
+def test_nothing_reads_a_parameter_between_its_update_and_its_step(device, more, act):
+    engine, reference = wrap(make(), **EARLY, **more), wrap(make(), **OPTIONS, **more)
+    refused = "modified by an inplace operation|its gradient has been used, for update_in_backward=True"
+    with pytest.raises((RuntimeError, StateError), match=refused):
+        act(engine)
+    engine.step()
+    step(reference)
+    for each in (engine, reference):
+        step(each, 1)
+    assert_equal(engine, reference)
+
+
 @everywhere
-@pytest.mark.parametrize("options", [EARLY, TENTATIVE], ids=["at once", "tentatively"])
-def test_autograd_does_not_read_what_was_written_under_it(device, options):
-    engine = wrap(make(), **options)
+def test_autograd_does_not_read_what_was_written_under_it_tentatively(device):
+    engine = wrap(make(), **TENTATIVE)
     loss = loss_of(engine, 0)
     engine.backward(loss, retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
+class Twice(nn.Module):
+    """A layer that is used twice, each time in a checkpoint; ``detached``: first without a gradient of its own."""
+
+    def __init__(self, *, use_reentrant, detached=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8, bias=False)
+        self.use_reentrant, self.detached = use_reentrant, detached
+
+    def forward(self, x):
+        x = x.requires_grad_()
+        return self.use(self.use(x, detached=self.detached).relu(), detached=False)
+
+    def use(self, x, *, detached):
+        act = (lambda x: nn.functional.linear(x, self.layer.weight.detach())) if detached else self.layer
+        return checkpoint(act, x, use_reentrant=self.use_reentrant)
+
+
+@at_once_everywhere
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("detached", [True, False])
+def test_a_layer_that_is_used_again_after_its_update_is_refused_or_reads_its_parameters_before_it(
+    device, more, use_reentrant, detached
+):
+    """Reentrant checkpoints bring a gradient each. One without a gradient of the layer runs it after its update; in
+    stage 3 the module around it has kept the parameter whole, as it was."""
+    exact = bool(more) if detached else not use_reentrant
+    engines = [
+        wrap(Twice(use_reentrant=use_reentrant, detached=detached).to(place()), **options, **more)
+        for options in (EARLY, OPTIONS)
+    ]
+    for seed in range(3):
+        for engine in engines:
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(place())
+            loss = engine(x).float().pow(2).mean()
+            if not exact and engine is engines[0]:
+                with pytest.raises(StateError, match="its gradient has been used, for update_in_backward=True"):
+                    engine.backward(loss)
+                return
+            engine.backward(loss)
+            assert engine.step().updated
+    assert_equal(*engines)
+
+
 @everywhere
 def test_a_layer_that_is_checkpointed_twice_reads_its_parameters_before_the_step(device):
     """Reentrant checkpoints bring a gradient each, and run the layer again in between."""
 
-    class Twice(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.layer = nn.Linear(8, 8, bias=False)
-
-        def forward(self, x):
-            x = x.requires_grad_()
-            return checkpoint(self.layer, checkpoint(self.layer, x, use_reentrant=True).relu(), use_reentrant=True)
-
-    engines = [wrap(Twice().to(place()), **options) for options in (TENTATIVE, {**OPTIONS, "schedule": "serial"})]
+    engines = [
+        wrap(Twice(use_reentrant=True).to(place()), **options)
+        for options in (TENTATIVE, {**OPTIONS, "schedule": "serial"})
+    ]
     for seed in range(3):
         for engine in engines:
             x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(place())
             engine.backward(engine(x).float().pow(2).mean())
             assert engine.step().updated
     assert_equal(*engines)
-    engine = wrap(Twice().to(place()), **EARLY)
-    with pytest.raises(StateError, match="its gradient has been used, for update_in_backward=True"):
-        engine.backward(engine(torch.ones(4, 8, device=place())).sum())
 
 
 @everywhere
@@ -586,9 +700,9 @@ def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(de
     assert_equal(engines[1], engines[2])
 
 
-@everywhere
-def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device):
-    engine = wrap(make(), **OPTIONS, update_in_backward=True)
+@at_once_everywhere
+def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device, more):
+    engine = wrap(make(), **EARLY, **more)
     engine.backward(loss_of(engine, 0))
     with pytest.raises(StateError, match="its gradient has been used, for update_in_backward=True"):
         engine.zero_grad()

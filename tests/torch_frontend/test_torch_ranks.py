@@ -22,7 +22,7 @@ from offload_core.ranks import consistency
 from offload_core.ranks.consistency import FORMAT, VERSION
 from tests.support.interrupts import interrupt_at, numbers_of
 from tests.support.processes import ROOT, environment_of, on_ranks
-from tests.support.torch_rank import batch, bits, give_up, loss_of, make, said_by, train
+from tests.support.torch_rank import batch, bits, give_up, loss_of, make, said_by, train, whole_bits
 
 
 def ddp_and_fused_adamw():
@@ -50,14 +50,18 @@ def test_four_ranks_agree_and_so_do_the_stages():
     @on_ranks(4)
     def found(rank):
         result = []
-        for stage in (1, 2):
-            engine = wrap(make(), lr=1e-2, stage=stage, param_dtype="bfloat16", gradient_clipping=0.05,
-                          gradient_accumulation_steps=2, reduce_bucket_size=1000)  # fmt: skip
-            norms = [report.grad_norm for report in train(engine, rank, range(6))]
-            result.append((bits(engine.module), norms))
+        streamed = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 20}
+        for clipping, early in ((0.05, False), (None, False), (None, True)):
+            for fields in ({"stage": 1}, {"stage": 2}, streamed):
+                engine = wrap(make(), lr=1e-2, param_dtype="bfloat16", gradient_clipping=clipping,
+                              update_in_backward=early, gradient_accumulation_steps=2, reduce_bucket_size=1000,
+                              **fields)  # fmt: skip
+                norms = [report.grad_norm for report in train(engine, rank, range(6))]
+                result.append((whole_bits(engine), norms))
         return result
 
-    assert all(of_a_stage == found[0][0] for of_one in found for of_a_stage in of_one)
+    for clipped in (slice(3), slice(3, None)):
+        assert all(of_a_stage == found[0][clipped][0] for of_one in found for of_a_stage in of_one[clipped])
 
 
 def test_buckets_that_stay_on_the_device_give_the_same_bits():

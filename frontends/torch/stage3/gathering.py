@@ -55,6 +55,11 @@ class Gathering:
         """Return True if the parameter is partitioned."""
         return param in self._parameters
 
+    @property
+    def is_open(self) -> bool:
+        """True inside ``gathered_parameters``."""
+        return self._open > 0
+
     def check_closed(self, what: str = "an update") -> None:
         """Raise :class:`StateError` inside ``gathered_parameters``."""
         if self._open:

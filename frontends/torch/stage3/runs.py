@@ -49,7 +49,9 @@ class _Run:
     began: int = -1
     """A lower bound on the sequence numbers of the nodes that its forward made; -1: none is known."""
     task: int = NO_BACKWARD
-    """The backward in which it keeps its parameters."""
+    """The backward in which it keeps parameters."""
+    in_backward: Sequence[PartitionedParameter] = ()
+    """Those that it keeps in that backward: not one that has been updated before, whose values no node may read."""
     differentiable: bool = False
     """True if that backward records a graph itself (``create_graph=True``)."""
     is_leaf: bool = False
@@ -198,8 +200,9 @@ class ModuleRuns:
 
     def _kept_by_leaves(self, task: int) -> set[PartitionedParameter]:
         """Return the parameters that leaf modules keep whole that run now, or whose backward does."""
-        runs = (*self.forwards, *self._backwards.get(task, ()))
-        return {record for run in runs if run.is_leaf for record in run.params}
+        forwards = (run.params for run in self.forwards if run.is_leaf)
+        backwards = (run.in_backward for run in self._backwards.get(task, ()) if run.is_leaf)
+        return {*chain(*forwards, *backwards)}
 
     def _note_saved(self, run: _Run) -> None:
         """Note gathered parameters that graphs save, until the run ends ([Note: saved parameters] in ``saved.py``)."""
@@ -290,7 +293,7 @@ class ModuleRuns:
             self._join(self.forwards[-1], record)
         elif task != NO_BACKWARD and not self.forwards:
             self.whole.hold([record])
-            self._runs_of(task).append(_Run(None, [record], task=task))
+            self._runs_of(task).append(_Run(None, [record], task=task, in_backward=[record]))
         return bool(self.forwards) or task != NO_BACKWARD
 
     # --- backward ------------------------------------------------------------------------------------
@@ -308,7 +311,10 @@ class ModuleRuns:
             return
         self._end_passed(task)
         runs = self._runs_of(task)
-        self.whole.hold(run.params)
+        # A parameter that another module uses, too, may have its whole gradient before this module's backward begins.
+        current = [record for record in run.params if not self.whole.was_sent_early(record)]
+        self.whole.hold(current)
+        run.in_backward = current
         run.task, run.differentiable = task, torch.is_grad_enabled()
         runs.append(run)
         if run.leaf is not None:
@@ -325,10 +331,11 @@ class ModuleRuns:
             self.leaves.end_runs([run.leaf for run in passed if run.leaf is not None], task)
 
     def _end(self, run: _Run) -> None:
+        params, run.in_backward = run.in_backward, ()
         run.task = NO_BACKWARD
         if run.differentiable:
-            self.whole.keep(run.params, for_graph=True)
-        self.whole.let_go(run.params)
+            self.whole.keep(params, for_graph=True)
+        self.whole.let_go(params)
 
     def _backward_ended(self, task: int) -> None:
         runs = self._backwards.pop(task, [])
@@ -344,15 +351,17 @@ class ModuleRuns:
         Args:
             graphs: True also releases those that are kept because a graph may read them.
         """
-        runs = [*self.forwards, *chain(*self._backwards.values())]
+        runs, params = [*chain(*self._backwards.values())], [run.params for run in self.forwards]
         for run in reversed(self.forwards):
             _end_saving(run)
         self.forwards.clear()
         self._backwards = {}
         self.leaves.forget(graphs=graphs)
         for run in runs:
-            run.task = NO_BACKWARD
-            self.whole.let_go(run.params)
+            params.append(run.in_backward)
+            run.task, run.in_backward = NO_BACKWARD, ()
+        for each in params:
+            self.whole.let_go(each)
         self.whole.end_keeping(graphs=graphs)
 
 

@@ -31,7 +31,15 @@ class WholeParameters:
         """Parameters that stay whole after their runs: until they change (True), or until the next forward (False)."""
 
     def hold(self, records: Sequence[PartitionedParameter]) -> None:
-        """Make parameters whole, until :meth:`let_go`."""
+        """Make parameters whole, until :meth:`let_go`.
+
+        Raises:
+            StateError: a parameter's shards are of a step that is still to come (``update_in_backward``).
+        """
+        for record in records:
+            if self.was_sent_early(record):
+                assert record.index is not None
+                self._pipeline.state_lock.run(self._pipeline.await_param, record.index)
         try:
             with nullcontext() if innermost_transform() is None else outside_transforms():
                 self._live.acquire([record.live for record in records])
@@ -42,6 +50,10 @@ class WholeParameters:
         for record in records:
             for tensor in record.values.tensors:
                 forget(tensor)
+
+    def was_sent_early(self, record: PartitionedParameter) -> bool:
+        """Return True if the parameter's shards may be of a step that is still to come (``update_in_backward``)."""
+        return record.index is not None and self._pipeline.early.holds(record.index)
 
     def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
         """End one :meth:`hold` of these parameters; ``may_stay``: they may stay whole for their next use."""
@@ -59,7 +71,11 @@ class WholeParameters:
                 guard(tensor, touched)
 
     def keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
-        """Keep parameters whole until the next forward; if a graph may read them, until they change."""
+        """Keep parameters whole until the next forward; if a graph may read them, until they change.
+
+        One that was sent early has changed.
+        """
+        records = [record for record in records if not self.was_sent_early(record)]
         self.hold([record for record in records if record not in self._kept])
         for record in records:
             self._kept[record] = for_graph or self._kept.get(record, False)
