@@ -1,0 +1,90 @@
+"""Trains a GPT whose states and parameters lie on disk, on a machine whose memory is much smaller: `make demo-disk`.
+
+The model is built in shards, each of which goes to the disk at once. A bucket is updated as soon as its gradients are
+there (`update_in_backward`), so that the gradients of few parameters are in memory at a time.
+"""
+
+import argparse
+import resource
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from bench.train.gpt_torch import GPT
+from frontends.torch import init, wrap
+from offload_core.commands.model_shapes import GPTConfig
+from offload_core.memory.host_memory import format_bytes
+
+SIZES = {
+    "0.1b": GPTConfig(layers=8, width=1024, heads=8, positions=0, vocabulary=256),
+    "1b": GPTConfig(layers=20, width=2048, heads=16, positions=0, vocabulary=256),
+    "3b": GPTConfig(layers=26, width=3072, heads=24, positions=0, vocabulary=256),
+}
+
+
+def settings(folder: str) -> dict[str, Any]:
+    """The configuration: what it holds in memory follows from the bucket size and `max_live_parameters`."""
+    return {
+        "stage": 3,
+        "lr": 1e-4,
+        "offload_optimizer": "nvme",
+        "offload_param": "nvme",
+        "nvme_path": folder,
+        "nvme_host_bytes": 0,
+        "update_in_backward": True,
+        "reduce_bucket_size": 16 * 2**20,
+        "max_live_parameters": 100_000_000,
+        "max_reuse_distance": 50_000_000,
+        "prefetch_bucket_size": 40_000_000,
+    }
+
+
+def peak_bytes() -> int:
+    """The most memory that this process has had so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.disk_demo", description=__doc__)
+    parser.add_argument("--size", choices=tuple(SIZES), default="3b", help="of the model, in parameters (default: 3b)")
+    parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="the folder on a disk (default: that of temporary files)")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--context", type=int, default=128, help="bytes of text a step")
+    args = parser.parse_args()
+    config = settings(args.nvme_path)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    start = time.perf_counter()
+    with init(config=config):
+        model = GPT(SIZES[args.size])
+    torch.set_default_dtype(torch.float32)
+    print(f"built in {time.perf_counter() - start:.0f} s, peak {format_bytes(peak_bytes())}", flush=True)
+    start = time.perf_counter()
+    engine = wrap(model, **config)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    print(f"{numel:,} parameters, wrapped in {time.perf_counter() - start:.0f} s, peak {format_bytes(peak_bytes())}", flush=True)
+    print(engine.memory_report())
+    text = np.frombuffer(Path(__file__).read_bytes(), np.uint8)
+    for step in range(args.steps):
+        start = time.perf_counter()
+        window = torch.from_numpy(text[: args.context + 1].astype(np.int64))[None]
+        loss = engine(window[:, :-1], window[:, 1:])
+        forward = time.perf_counter() - start
+        engine.backward(loss)
+        engine.step()
+        print(
+            f"step {step + 1}: loss {loss.item():.4f}, {time.perf_counter() - start:.1f} s (forward {forward:.1f}), "
+            f"peak {format_bytes(peak_bytes())}",
+            flush=True,
+        )
+    engine.close()
+
+
+if __name__ == "__main__":
+    main()
