@@ -137,7 +137,7 @@ class MemoryPlan:
         self, where: str, kind: type[OffloadError] | None, needed: int, free: int, processes: int
     ) -> OffloadError:
         of = f" on each of {processes} ranks of this machine" if processes > 1 and where != DEVICE else ""
-        if self.held and (self.shared or where == DEVICE):
+        if self.held and where == (HOST if self.shared else DEVICE):
             of += f" besides the {format_bytes(self.held)} that the model takes"
         memory = "memory" if kind else "space"
         place = f"{where} {memory}" + (f" in {', '.join(self.folders)}" if self.folders and kind is None else "")

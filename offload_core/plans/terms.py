@@ -13,7 +13,6 @@ from ..config.state_formats import SPLIT, Master, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, Kinds, ParamSpec, kinds_of, planned
-from ..memory.plan import HOST
 from ..rules import MASTER, Rule
 from ..states import STORES
 from ..support.worker import Background, Inline
@@ -75,9 +74,10 @@ class BucketTerms:
         """The size of the slots of gradients that there are."""
         self.directions_bytes = 0
         """The size of the buffers for directions that there are."""
-        self.state_budget = config.nvme_host_bytes or 0
+        budget = self.store_kind.host_budget(config)
+        self.state_budget = budget or 0
         """The bytes of host memory that states of new buckets may take, where the store also has another place."""
-        self.fills_free_memory = self.store_kind.place != HOST and config.nvme_host_bytes is None
+        self.fills_free_memory = budget is None
         """True if that is as much as is free when parameters are taken on (:meth:`take_free`)."""
         self.block_bytes = 0
         """The bytes of the blocks of states that there are."""

@@ -14,7 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from frontends.jax import ScaledGradients, wrap
 from frontends.jax.files.checkpoint import TreeCheckpoints
-from offload_core.errors import ConfigError, ConfigWarning, DiskSpaceError, GradientError, HostMemoryError, ParameterError, StateError
+from offload_core.errors import (
+    ConfigError,
+    ConfigWarning,
+    DiskSpaceError,
+    GradientError,
+    HostMemoryError,
+    ParameterError,
+    StateError,
+)
 from offload_core.memory.host_memory import HostMemory
 from offload_core.testing.late_store import LateStore
 from tests.support import late_stores
