@@ -1,5 +1,8 @@
 """Plans of states on disk: the memory and the space that they take, what a step moves, and what is refused."""
 
+import itertools
+import json
+import os
 import re
 from collections import Counter
 from contextlib import contextmanager
@@ -14,6 +17,8 @@ from hypothesis import strategies as st
 from frontends.jax import wrap as wrap_jax
 from frontends.torch import wrap
 from offload_core import DiskSpaceError, HostMemoryError
+from offload_core.__main__ import main
+from offload_core.commands import machine
 from offload_core.config.options import OffloadConfig
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.disk.scratch import ScratchFiles
@@ -252,3 +257,159 @@ def test_a_disk_works_beside_the_update_in_every_schedule_and_beside_all_if_they
     assert unknown.disk is None
     assert not unknown.is_known
     assert unknown.seconds == pytest.approx(max(unknown.update, unknown.to_host, unknown.compute) + unknown.tail)
+
+
+# --- the commands ---------------------------------------------------------------------------------------
+
+SPEEDS = ["--dram-bandwidth=40GB", "--link-bandwidth=25GB", "--disk-bandwidth=6GB"]
+SMALL_HOST = ["--parameters=7B", "--host-memory=64GB", "--device-memory=24GB", *SPEEDS]
+
+
+def plan(capsys, *arguments, status=0):
+    assert main(["plan", "--json", *map(str, arguments)]) == status
+    return json.loads(capsys.readouterr().out)
+
+
+def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys):
+    found = plan(capsys, *SMALL_HOST, "--disk-memory=100GB")
+    assert [tier["offload_optimizer"] for tier in found["tiers"]] == ["cpu"] * 4 + ["nvme"] * 4
+    assert [tier["fits"] for tier in found["tiers"]] == [False] * 4 + [True] * 4
+    assert [tier["disk"] for tier in found["tiers"][:4]] == [None] * 4
+    for tier in found["tiers"][4:]:
+        free, reserve = 64 * 10**9, 64 * 10**8
+        block = 3 * 4 * 2**25
+        assert free - reserve - block < tier["host_bytes"] <= free - reserve, "to a bucket"
+        on_disk = sum(row["n_bytes"] for row in tier["rows"] if row["where"] == "disk")
+        assert tier["disk"]["read"] == tier["disk"]["written"] == on_disk
+        assert tier["step"]["disk"] == pytest.approx(2 * on_disk / 6e9)
+        assert tier["step"]["seconds"] == pytest.approx(tier["step"]["disk"] + tier["step"]["tail"])
+        assert tier["disk"]["a_day"] == pytest.approx(on_disk * 86400 / tier["step"]["seconds"])
+    assert {tier["offload_optimizer"] for each in found["formats"] for tier in each["tiers"]} == {"cpu"}
+    small = plan(capsys, *SMALL_HOST, "--disk-memory=40GB", status=1)
+    assert [tier["missing"] for tier in small["tiers"][4:]] == [
+        {"disk": sum(row["n_bytes"] for row in tier["rows"] if row["where"] == "disk")} for tier in small["tiers"][4:]
+    ]
+    assert not any(tier["offload_optimizer"] == "nvme" for tier in plan(capsys, *SMALL_HOST[:-1], status=1)["tiers"])
+
+
+@pytest.mark.parametrize("frontend", ["torch", "jax"])
+def test_the_disk_alone_is_planned_where_it_is_asked_for(frontend, capsys):
+    asked = ["--parameters=7B", "--host-memory=640GB", *SPEEDS, f"--frontend={frontend}", "--offload-optimizer=nvme"]
+    asked += ["--stage=2"] if frontend == "torch" else []
+    found = plan(capsys, *asked)
+    assert {tier["offload_optimizer"] for tier in found["tiers"]} == {"nvme"}
+    assert {tier["disk"]["written"] for tier in found["tiers"]} == {0}, "there is memory for all"
+    assert {tier["step"]["disk"] for tier in found["tiers"]} == {0}
+    bytes_of = [12, 8, 6.008, 4.008]
+    found = plan(capsys, *asked, "--nvme-host-bytes=0")
+    for each, n_bytes in zip(found["formats"], bytes_of, strict=True):
+        for tier in each["tiers"]:
+            assert tier["disk_bytes"] == pytest.approx(n_bytes * found["parameters"], rel=0.002)
+    wider = plan(capsys, *asked, "--nvme-host-bytes=40GB")
+    for tier, all_on_disk in zip(wider["tiers"], found["tiers"], strict=True):
+        assert 0 < 40 * 10**9 - (all_on_disk["disk"]["read"] - tier["disk"]["read"]) < 2**29
+
+
+def test_ranks_of_a_machine_share_its_disk_and_its_memory(capsys):
+    asked = [*SMALL_HOST, "--offload-optimizer=nvme", "--disk-memory=100GB", "--stage=2", "--nvme-host-bytes=0"]
+    [one] = plan(capsys, *asked)["tiers"]
+    [two] = plan(capsys, *asked, "--world-size=2")["tiers"]
+    assert two["disk"]["written"] == pytest.approx(one["disk"]["written"] / 2, rel=0.01)
+    assert two["step"]["disk"] == pytest.approx(one["step"]["disk"], rel=0.01)
+    assert two["disk"]["a_day"] == pytest.approx(one["disk"]["a_day"], rel=0.01)
+    [filled] = plan(capsys, *asked[:-1], "--world-size=2")["tiers"]
+    assert 56 * 10**9 < 2 * filled["host_bytes"] < 64 * 10**9 * 0.9
+
+
+def test_what_is_printed_of_a_disk(capsys):
+    assert main(["plan", *SMALL_HOST, "--disk-memory=100GB", "--stage=2"]) == 0
+    printed = capsys.readouterr().out
+    assert "disk: 93.1 GiB free on a machine; bandwidth, read and written, 6.0 GB/s (as given)" in printed
+    assert re.search(r"^stage 2, nvme +39\.0 GiB +39\.0 GiB +14\.0 s +at most 258\.\d TB$", printed, re.M)
+    assert main(["plan", *SMALL_HOST, "--disk-memory=10GB", "--stage=2"]) == 1
+    printed = capsys.readouterr().out
+    assert re.search(r"^stage 2, nvme .* no: disk too small$", printed, re.M)
+    assert "stage 2, nvme: 39.0 GiB of disk space, of 9.3 GiB: master 13.0 GiB" in printed
+    assert main(["plan", *SMALL_HOST[:-1]]) == 1
+    printed = capsys.readouterr().out
+    assert (
+        "with states on a disk it does: stage 1, nvme: 14.6 GiB of host memory and 77.9 GiB of disk\n"
+        "    (--offload-optimizer nvme)"
+    ) in printed
+    for asked in ("--offload-optimizer=cpu", "--host-memory=15GB"):  # asked for, or no help
+        assert main(["plan", *SMALL_HOST[:-1], asked]) == 1
+        assert "nvme" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("memory", [["--host-memory=9TB"], ["--device-memory=1GB", "--host-memory=1GB"]])
+def test_what_is_printed_of_a_disk_is_at_most_100_columns_wide(memory, capsys):
+    asked = ["--parameters=900B", "--world-size=64", "--local-world-size=8", "--reduce-bucket-size=500000000"]
+    asked += ["--disk-memory=1TB", *SPEEDS]
+    main(["plan", *asked, *memory])
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
+
+
+def test_a_disk_is_measured_and_nothing_stays_there(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(machine, "_ON_DISK", 64 * 2**20)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    assert main(["info", "--nvme-path", str(tmp_path)]) == 0
+    rates = r"\d+\.\d GB/s read, \d+\.\d GB/s written, \d+\.\d GB/s one after the other; [\d.]+ .iB free"
+    assert re.search(rf"^disk +{re.escape(str(tmp_path))}: {rates}$", capsys.readouterr().out, re.M)
+    assert main(["info", "--json", "--nvme-path", str(tmp_path)]) == 0
+    disk = json.loads(capsys.readouterr().out)["disk"]
+    assert disk["read"] > 0
+    assert disk["write"] > 0
+    assert not os.listdir(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+    found = plan(capsys, "--preset=tiny", "--host-memory=1GB", *SPEEDS[:2], f"--nvme-path={tmp_path}")
+    assert found["speeds"]["disk"] > 0
+    assert found["disk_memory"] > 64 * 2**20
+    assert not os.listdir(tmp_path)
+    monkeypatch.setattr(machine, "free_bytes", lambda folders: 100)
+    assert main(["info", "--nvme-path", str(tmp_path)]) == 2
+    assert "100 bytes of free space; expected at least 320.0 MiB" in capsys.readouterr().err
+
+
+@law(20)
+@given(n_bytes=st.integers(1, 40), seconds=st.sampled_from([0, 0.5, 10**6]))
+def test_a_measurement_moves_whole_buffers_in_turns_until_its_time_or_its_bytes_end(n_bytes, seconds):
+    unit = machine._AT_A_TIME
+    buffers = [np.empty(0) for _ in range(3)]
+    begun, ended, now = [], [], itertools.count(0, 0.1)
+
+    class Moved:
+        def __init__(self, at, buffer):
+            begun.append((at, id(buffer)))
+            assert len(begun) - len(ended) <= 3
+
+        def error(self):
+            ended.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(machine, "_SECONDS_EACH_WAY", seconds)
+        patch.setattr(machine.time, "perf_counter", lambda: next(now))
+        done, rate = machine._stream(Moved, buffers, n_bytes * unit)
+    assert begun == [(i * unit, id(buffers[i % 3])) for i in range(done // unit)]
+    assert len(ended) == len(begun) == {0: 1, 0.5: min(5, n_bytes), 10**6: n_bytes}[seconds]
+    assert rate > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["plan", "--preset=tiny", "--offload-optimizer=cpu", "--disk-memory=1GB"], "--disk-memory is of --off"),
+        (["plan", "--preset=tiny", "--offload-optimizer=none"], "--offload-optimizer"),
+        (["plan", "--preset=tiny", "--nvme-path=/no/such/folder"], "nvme_path: got '/no/such/folder'"),
+        (["plan", "--preset=tiny", "--nvme-host-bytes=5"], "expected a size such as 32GB"),
+        (["plan", "--preset=tiny", "--disk-bandwidth=fast"], "expected bytes a second"),
+        (["info", "--nvme-path=/no/such/folder"], "nvme_path: got '/no/such/folder'"),
+    ],
+)  # fmt: skip
+def test_wrong_options_of_disks_are_one_line(arguments, words, capsys):
+    try:
+        status = main(arguments)
+    except SystemExit as exit_:
+        status = exit_.code
+    out, complaint = capsys.readouterr()
+    assert (status, out, complaint.count("\n")) == (2, "", 1), (status, out, complaint)
+    assert words in complaint
