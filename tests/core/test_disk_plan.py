@@ -26,7 +26,7 @@ from offload_core.dtypes import BFLOAT16
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory, format_bytes
 from offload_core.memory.plan import MemoryPlan
-from offload_core.plans.planner import Planner
+from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.prediction import Speeds, predict
 from offload_core.plans.terms import BucketTerms
 from offload_core.rules.adam import AdamHyper
@@ -37,6 +37,7 @@ from offload_core.testing.fake_device import FakeDevice
 from tests.support.pipelines import STATES, Subject
 from tests.support.strategies import law
 
+pytestmark = pytest.mark.states_in_memory  # those of offload_optimizer="cpu"
 BUCKETS, NUMEL = 12, 1024
 STATE = 4 * NUMEL
 """The bytes of a state of one bucket, in whole pages."""
@@ -213,6 +214,20 @@ def test_a_model_too_large_for_the_host_is_told_of_the_disk_with_figures_that_ho
     assert "nvme" not in str(error.value)
 
 
+def test_each_process_of_a_machine_fills_its_part_of_the_free_memory():
+    terms = BucketTerms(OffloadConfig(offload_optimizer="nvme", nvme_path="/"), planned_device(2, addressable=True))
+    specs = [ParamSpec("p", NUMEL, BFLOAT16)]
+
+    def plan():
+        return Planner(terms).plan(specs)
+
+    others = plan().needs["host"]
+    check_memory(terms, plan(), plan, host=2 * (others + RESERVE + 5), device=None, processes=2)
+    assert terms.state_budget == 5
+    check_memory(terms, plan(), plan, host=2 * (others + RESERVE + 9), device=None, processes=2)
+    assert terms.state_budget == 9, "for later parameters it is found anew"
+
+
 # --- a step's time --------------------------------------------------------------------------------------
 
 
@@ -343,7 +358,7 @@ def test_what_is_printed_of_a_disk(capsys):
 
 @pytest.mark.parametrize("memory", [["--host-memory=9TB"], ["--device-memory=1GB", "--host-memory=1GB"]])
 def test_what_is_printed_of_a_disk_is_at_most_100_columns_wide(memory, capsys):
-    asked = ["--parameters=900B", "--world-size=64", "--local-world-size=8", "--reduce-bucket-size=500000000"]
+    asked = ["--parameters=900B", "--world-size=64", "--local-world-size=8", "--reduce-bucket-size=2000000000"]
     asked += ["--disk-memory=1TB", *SPEEDS]
     main(["plan", *asked, *memory])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
