@@ -42,6 +42,10 @@ class DiskError(OffloadError, RuntimeError):
     """A scratch file cannot be made, written or read."""
 
 
+class DiskSpaceError(DiskError):
+    """The disk space asked for is not available."""
+
+
 class CollectiveError(OffloadError, RuntimeError):
     """A collective operation failed: a rank was lost, timed out, or differs from the others."""
 

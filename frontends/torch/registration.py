@@ -18,7 +18,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan
 from offload_core.memory.report import MemoryReport
-from offload_core.plans.planner import Planner
+from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine
 from offload_core.rules import Matrix, Rule
@@ -218,11 +218,19 @@ class Registration:
             specs = [replace(spec, settled_with=leaves.get(p)) for spec, (_, p, _) in zip(specs, named, strict=True)]
         frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
         trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
-        plan = self._plan(trained, frozen, self._others(trained, frozen, _tensors_of(model)))
+        make_plan = partial(self._plan, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
+        plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
         device = pipeline.device
         self._take_over(named)
         processes = min(local_processes(), device.world_size)
-        plan.check(available_bytes(), device.free_bytes(), processes=processes)
+        check_memory(
+            pipeline.buckets.terms,
+            plan,
+            make_plan,
+            host=available_bytes(),
+            device=device.free_bytes(),
+            processes=processes,
+        )
         first = len(pipeline.params)
         cut = parted.parameters.cut(trained) if parted else {}
         tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]

@@ -6,26 +6,39 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ..disk.folders import check_folders, free_bytes
 from ..memory.host_memory import format_bytes
 from ..native import kernels
 from ..support.topology import ranges
-from .machine import describe, measure_bandwidths
+from .machine import DiskSpeeds, describe, measure_bandwidths, measure_disk
 
 HELP = "this machine: processors, devices, memory, kernels, versions, measured bandwidth"
 EXAMPLE = """example:
-  python -m offload_core info"""
+  python -m offload_core info
+and how fast the disk of a folder is, where states may lie; 3 seconds and at most 1 GiB of it:
+  python -m offload_core info --nvme-path /mnt/disk"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--nvme-path",
+        action="append",
+        metavar="FOLDER",
+        help="measure the disk of this folder; give it again for further disks, which are measured together",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes, rates a second")
 
 
 def run(args: argparse.Namespace) -> int:
+    folders = args.nvme_path or []
+    check_folders(folders)
     about = describe()
     kernels.bind_workers(about["chosen"]["processors"])
     bandwidths = measure_bandwidths(about["threads"])
+    disk = measure_disk(folders) if folders else None
     if args.json:
-        print(json.dumps({**about, "bandwidth": {**asdict(bandwidths), "link": None}}))
+        of_disk = disk and {"folders": folders, "free": free_bytes(folders), **asdict(disk)}
+        print(json.dumps({**about, "bandwidth": {**asdict(bandwidths), "link": None}, "disk": of_disk}))
         return 0
     limit = about["control group limit"]
     versions = [f"{name} {version}" for name, version in about["versions"].items() if version]
@@ -43,6 +56,7 @@ def run(args: argparse.Namespace) -> int:
         "memory bandwidth": f"{bandwidths.dram / 1e9:.1f} GB/s in the Adam kernel, fp32, read and written",
         "copy bandwidth": f"{bandwidths.copy / 1e9:.1f} GB/s, read and written",
         "link to a device": "not measured; plan takes it as --link-bandwidth",
+        **({} if disk is None else {"disk": f"{', '.join(folders)}: {_disk(disk, free_bytes(folders))}"}),
     }
     width = max(map(len, lines))
     print("\n".join(f"{name:{width}}  {value}" for name, value in lines.items()))
@@ -64,6 +78,11 @@ def _slow_bfloat16(why: str | None) -> dict[str, str]:
     return (
         {} if why is None else {"bf16": f"{why}: in PyTorch a matrix product takes 20 to 500 times as long as in fp32"}
     )
+
+
+def _disk(speeds: DiskSpeeds, free: int) -> str:
+    read, write, both = (f"{rate / 1e9:.1f}" for rate in (speeds.read, speeds.write, speeds.both))
+    return f"{read} GB/s read, {write} GB/s written, {both} GB/s one after the other; {format_bytes(free)} free"
 
 
 def _device(device: Mapping[str, Any]) -> str:

@@ -3,7 +3,7 @@
 import argparse
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -13,20 +13,22 @@ from typing import Any
 from ..config.options import OffloadConfig
 from ..config.state_formats import SHORT_NAMES
 from ..device.exchange_sizes import REFUSED_DEVICES, planned_device, planned_jax_device
+from ..disk.folders import check_folders, free_bytes
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
+from ..layout.partition import ParamSpec
 from ..memory.host_memory import available_bytes, format_bytes
 from ..memory.plan import DEVICE, HOST, MemoryPlan, format_table
 from ..plans.at_once import rows_at_once
-from ..plans.planner import NARROWER, Planner
+from ..plans.planner import FOLDER, NARROWER, Planner, fill_host_memory
 from ..plans.prediction import Speeds, StepTime, predict
 from ..plans.terms import BucketTerms
 from ..rules import RULES
 from ..step.loss_scale import scaler_for
 from ..support.processors import default_threads
-from ..support.units import count, mesh, rate, size
+from ..support.units import count, mesh, rate, size, size_or_0
 from .jax_shapes import MeshPart
-from .machine import measure_bandwidths
+from .machine import measure_bandwidths, measure_disk
 from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, shapes_of, specs_of
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
@@ -36,12 +38,18 @@ the same of a model's files, or of its Hugging Face configuration:
   python -m offload_core plan --model Qwen3-8B/config.json --device-memory 24GB --host-memory 128GB
 in JAX, parameters sharded over a mesh of 4 x 2 devices of one process:
   python -m offload_core plan --frontend jax --mesh 4x2 --parameters 7B --device-memory 24GB
+with states on a disk, where they do not fit in host memory; its free space and bandwidth are measured:
+  python -m offload_core plan --parameters 13B --host-memory 64GB --nvme-path /mnt/disk
 
 Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so that 64GB is 59.6 GiB.
 The exit status is 0 if a stage fits, 1 if none does."""
 _COLUMNS = 100
 """The most columns of the output."""
 _TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
+_STORES = ("cpu", "nvme")
+"""The values of ``offload_optimizer``, the fastest first."""
+_OF_DISK = ("nvme_path", "nvme_host_bytes", "disk_memory", "disk_bandwidth")
+_DAY = 24 * 60 * 60
 _FIELDS = (
     "reduce_bucket_size",
     "gradient_accumulation_steps",
@@ -83,6 +91,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--stage", type=int, choices=(1, 2, 3), help="ask for this stage alone")
     add("--offload-param", choices=("cpu", "none"), help="ask for this tier of stage 3 alone")
+    add(
+        "--offload-optimizer",
+        choices=_STORES,
+        help="ask for states in host memory, or on a disk, alone (default: in host memory; then, if an option of disks "
+        "is given, on a disk)",
+    )
+    add("--nvme-path", action="append", metavar="FOLDER", help="on a disk for states; give it again for further disks")
+    add(
+        "--nvme-host-bytes",
+        type=size_or_0,
+        metavar="SIZE",
+        help="as OffloadConfig.nvme_host_bytes (default: what is free of --host-memory, less a reserve)",
+    )
+    add("--disk-memory", type=size, metavar="SIZE", help="free on the disks of a machine (default: in --nvme-path)")
+    add(
+        "--disk-bandwidth",
+        type=rate,
+        metavar="RATE",
+        help="of a machine's disks, bytes a second read and written (default: measured in --nvme-path)",
+    )
     add("--world-size", type=count, default=1, metavar="W", help="ranks, in JAX processes (default: 1)")
     add("--local-world-size", type=count, metavar="W", help="of them on one machine, whose memory they share (all)")
     add(
@@ -123,6 +151,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True)
+class _Disk:
+    """Bytes that a process's states move to and from a disk in each step."""
+
+    read: float
+    written: float
+    a_day: float | None
+    """Bytes written by all processes of a machine in a day of such steps; None: the disk's bandwidth is unknown."""
+
+
+@dataclass(frozen=True)
 class _Tier:
     """The plan for one stage; in JAX for one way to give gradients."""
 
@@ -133,13 +171,16 @@ class _Tier:
     step: StepTime
     matrix_work: list[int]
     """The multiplications of each rank with matrices."""
+    disk: _Disk | None = None
+    """None: no states are on a disk."""
 
     @property
     def name(self) -> str:
+        disk = ", nvme" if self.about.get("offload_optimizer") == "nvme" else ""
         if "donate" in self.about:
-            return "update(grads, donate=True)" if self.about["donate"] else "update(grads)"
+            return ("update(grads, donate=True)" if self.about["donate"] else "update(grads)") + disk
         stage, tier = self.about["stage"], self.about["offload_param"]
-        return f"stage {stage}" + (f", offload_param={tier!r}" if tier else "")
+        return f"stage {stage}" + (f", offload_param={tier!r}" if tier else "") + disk
 
     @property
     def fits(self) -> bool:
@@ -149,26 +190,9 @@ class _Tier:
 def run(args: argparse.Namespace) -> int:
     _check(args)
     what, shapes, dtypes = _model(args)
-    processes = args.local_world_size or args.world_size
-    host = available_bytes() if args.host_memory is None else args.host_memory
-    dram = args.dram_bandwidth or measure_bandwidths(default_threads()).dram
-    speeds = Speeds(dram, args.link_bandwidth, args.flops)
-    in_jax = args.frontend == "jax"
-    part = MeshPart(args.mesh or (args.world_size,), args.world_size)
-    devices = part.devices if in_jax else 1
-
-    def tiers_with(**fields: Any) -> list[_Tier]:
-        given = argparse.Namespace(**vars(args) | fields)
-        if in_jax:
-            return [_jax_plan(given, part, donate, shapes, dtypes, host, processes, speeds) for donate in (True, False)]
-        return [
-            _plan(given, stage, tier, shapes, dtypes, host, processes, speeds)
-            for stage, tier in _TIERS
-            if args.stage in (None, stage) and args.offload_param in (None, tier or "none")
-        ]
-
-    tiers = tiers_with()
-    formats = {setting: tiers_with(**fields) for setting, fields in _FORMATS.items()}
+    asked = _Asked(args, shapes, dtypes)
+    tiers = asked.tiers()
+    formats = {setting: asked.tiers(asked.stores[:1], **fields) for setting, fields in _FORMATS.items()}
     fitting = [tier for tier in tiers if tier.fits]
     numel = sum(map(math.prod, shapes.values()))
     if args.json:
@@ -180,12 +204,13 @@ def run(args: argparse.Namespace) -> int:
                     "mesh": args.mesh,
                     "parameters": numel,
                     "world_size": args.world_size,
-                    "local_world_size": processes,
-                    "host_memory": host,
+                    "local_world_size": asked.processes,
+                    "host_memory": asked.host,
                     "device_memory": args.device_memory,
+                    "disk_memory": asked.disk,
                     "activation_memory": args.activation_memory or None,
                     "host_activation_memory": args.host_activation_memory or None,
-                    "speeds": asdict(speeds),
+                    "speeds": asdict(asked.speeds),
                     "tiers": [_as_json(tier) for tier in tiers],
                     "fits": bool(fitting),
                     "formats": [
@@ -196,33 +221,136 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     else:
-        measured = "measured here" if args.dram_bandwidth is None else "as given"
-        link = "not known" if speeds.link is None else f"{speeds.link / 1e9:.1f} GB/s each way"
-        ranks = "rank(s)"
-        if in_jax:
-            ranks = f"process(es) of {devices} device(s)"
-        kinds = [dtypes] if isinstance(dtypes, ElementType) else dtypes.values()
-        in_types = args.param_dtype or "/".join(sorted({dtype.name for dtype in kinds}))
-        print(f"{what}: {numel:,} parameters, {args.world_size} {ranks}, {processes} a machine, on {args.device}")
-        device = _or(args.device_memory, format_bytes, "any")
-        print(f"memory: host {format_bytes(host)} a machine, device {device}; parameters are {in_types}")
-        print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({measured}), link {link}")
-        counted = (
-            "as given" if args.activation_memory or args.host_activation_memory else "not counted (--activation-memory)"
-        )
-        whose = "a rank's" if not in_jax else "a process's" + ", its devices together" * (devices > 1)
-        print(f"sizes are {whose}; activations: {counted}\n")
-        print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}\n\n{_format_table(formats)}")
+        _print_heading(args, asked, f"{what}: {numel:,} parameters")
+        print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}\n")
+        if disk_table := _disk_table(tiers):
+            print(f"{disk_table}\n")
+        print(_format_table(formats))
         if work := _matrix_work(tiers[0]):
             print(f"\n{work}")
         for alike in _alike(tiers):
             print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
         if not fitting:
             print("\nnothing fits:")
-            for tier in tiers:
-                needs = "; ".join(_short(tier, where, host, args, devices) for where in tier.missing)
-                print(fill(f"  {tier.name}: {needs}", _COLUMNS, subsequent_indent="    ", break_on_hyphens=False))
+            lines = [
+                f"  {tier.name}: {'; '.join(_short(tier, where, asked) for where in tier.missing)}" for tier in tiers
+            ]
+            for line in [*lines, *_on_disk(asked, tiers)]:
+                print(fill(line, _COLUMNS, subsequent_indent="    ", break_on_hyphens=False))
     return 0 if fitting else 1
+
+
+class _Asked:
+    """The machine and the model that were asked for, and the plans of their tiers."""
+
+    def __init__(self, args: argparse.Namespace, shapes: Shapes, dtypes: ElementType | dict[str, ElementType]) -> None:
+        self.args, self.shapes, self.dtypes = args, shapes, dtypes
+        self.processes: int = args.local_world_size or args.world_size
+        """Those of a machine."""
+        self.host: int = available_bytes() if args.host_memory is None else args.host_memory
+        self.in_jax = args.frontend == "jax"
+        self.part = MeshPart(args.mesh or (args.world_size,), args.world_size)
+        self.devices = self.part.devices if self.in_jax else 1
+        """Those of a process."""
+        self.stores = (
+            (args.offload_optimizer,) if args.offload_optimizer else _STORES if _disk_options(args) else ("cpu",)
+        )
+        self.disk: int | None = args.disk_memory
+        """Bytes free on the disks of a machine; None: unknown."""
+        disk_bandwidth = args.disk_bandwidth
+        if args.nvme_path and "nvme" in self.stores:
+            if self.disk is None:
+                self.disk = free_bytes(args.nvme_path)
+            if disk_bandwidth is None:
+                disk_bandwidth = measure_disk(args.nvme_path).both
+        dram = args.dram_bandwidth or measure_bandwidths(default_threads()).dram
+        self.speeds = Speeds(dram, args.link_bandwidth, args.flops, disk_bandwidth)
+
+    def tiers(self, stores: Sequence[str] | None = None, **fields: Any) -> list[_Tier]:
+        """Plan each tier with these settings.
+
+        Args:
+            stores: values of ``offload_optimizer``, in the order of the tiers; None: those that were asked for.
+        """
+        args = argparse.Namespace(**vars(self.args) | fields)
+        plan = self._plan_jax if self.in_jax else self._plan_torch
+        return [plan(args, store, about) for store in stores or self.stores for about in self._tiers_of_a_store()]
+
+    def _tiers_of_a_store(self) -> list[dict[str, Any]]:
+        if self.in_jax:
+            return [{"donate": True}, {"donate": False}]
+        return [
+            {"stage": stage, "offload_param": place}
+            for stage, place in _TIERS
+            if self.args.stage in (None, stage) and self.args.offload_param in (None, place or "none")
+        ]
+
+    def _plan_torch(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
+        config = _config(args, store, **about)
+        on_host = args.device == "cpu"
+        specs = specs_of(self.shapes, self.dtypes, config, args.world_size)
+        scaled = scaler_for(config, [spec.dtype for spec in specs]) is not None
+        terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
+        return self._tier(args, about, store, terms, specs, lambda: Planner(terms).plan(specs))
+
+    def _plan_jax(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
+        config = _config(args, store)
+        on_host = args.device == "cpu"
+        terms = BucketTerms(config, planned_jax_device(on_host=on_host))
+        specs, arrays = self.part.specs_of(self.shapes, self.dtypes, config, on_host=on_host)
+
+        def plan() -> MemoryPlan:
+            planner = Planner(terms)
+            rows = rows_at_once(terms, specs, arrays, on_host=on_host, donate=about["donate"])
+            rows = [*planner.host_rows(specs), *rows, *planner.activations(self.devices)]
+            return planner.plan_of(rows, specs, shared=on_host)
+
+        return self._tier(args, about, store, terms, specs, plan)
+
+    def _tier(
+        self,
+        args: argparse.Namespace,
+        about: dict[str, Any],
+        store: str,
+        terms: BucketTerms,
+        specs: Sequence[ParamSpec],
+        make_plan: Callable[[], MemoryPlan],
+    ) -> _Tier:
+        if store == "nvme":
+            terms.given_free = {terms.store_kind.place: self.disk}
+        plan = fill_host_memory(terms, make_plan(), make_plan, self.host // self.processes)
+        step = predict(
+            terms,
+            specs,
+            self.speeds,
+            processes=self.processes,
+            devices=self.devices,
+            numel=sum(map(math.prod, self.shapes.values())) if self.in_jax else None,
+            tokens=args.tokens,
+            checkpointing=args.activation_checkpointing,
+        )
+        missing = plan.missing(self.host, self.device_memory, processes=self.processes)
+        disk = None
+        if store == "nvme":
+            traffic, _ = Planner(terms).traffic(specs)
+            written = self.processes * traffic.disk_write
+            a_day = None if step.disk is None else written * _DAY / step.seconds
+            disk = _Disk(traffic.disk_read, traffic.disk_write, a_day)
+        about = {**about, "offload_optimizer": store}
+        return _Tier(about, plan, missing, step, Planner(terms).matrix_work(specs), disk)
+
+    @property
+    def device_memory(self) -> int | None:
+        """The memory of a process's devices; None: unknown."""
+        return None if self.args.device_memory is None else self.devices * self.args.device_memory
+
+
+def _config(args: argparse.Namespace, store: str, **about: Any) -> OffloadConfig:
+    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
+    if store == "nvme":
+        folders = tuple(args.nvme_path or (FOLDER,))
+        given |= {"offload_optimizer": store, "nvme_path": folders, "nvme_host_bytes": args.nvme_host_bytes}
+    return OffloadConfig(param_dtype=args.param_dtype, **about, **given)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -256,8 +384,16 @@ def _check(args: argparse.Namespace) -> None:
             )
     elif args.mesh:
         raise ConfigError("--mesh is JAX's; expected --frontend jax beside it, or --world-size")
+    if args.offload_optimizer == "cpu" and (given := _disk_options(args)):
+        raise ConfigError(f"{given[0]} is of --offload-optimizer nvme; expected no --offload-optimizer cpu beside it")
+    check_folders(args.nvme_path or ())
     if args.offload_param == "cpu" and args.stage not in (None, 3):
         raise ConfigError(f"--offload-param cpu is of stage 3; expected no --stage {args.stage}")
+
+
+def _disk_options(args: argparse.Namespace) -> list[str]:
+    """The options of disks that were given."""
+    return [f"--{name.replace('_', '-')}" for name in _OF_DISK if getattr(args, name) is not None]
 
 
 def _model(args: argparse.Namespace) -> tuple[str, Shapes, ElementType | dict[str, ElementType]]:
@@ -269,70 +405,29 @@ def _model(args: argparse.Namespace) -> tuple[str, Shapes, ElementType | dict[st
     return f"a GPT of {gpt.layers} layers of width {gpt.width}", gpt.shapes, BFLOAT16
 
 
-def _plan(
-    args: argparse.Namespace,
-    stage: int,
-    tier: str | None,
-    shapes: Shapes,
-    dtypes: ElementType | dict[str, ElementType],
-    host: int,
-    processes: int,
-    speeds: Speeds,
-) -> _Tier:
-    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
-    config = OffloadConfig(stage=stage, offload_param=tier, param_dtype=args.param_dtype, **given)
-    on_host = args.device == "cpu"
-    specs = specs_of(shapes, dtypes, config, args.world_size)
-    scaled = scaler_for(config, [spec.dtype for spec in specs]) is not None
-    terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
-    plan = Planner(terms).plan(specs)
-    step = predict(
-        terms,
-        specs,
-        speeds,
-        processes=processes,
-        tokens=args.tokens,
-        checkpointing=args.activation_checkpointing,
-    )
-    about = {"stage": stage, "offload_param": tier}
-    missing = plan.missing(host, args.device_memory, processes=processes)
-    return _Tier(about, plan, missing, step, Planner(terms).matrix_work(specs))
+def _print_heading(args: argparse.Namespace, asked: _Asked, model: str) -> None:
+    """Print what was asked for: the model, its ranks, memory and speeds."""
+    ranks = f"process(es) of {asked.devices} device(s)" if asked.in_jax else "rank(s)"
+    kinds = [asked.dtypes] if isinstance(asked.dtypes, ElementType) else asked.dtypes.values()
+    in_types = args.param_dtype or "/".join(sorted({dtype.name for dtype in kinds}))
+    print(f"{model}, {args.world_size} {ranks}, {asked.processes} a machine, on {args.device}")
+    device = _or(args.device_memory, format_bytes, "any")
+    print(f"memory: host {format_bytes(asked.host)} a machine, device {device}; parameters are {in_types}")
+    speeds = asked.speeds
+    link = _or(speeds.link, lambda link: f"{link / 1e9:.1f} GB/s each way", "not known")
+    print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({_source(args.dram_bandwidth)}), link {link}")
+    if "nvme" in asked.stores:
+        disk = _or(speeds.disk, lambda disk: f"{disk / 1e9:.1f} GB/s ({_source(args.disk_bandwidth)})", "not known")
+        free = _or(asked.disk, lambda free: f"{format_bytes(free)} free on a machine", "free space not known")
+        print(f"disk: {free}; bandwidth, read and written, {disk}")
+    given = args.activation_memory or args.host_activation_memory
+    counted = "as given" if given else "not counted (--activation-memory)"
+    whose = "a rank's" if not asked.in_jax else "a process's" + ", its devices together" * (asked.devices > 1)
+    print(f"sizes are {whose}; activations: {counted}\n")
 
 
-def _jax_plan(
-    args: argparse.Namespace,
-    part: MeshPart,
-    donate: bool,
-    shapes: Shapes,
-    dtypes: ElementType | dict[str, ElementType],
-    host: int,
-    processes: int,
-    speeds: Speeds,
-) -> _Tier:
-    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
-    config = OffloadConfig(param_dtype=args.param_dtype, **given)
-    on_host = args.device == "cpu"
-    terms = BucketTerms(config, planned_jax_device(on_host=on_host))
-    specs, arrays = part.specs_of(shapes, dtypes, config, on_host=on_host)
-    rows = [*Planner(terms).host_rows(specs), *rows_at_once(terms, specs, arrays, on_host=on_host, donate=donate)]
-    rows += Planner(terms).activations(part.devices)
-    numel = sum(spec.numel for spec in specs)
-    plan = MemoryPlan(
-        tuple(rows), numel, shared=on_host, savings=Planner(terms).savings(specs), free_elsewhere=terms.free_elsewhere
-    )
-    step = predict(
-        terms,
-        specs,
-        speeds,
-        processes=processes,
-        devices=part.devices,
-        numel=sum(map(math.prod, shapes.values())),
-        tokens=args.tokens,
-        checkpointing=args.activation_checkpointing,
-    )
-    device = None if args.device_memory is None else part.devices * args.device_memory
-    missing = plan.missing(host, device, processes=processes)
-    return _Tier({"donate": donate}, plan, missing, step, Planner(terms).matrix_work(specs))
+def _source(given: float | None) -> str:
+    return "measured here" if given is None else "as given"
 
 
 def _memory_table(tiers: Sequence[_Tier]) -> str:
@@ -341,29 +436,84 @@ def _memory_table(tiers: Sequence[_Tier]) -> str:
         [
             tier.name,
             *(format_bytes(tier.plan.bytes_in(where)) for where in places),
-            "yes" if tier.fits else f"no: too little {' and '.join(tier.missing)} memory",
+            _fits(tier, beside_disk=len(places) > 2),
         ]
         for tier in tiers
     ]
     return format_table(lines, ["memory", *places, "fits"])
 
 
+def _fits(tier: _Tier, *, beside_disk: bool) -> str:
+    if tier.fits:
+        return "yes"
+    if beside_disk:  # whose column takes the place
+        return f"no: {', '.join(tier.missing)} too small"
+    return f"no: too little {' and '.join(tier.missing)} memory"
+
+
 def _format_table(formats: Mapping[str, Sequence[_Tier]]) -> str:
-    """Return a table of the bytes that other formats of states need, in the tier that needs the least host memory."""
+    """Return a table of the bytes that other formats of states need, in the tier that needs the least host memory.
+
+    Where all tiers have states on a disk, it is the tier that needs the least of the disk.
+    """
     lines = []
+    on_disk = all(tier.disk for tiers in formats.values() for tier in tiers)
     for setting, tiers in formats.items():
-        least = min(tiers, key=lambda tier: tier.plan.host_bytes)
+        least = min(tiers, key=_on_a_disk if on_disk else lambda tier: tier.plan.host_bytes)
         fitting = [tier.name for tier in tiers if tier.fits]
         fits = "nowhere" if not fitting else "everywhere" if len(fitting) == len(tiers) else "; ".join(fitting)
-        lines.append([setting, format_bytes(least.plan.host_bytes), _seconds(least.step.update), fits])
-    return format_table(lines, ["states (docs/formats.md)", "host, at least", "update, by bytes", "fits"])
+        n_bytes, seconds = (
+            (_on_a_disk(least), least.step.disk) if on_disk else (least.plan.host_bytes, least.step.update)
+        )
+        lines.append([setting, format_bytes(n_bytes), _seconds(seconds), fits])
+    names = ("disk, at least", "disk, by bytes") if on_disk else ("host, at least", "update, by bytes")
+    return format_table(lines, ["states (docs/formats.md)", *names, "fits"])
+
+
+def _on_a_disk(tier: _Tier) -> int:
+    """The bytes of the tier that are neither the host's nor the device's."""
+    return sum(map(tier.plan.bytes_in, tier.plan.elsewhere))
+
+
+def _disk_table(tiers: Sequence[_Tier]) -> str:
+    """Return a table of the disk's part in a step; empty if no states are on one."""
+    lines = [
+        [
+            tier.name,
+            format_bytes(tier.disk.read),
+            format_bytes(tier.disk.written),
+            _seconds(tier.step.disk),
+            _or(
+                tier.disk.a_day,
+                lambda n, tier=tier: "at most " * (not tier.step.is_known) + f"{n / 1e12:.1f} TB",
+                "not known",
+            ),
+        ]
+        for tier in tiers
+        if tier.disk is not None
+    ]
+    header = ["disk", "read a step", "written", "time", "written a day, by a machine"]
+    return format_table(lines, header) if lines else ""
+
+
+def _on_disk(asked: _Asked, tiers: Sequence[_Tier]) -> list[str]:
+    """Say in which tier the model fits if its states are on a disk, which was not asked for; no line if in none."""
+    if any(tier.disk for tier in tiers) or asked.args.offload_optimizer:
+        return []
+    for tier in asked.tiers(["nvme"], nvme_host_bytes=0):
+        if tier.fits:
+            n_bytes = (
+                f"{format_bytes(tier.plan.needs[HOST])} of host memory and {format_bytes(_on_a_disk(tier))} of disk"
+            )
+            return [f"with states on a disk it does: {tier.name}: {n_bytes} (--offload-optimizer nvme)"]
+    return []
 
 
 def _time_table(tiers: Sequence[_Tier]) -> str:
     lines = [
         [
             tier.name,
-            "at least " * (None in (tier.step.to_host, tier.step.compute)) + _seconds(tier.step.seconds),
+            "at least " * (not tier.step.is_known) + _seconds(tier.step.seconds),
             *map(_seconds, (tier.step.update, tier.step.to_host, tier.step.to_device, tier.step.compute)),
         ]
         for tier in tiers
@@ -389,9 +539,10 @@ def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
     return list(found.values())
 
 
-def _short(tier: _Tier, where: str, host: int, args: argparse.Namespace, devices: int) -> str:
-    has = host if where == HOST else devices * args.device_memory
-    return f"{format_bytes(tier.missing[where])} of {where} memory, of {format_bytes(has)}: {tier.plan.largest(where)}"
+def _short(tier: _Tier, where: str, asked: _Asked) -> str:
+    has = tier.plan.free(where, asked.host, asked.device_memory)
+    what = f"{where} {'memory' if where in (HOST, DEVICE) else 'space'}"
+    return f"{format_bytes(tier.missing[where])} of {what}, of {format_bytes(has or 0)}: {tier.plan.largest(where)}"
 
 
 def _seconds(value: float | None) -> str:
@@ -403,7 +554,13 @@ def _or(value: Any, to_text: Any, otherwise: str) -> str:
 
 
 def _in_short(tier: _Tier) -> dict[str, Any]:
-    return {**tier.about, "fits": tier.fits, "host_bytes": tier.plan.host_bytes, "update": tier.step.update}
+    return {
+        **tier.about,
+        "fits": tier.fits,
+        "host_bytes": tier.plan.host_bytes,
+        "disk_bytes": _on_a_disk(tier),
+        "update": tier.step.update,
+    }
 
 
 def _as_json(tier: _Tier) -> dict[str, Any]:
@@ -413,6 +570,7 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
         "missing": tier.missing,
         "host_bytes": tier.plan.host_bytes,
         "device_bytes": tier.plan.device_bytes,
+        "disk_bytes": _on_a_disk(tier),
         "rows": [
             {k: v for k, v in asdict(row).items() if k not in ("passing", "brief")}
             for row in tier.plan.rows
@@ -420,4 +578,5 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
         ],
         "step": {**asdict(tier.step), "seconds": tier.step.seconds},
         "matrix_work": tier.matrix_work,
+        "disk": tier.disk and asdict(tier.disk),
     }

@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ..errors import DeviceMemoryError, HostMemoryError
+from ..errors import DeviceMemoryError, DiskSpaceError, HostMemoryError, OffloadError
 from .host_memory import format_bytes
 
 HOST, DEVICE = "host", "device"
@@ -35,6 +36,16 @@ class PlanRow:
     """True if it comes and goes in each step."""
 
 
+class OnDisk(NamedTuple):
+    """Settings that keep all states on a disk."""
+
+    setting: str
+    saved: int
+    """The bytes of the host that it saves."""
+    n_bytes: int
+    """The bytes that it takes on the disk."""
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     """The consumers of one process, at the moment when together they take the most.
@@ -51,8 +62,12 @@ class MemoryPlan:
     """Bytes of the device that the model takes now; the plan's rows replace them."""
     savings: tuple[tuple[str, int], ...] = ()
     """Settings that store states in fewer bytes, and the bytes that each would save on the host, least first."""
+    on_disk: OnDisk | None = None
+    """The setting that moves states to a disk; None: they are there."""
     free_elsewhere: Mapping[str, int | None] = field(default_factory=dict)
     """Free bytes by place, of places that are neither the host nor the device; None: unknown, and counted as enough."""
+    folders: tuple[str, ...] = ()
+    """The folders of such a place."""
 
     @property
     def host_bytes(self) -> int:
@@ -97,32 +112,60 @@ class MemoryPlan:
         needed = {where: n if where == DEVICE else processes * n for where, n in self.needs.items()}
         return {where: n for where, n in needed.items() if n > (n if (has := free.get(where)) is None else has)}
 
+    def free(self, where: str, host: int | None, device: int | None) -> int | None:
+        """Return the free bytes of a place, of which ``host`` and ``device`` are two; None: unknown."""
+        return self._free(host, device).get(where)
+
     def _free(self, host: int | None, device: int | None) -> dict[str, int | None]:
         return {**self.free_elsewhere, HOST: host, DEVICE: device}
 
     def check(self, host: int, device: int | None = None, *, processes: int = 1) -> None:
-        """Raise :class:`HostMemoryError` or :class:`DeviceMemoryError`, with the table, if a memory is
-        :meth:`missing`."""
+        """Raise an error with the table if a memory is :meth:`missing`.
+
+        Raises:
+            HostMemoryError: the host has too little memory.
+            DeviceMemoryError: the device has too little memory.
+            DiskSpaceError: the place of the states, which is neither of the two, has too little space.
+        """
         for where, needed in self.missing(host, device, processes=processes).items():
-            free = self._free(host, device)[where]
-            of = f" on each of {processes} ranks of this machine" if processes > 1 and where != DEVICE else ""
-            if self.held and (self.shared or where == DEVICE):
-                of += f" besides the {format_bytes(self.held)} that the model takes"
-            error = DeviceMemoryError if where == DEVICE else HostMemoryError
+            free = self.free(where, host, device)
             assert free is not None
-            raise error(
-                f"training needs {format_bytes(needed)} of {where} memory for {self.numel:,} parameters{of}, and "
-                f"{format_bytes(free)} is available; nothing was allocated. The most is taken by "
-                f"{self.largest(where)}. {self._enough(where, needed, free, processes)}Free memory, or change what "
-                f"is named:\n{self.table()}"
-            )
+            kind = {HOST: HostMemoryError, DEVICE: DeviceMemoryError}.get(where)
+            raise self._error(where, kind, needed, free, processes)
+
+    def _error(
+        self, where: str, kind: type[OffloadError] | None, needed: int, free: int, processes: int
+    ) -> OffloadError:
+        of = f" on each of {processes} ranks of this machine" if processes > 1 and where != DEVICE else ""
+        if self.held and where == (HOST if self.shared else DEVICE):
+            of += f" besides the {format_bytes(self.held)} that the model takes"
+        memory = "memory" if kind else "space"
+        place = f"{where} {memory}" + (f" in {', '.join(self.folders)}" if self.folders and kind is None else "")
+        return (kind or DiskSpaceError)(
+            f"training needs {format_bytes(needed)} of {place} for {self.numel:,} parameters{of}, and "
+            f"{format_bytes(free)} is available; nothing was allocated. The most is taken by "
+            f"{self.largest(where)}. {self._enough(where, needed, free, processes)}Free {memory}, or change what "
+            f"is named:\n{self.table()}"
+        )
 
     def _enough(self, where: str, needed: int, free: int, processes: int) -> str:
-        """The format of states with which there is enough host memory, as a sentence; empty if there is none."""
-        for setting, saved in self.savings if where == HOST else ():
+        """The format of states, and the disk, with which there is enough host memory, as sentences; empty if there is
+        neither."""
+        if where != HOST:
+            return ""
+        sentences = []
+        for setting, saved in self.savings:
             if needed - processes * saved <= free:
-                return f"With {setting} it would fit, in {format_bytes(needed - processes * saved)} (docs/formats.md). "
-        return ""
+                it_takes = format_bytes(needed - processes * saved)
+                sentences.append(f"With {setting} it would fit, in {it_takes} (docs/formats.md). ")
+                break
+        disk = self.on_disk
+        if disk is not None and needed - processes * disk.saved <= free:
+            sentences.append(
+                f"With {disk.setting} it would fit, in {format_bytes(needed - processes * disk.saved)} of host memory "
+                f"or more, and {format_bytes(processes * disk.n_bytes)} of disk space or less (docs/disk.md). "
+            )
+        return "".join(sentences)
 
     def largest(self, where: str) -> str:
         """The largest consumers of a memory as text, with the settings that shrink them."""

@@ -1,7 +1,7 @@
 """Plans: the bytes of each consumer of memory, and what a step moves."""
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ from ..config.options import OffloadConfig
 from ..config.state_formats import Master, StateFormat
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layout.partition import Bucket, Kinds, ParamSpec, matrices_of
-from ..memory.plan import BLOCKS, DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, PlanRow
+from ..memory.plan import BLOCKS, DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, OnDisk, PlanRow
 from ..rules import MASTER, Rule
 from .terms import (
     DIRECTIONS,
@@ -31,6 +31,9 @@ NARROWER: dict[str, dict[str, Any]] = {
     "state_format='8bit', master_dtype='bfloat16'": {"state_format": "8bit", "master_dtype": "bfloat16"},
 }
 """Settings that store states in fewer bytes, most bytes first."""
+ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 0}
+"""Settings that keep all states on a disk, in a folder that is to be named beside them."""
+FOLDER = "/folder/on/a/disk"
 _NEXT = {"float32": ("bf16", "bfloat16"), "bfloat16": ("8bit", "float8")}
 """The next narrower format of a moment: its short name, and its own."""
 
@@ -58,6 +61,47 @@ class Traffic:
     """To and from the host's memory, by the kernel."""
     to_host: float
     to_device: float
+    disk_read: float = 0
+    """From the place of the states, if it is not the host's memory."""
+    disk_write: float = 0
+
+
+def fill_host_memory(terms: BucketTerms, plan: MemoryPlan, again: Callable[[], MemoryPlan], free: int) -> MemoryPlan:
+    """Give the states of new parameters the host memory that is free, if the settings leave that open.
+
+    Args:
+        plan: that of the new parameters.
+        again: makes it by the terms as they are then.
+        free: the bytes of the host that this process may take.
+
+    Returns:
+        The plan by which the next allocation follows ``terms``.
+    """
+    if not terms.fills_free_memory:
+        return plan
+    terms.state_budget = 0
+    terms.take_free(free, again().needs[HOST])
+    return again()
+
+
+def check_memory(
+    terms: BucketTerms,
+    plan: MemoryPlan,
+    again: Callable[[], MemoryPlan],
+    *,
+    host: int,
+    device: int | None,
+    processes: int,
+) -> None:
+    """Check before new parameters are taken on that there is memory for them, as :meth:`MemoryPlan.check`.
+
+    Their states are given the free host memory first, as by :func:`fill_host_memory`.
+
+    Args:
+        host: the free bytes of this machine; those of ``device`` as in :meth:`MemoryPlan.check`.
+        processes: the processes of this machine that share them, each with such a plan.
+    """
+    fill_host_memory(terms, plan, again, host // processes).check(host, device, processes=processes)
 
 
 class Planner:
@@ -86,12 +130,24 @@ class Planner:
         """
         host = self.host_rows(specs, frozen=frozen, one_by_one=not gradients_stay)
         rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay), *self.activations()]
+        return self.plan_of(rows, specs, frozen=frozen, shared=self._terms.device.addressable)
+
+    def plan_of(
+        self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, shared: bool, frozen: Sequence[ParamSpec] = ()
+    ) -> MemoryPlan:
+        """Return the plan that consists of these rows, with the settings that would make it smaller.
+
+        Args:
+            shared: True if the device's memory is the host's.
+        """
         return MemoryPlan(
             tuple(rows),
             sum(spec.numel for spec in specs),
-            shared=self._terms.device.addressable,
+            shared=shared,
             savings=self.savings(specs, frozen=frozen),
+            on_disk=self._on_disk(specs, frozen),
             free_elsewhere=self._terms.free_elsewhere,
+            folders=tuple(self._terms.config.nvme_path or ()),
         )
 
     def activations(self, devices: int = 1) -> list[PlanRow]:
@@ -105,13 +161,27 @@ class Planner:
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
         """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,
         least first."""
-
-        def host_bytes(terms: BucketTerms) -> int:
-            return sum(row.n_bytes for row in Planner(terms).host_rows(specs, frozen=frozen) if row.where == HOST)
-
-        mine = host_bytes(self._terms)
-        saved = {setting: mine - host_bytes(self._terms.with_(**fields)) for setting, fields in NARROWER.items()}
+        mine = self._bytes_in(HOST, specs, frozen)
+        saved = {
+            setting: mine - Planner(self._terms.with_(**fields))._bytes_in(HOST, specs, frozen)
+            for setting, fields in NARROWER.items()
+        }
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
+
+    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> OnDisk | None:
+        """The settings that keep all states on a disk; None: they are not in host memory alone."""
+        if self._terms.store_kind.place != HOST:
+            return None
+        there = Planner(self._terms.with_(**ON_DISK, nvme_path=FOLDER))
+        saved = self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen)
+        return OnDisk(
+            f"offload_optimizer={ON_DISK['offload_optimizer']!r}, nvme_path={FOLDER!r}",
+            saved,
+            there._bytes_in(there._terms.store_kind.place, specs, frozen),
+        )
+
+    def _bytes_in(self, where: str, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> int:
+        return sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen) if row.where == where)
 
     def host_rows(
         self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = (), one_by_one: bool = False
@@ -293,13 +363,20 @@ class Planner:
         that is a master weight or its upper half: with fp32 states 28 bytes an element in bf16 (26.25 from shards on
         the host), and in fp32 where parameters are updated in place. Gradients cross to the host in every micro-step,
         parameters back once, or, from shards on the host, for each forward and each backward; for one of them where
-        they may stay whole in between.
+        they may stay whole in between. States on a disk are read and written once in a step, and those of the last
+        bucket are read ahead and written behind.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
-        each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in self._terms.kinds(specs)]
-        sums = [sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")]
+        kinds = self._terms.kinds(specs)
+        each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in kinds]
+        update, to_host, to_device = (
+            sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")
+        )
+        moved = sum(size * n for size, n in self._terms.parted(kinds)[1])
         last = self._terms.cut(specs)[-1:]
-        return Traffic(*sums), self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
+        return Traffic(update, to_host, to_device, moved, moved), self._traffic_of(
+            last[0], partitioned
+        ) if last else Traffic(0, 0, 0)
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self._terms.config.gradient_accumulation_steps

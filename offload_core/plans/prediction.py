@@ -21,6 +21,8 @@ class Speeds:
     """The bandwidth of a device's link to the host, in each direction."""
     flops: float | None = None
     """Operations a second that a device reaches in forward and backward."""
+    disk: float | None = None
+    """The bandwidth of the disks of a machine, reads and writes together; its processes share it."""
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,20 @@ class StepTime:
     """Seconds of the last bucket: its way to the host, its update, and its way back."""
     overlaps: bool
     """True if the parts run at the same time."""
+    disk: float | None = 0.0
+    """Reads and writes of states on a disk."""
 
     @property
     def seconds(self) -> float:
         """The whole step, from the parts that are known."""
-        parts = [part for part in (self.compute, self.update, self.to_host, self.to_device) if part is not None]
+        update = max(self.update, self.disk or 0.0)  # a store reads ahead and writes behind in any schedule
+        parts = [part for part in (self.compute, update, self.to_host, self.to_device) if part is not None]
         return max(parts) + self.tail if self.overlaps else sum(parts)
+
+    @property
+    def is_known(self) -> bool:
+        """True if no part is unknown, so that a step takes no longer than :attr:`seconds`."""
+        return None not in (self.compute, self.to_host, self.to_device, self.disk)
 
 
 def predict(
@@ -58,9 +68,10 @@ def predict(
 
     If all parts overlap, a step takes
 
-        max(compute, update, way to the host, way to the device) + the last bucket's tail
+        max(compute, update, disk, way to the host, way to the device) + the last bucket's tail
 
-    and the sum of the parts if nothing overlaps (``schedule="serial"``, one rank on the CPU). Update: the bytes of the
+    and the sum of the parts if nothing overlaps (``schedule="serial"``, one rank on the CPU), but for the disk, which
+    works during the update. Disk: the bytes read and written divided by its bandwidth. Update: the bytes of the
     kernel (:meth:`BucketTerms.traffic`: 28 a bf16 parameter) divided by the bandwidth of the host's memory. Each way: 2
     bytes a bf16 parameter divided by the link's bandwidth; both directions work at the same time. Compute: 6 operations
     a parameter and token, 2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section
@@ -87,5 +98,8 @@ def predict(
         each = _FLOPS_A_TOKEN_CHECKPOINTED if checkpointing else _FLOPS_A_TOKEN
         numel = sum(spec.numel for spec in specs) if numel is None else numel
         compute = each * numel * tokens / speeds.flops
+    moved = processes * (whole.disk_read + whole.disk_write)
+    disk = 0.0 if not moved else None if speeds.disk is None else moved / speeds.disk
     tail = update(last) + sum(over_link(n) or 0.0 for n in (last.to_host, last.to_device))
-    return StepTime(compute, update(whole), over_link(whole.to_host), over_link(whole.to_device), tail, terms.overlaps)
+    ways = over_link(whole.to_host), over_link(whole.to_device)
+    return StepTime(compute, update(whole), *ways, tail, terms.overlaps, disk)

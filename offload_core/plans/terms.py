@@ -4,7 +4,7 @@
 what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,11 @@ GRADIENTS_ON_HOST = "gradients on the host"
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
+_RESERVED = 10
+"""A tenth of the free memory stays free where states may take the rest. A plan leaves out what autograd, the framework
+and the page cache take for a time, and that grows with the model; a state that lies on disk only costs time."""
+_LEAST_RESERVE = 2**30
+"""At least 1 GiB stays free, because libraries take some hundred MiB beside a small model, too."""
 GRADIENT_SLOTS = 4
 """Buckets whose gradients are on the host at a time, where memory is lent to them: one whose update is under way, two
 on their way, and one more, so that none waits for the others."""
@@ -69,10 +74,15 @@ class BucketTerms:
         """The size of the slots of gradients that there are."""
         self.directions_bytes = 0
         """The size of the buffers for directions that there are."""
-        self.state_budget = config.nvme_host_bytes or 0
+        budget = self.store_kind.host_budget(config)
+        self.state_budget = budget or 0
         """The bytes of host memory that states of new buckets may take, where the store also has another place."""
+        self.fills_free_memory = budget is None
+        """True if that is as much as is free when parameters are taken on (:meth:`take_free`)."""
         self.block_bytes = 0
         """The bytes of the blocks of states that there are."""
+        self.given_free: Mapping[str, int | None] | None = None
+        """What :attr:`free_elsewhere` is, for plans of another machine; None: this one's."""
 
     def ring_was_made(self, slot_bytes: int) -> None:
         """There are staging buffers of this size now: plans count what more would take."""
@@ -91,6 +101,15 @@ class BucketTerms:
         kept, elsewhere = self.parted(kinds_of(buckets))
         self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
         self.block_bytes = max(self.block_bytes, self.store_kind.working_bytes(elsewhere))
+
+    def take_free(self, free: int, others: int) -> None:
+        """Have the states of new buckets take the host memory that is free, less a reserve.
+
+        Args:
+            free: the bytes that this process may take.
+            others: the bytes of them that all else in its plan takes.
+        """
+        self.state_budget = max(free - others - max(free // _RESERVED, _LEAST_RESERVE), 0)
 
     def state_bytes(self, bucket: Bucket) -> int:
         """The bytes of the states of a process's shards of a bucket, in the store's place."""
@@ -171,6 +190,8 @@ class BucketTerms:
     @property
     def free_elsewhere(self) -> dict[str, int | None]:
         """The free bytes of the place of the states, as :attr:`MemoryPlan.free_elsewhere`."""
+        if self.given_free is not None:
+            return dict(self.given_free)
         return {self.store_kind.place: self.store_kind.free_bytes(self.config)}
 
     @property

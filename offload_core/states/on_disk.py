@@ -48,6 +48,10 @@ class StatesOnDisk(Store):
         return padded_bytes(format, numel)
 
     @classmethod
+    def host_budget(cls, config: OffloadConfig) -> int | None:
+        return config.nvme_host_bytes
+
+    @classmethod
     def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
         """All if they fit; else of each kind the same part, to a bucket."""
         total = sum(size * n for size, n in blocks)

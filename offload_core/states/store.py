@@ -68,6 +68,11 @@ class Store(ABC):
         return format.n_bytes(numel)
 
     @classmethod
+    def host_budget(cls, config: OffloadConfig) -> int | None:
+        """Return the bytes of host memory that states may take besides ``place``; None: as many as are free."""
+        return 0
+
+    @classmethod
     def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
         """Return how many buckets of each kind have their states in host memory; the others have them in ``place``.
 

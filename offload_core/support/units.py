@@ -21,6 +21,11 @@ def size(text: str) -> int:
     return round(_scaled(text, _BYTES, "a size such as 32GB or 32GiB"))
 
 
+def size_or_0(text: str) -> int:
+    """Bytes as :func:`size`, or ``"0"``."""
+    return 0 if text.strip() == "0" else size(text)
+
+
 def rate(text: str) -> float:
     """Bytes a second: a size, with or without ``/s``."""
     return _scaled(text.removesuffix("/s"), _BYTES, "bytes a second such as 25GB")

@@ -18,7 +18,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.config.state_formats import SPLIT
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.dtypes import BFLOAT16
-from offload_core.errors import CollectiveError, HostMemoryError, StateError
+from offload_core.errors import CollectiveError, DiskSpaceError, StateError
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import BLOCKS, MemoryPlan, PlanRow
@@ -407,7 +407,9 @@ def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path, mon
         with late_stores.late():
             plan = Planner(terms).plan(subject.specs)
         assert plan.missing(None) == missing
-    with pytest.raises(HostMemoryError, match=r"needs 1\.7 KiB of late store memory .* and 1\.7 KiB is available"):
+    with pytest.raises(
+        DiskSpaceError, match=r"needs 1\.7 KiB of late store space .* and 1\.7 KiB is available.*Free space"
+    ):
         plan.check(10**9)
     report = subject.pipeline.memory_report([], {})
     assert {(row.what, row.planned, row.held) for row in report.rows if row.where == "late store"} == {

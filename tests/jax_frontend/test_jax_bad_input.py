@@ -14,7 +14,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from frontends.jax import ScaledGradients, wrap
 from frontends.jax.files.checkpoint import TreeCheckpoints
-from offload_core.errors import ConfigError, ConfigWarning, GradientError, HostMemoryError, ParameterError, StateError
+from offload_core.errors import (
+    ConfigError,
+    ConfigWarning,
+    DiskSpaceError,
+    GradientError,
+    HostMemoryError,
+    ParameterError,
+    StateError,
+)
 from offload_core.memory.host_memory import HostMemory
 from offload_core.testing.late_store import LateStore
 from tests.support import late_stores
@@ -242,7 +250,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(monkey
     wrap({"w": jnp.ones(10**5, jnp.bfloat16)})
     assert allocated
     monkeypatch.setattr(LateStore, "free", 10**6)
-    with late_stores.late(), pytest.raises(HostMemoryError, match=r"needs 1.1 MiB of late store memory"):
+    with late_stores.late(), pytest.raises(DiskSpaceError, match=r"needs 1.1 MiB of late store space"):
         wrap({"w": jnp.ones(10**5, jnp.bfloat16)})
 
 

@@ -24,6 +24,10 @@ class Disk(StatesOnDisk):
         super().__init__(_on_disk(config), memory, n_ranks)
 
     @classmethod
+    def host_budget(cls, config: OffloadConfig) -> int | None:
+        return super().host_budget(_on_disk(config))
+
+    @classmethod
     def free_bytes(cls, config: OffloadConfig) -> int | None:
         return super().free_bytes(_on_disk(config))
 

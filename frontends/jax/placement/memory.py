@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan, PlanRow
 from offload_core.plans.at_once import SHARDS, rows_at_once
-from offload_core.plans.planner import Planner
+from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.launchers import local_processes
@@ -36,7 +37,7 @@ def checked_plan(
         specs: those of the trained leaves.
 
     Raises:
-        HostMemoryError: it does not fit into the memory that is available.
+        HostMemoryError, DeviceMemoryError, DiskSpaceError: it does not fit into the memory that is available.
     """
     terms, device = pipeline.buckets.terms, placement.device
     planned = rows_at_once(terms, specs, placement.held(trained, specs), on_host=placement.on_host)
@@ -46,18 +47,14 @@ def checked_plan(
     planned.append(PlanRow(NOT_TRAINED, "device", n_bytes, "fewer of them in the tree"))
     there = [] if placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
     held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
-    numel = sum(spec.numel for spec in specs)
-    rows = (*Planner(terms).host_rows(specs), *planned, *Planner(terms).activations(len(device.ranks)))
-    plan = MemoryPlan(
-        rows,
-        numel,
-        shared=placement.on_host,
-        held=held,
-        savings=Planner(terms).savings(specs),
-        free_elsewhere=terms.free_elsewhere,
-    )
+
+    def plan() -> MemoryPlan:
+        planner = Planner(terms)
+        rows = (*planner.host_rows(specs), *planned, *planner.activations(len(device.ranks)))
+        return replace(planner.plan_of(rows, specs, shared=placement.on_host), held=held)
+
     processes = min(local_processes(), device.collectives.world_size)
-    plan.check(available_bytes(), device.free_bytes(), processes=processes)
+    check_memory(terms, plan(), plan, host=available_bytes(), device=device.free_bytes(), processes=processes)
     return planned
 
 
