@@ -53,7 +53,9 @@ def peak_bytes() -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.disk_demo", description=__doc__)
     parser.add_argument("--size", choices=tuple(SIZES), default="3b", help="of the model, in parameters (default: 3b)")
-    parser.add_argument("--nvme-path", default=tempfile.gettempdir(), help="the folder on a disk (default: that of temporary files)")
+    parser.add_argument(
+        "--nvme-path", default=tempfile.gettempdir(), help="the folder on a disk (default: that of temporary files)"
+    )
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--context", type=int, default=128, help="bytes of text a step")
     args = parser.parse_args()
@@ -68,7 +70,10 @@ def main() -> None:
     start = time.perf_counter()
     engine = wrap(model, **config)
     numel = sum(parameter.numel() for parameter in model.parameters())
-    print(f"{numel:,} parameters, wrapped in {time.perf_counter() - start:.0f} s, peak {format_bytes(peak_bytes())}", flush=True)
+    print(
+        f"{numel:,} parameters, wrapped in {time.perf_counter() - start:.0f} s, peak {format_bytes(peak_bytes())}",
+        flush=True,
+    )
     print(engine.memory_report())
     text = np.frombuffer(Path(__file__).read_bytes(), np.uint8)
     for step in range(args.steps):

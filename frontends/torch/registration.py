@@ -16,7 +16,7 @@ from offload_core.disk.shards import OnDisk
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
-from offload_core.memory.plan import MemoryPlan
+from offload_core.memory.plan import DISK, FROZEN_SHARDS, MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
@@ -446,7 +446,8 @@ class Registration:
             held[PARAMETERS] += parted.parameters.shard_bytes
             held[GATHERED] = parted.live.n_bytes
         rows = [row for row in plan.rows if row.where == "device"]
-        return pipeline.memory_report(rows, {("device", what): n_bytes for what, n_bytes in held.items()})
+        on_disk = {(DISK, FROZEN_SHARDS): 0 if parted is None else parted.parameters.disk_bytes}
+        return pipeline.memory_report(rows, {**{("device", what): n for what, n in held.items()}, **on_disk})
 
     def _others(
         self,

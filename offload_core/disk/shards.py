@@ -100,7 +100,7 @@ class OnDisk:
         self._ahead = ahead = owner.ahead
         self.dtype = dtype
         self.numel = sum(part.size for part in self._parts.values())
-        ahead.add(max(map(bytes_of, self._parts.values()), default=0))
+        ahead.add(len(parts), max(map(bytes_of, self._parts.values()), default=0))
 
     def read(self, at: int, out: np.ndarray) -> None:
         """Copy elements of the shards, end to end, from ``at`` on to ``out``."""
@@ -205,9 +205,9 @@ class ReadAhead:
         self._entries: dict[DiskPart, _Entry] = {}
         self._expected: deque[DiskPart] = deque()
 
-    def add(self, n_bytes: int) -> None:
-        """Take on parts of at most so many bytes."""
-        self._do(partial(self._add, n_bytes))
+    def add(self, n: int, n_bytes: int) -> None:
+        """Take on so many parts, each of at most so many bytes."""
+        self._do(partial(self._add, n, n_bytes))
 
     def expect(self, part: DiskPart) -> None:
         """Begin to read this part as soon as a slot is free."""
@@ -242,8 +242,8 @@ class ReadAhead:
     def _do(self, act: Callable[[], T]) -> T:
         return self._thread.submit(act).result()
 
-    def _add(self, n_bytes: int) -> None:
-        self._n_slots = min(self._n_slots + 1, SLOTS)
+    def _add(self, n: int, n_bytes: int) -> None:
+        self._n_slots = min(self._n_slots + n, SLOTS)
         if n_bytes > self._n_bytes:
             self._await_all()
             self._free = []

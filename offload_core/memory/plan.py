@@ -15,6 +15,8 @@ BLOCKS = "blocks of states"
 """The label of host memory for states of another place while they are updated."""
 PARAMETER_SHARDS = "parameters on the host"
 """The label of the parameters that ``offload_param`` keeps on the host: in reports of memory, and in the plan."""
+FROZEN_SHARDS = "frozen parameters"
+"""The label of parameters that lie on disk without states."""
 PARAMETERS_ON_WAY = "parameters on their way"
 """The label of host memory for parameters on their way from disk to the device."""
 _NAMED = 3

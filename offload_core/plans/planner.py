@@ -7,9 +7,20 @@ from typing import Any
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import Master, StateFormat
+from ..disk.scratch import aligned
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layout.partition import Bucket, Kinds, ParamSpec, matrices_of
-from ..memory.plan import BLOCKS, DEVICE, HOST, PARAMETER_SHARDS, MemoryPlan, OnDisk, PlanRow
+from ..memory.plan import (
+    BLOCKS,
+    DEVICE,
+    FROZEN_SHARDS,
+    HOST,
+    PARAMETER_SHARDS,
+    PARAMETERS_ON_WAY,
+    MemoryPlan,
+    OnDisk,
+    PlanRow,
+)
 from ..rules import MASTER, Rule
 from .terms import (
     DIRECTIONS,
@@ -196,7 +207,7 @@ class Planner:
         states = dict.fromkeys(name for rule in rules for name in rule.state_names)
         elsewhere = self._terms.store_kind.place
         kept = {place: dict.fromkeys(states, 0) for place in (elsewhere, HOST)}
-        host = dict.fromkeys((GRADIENTS_ON_HOST, STAGING), 0)
+        host = dict.fromkeys((GRADIENTS_ON_HOST, STAGING, PARAMETER_SHARDS), 0)
         parted = self._terms.parted(kinds)
         for (bucket, _), *counts in zip(kinds, *parted, strict=True):
             numel = len(self._terms.device.ranks) * bucket.shard_numel
@@ -204,6 +215,10 @@ class Planner:
                 for place, (_, n) in zip((HOST, elsewhere), counts, strict=True):
                     of_one = StateFormat.n_bytes if place == HOST else self._terms.store_kind.n_bytes
                     kept[place][name] += n * of_one(format, numel)
+                if format.upper is not None and self._terms.shards_on_disk:  # in host memory it is an array of its own
+                    host[PARAMETER_SHARDS] = (
+                        host.get(PARAMETER_SHARDS, 0) + counts[0][1] * numel * format.upper.itemsize
+                    )
         host[BLOCKS] = max(self._terms.store_kind.working_bytes(parted[1]) - self._terms.block_bytes, 0)
         lent = self._terms.slot_bytes_of_kinds(kinds)
         if lent is not None:
@@ -215,13 +230,19 @@ class Planner:
             host[STAGING] = self._terms.staging_slots * max(slot_bytes - self._terms.ring_bytes, 0)
         if direction_bytes := self._terms.direction_bytes(bucket for bucket, _ in kinds):
             host[DIRECTIONS] = self._terms.direction_slots * max(direction_bytes - self._terms.directions_bytes, 0)
-        if self._terms.config.offload_param is not None:
+        if self._terms.shards_on_disk:
+            alone = self._terms.kinds(frozen)
+            (slots, each), (had, before) = self._terms.slots_with(kinds, alone), self._terms.shard_slots
+            host[PARAMETERS_ON_WAY] = slots * each - had * before
+            spaces = [(n, bucket.shard_numel * bucket.dtype.itemsize) for bucket, n in alone if bucket.partitioned]
+            kept[elsewhere][FROZEN_SHARDS] = sum(n * aligned(n_bytes) for n, n_bytes in spaces)
+        elif self._terms.config.offload_param is not None:
             host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self._terms.kinds(frozen))
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
             **_narrower_states(self._terms.config, rules, specs),
             GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
-            **dict.fromkeys((STAGING, DIRECTIONS, BLOCKS), "reduce_bucket_size"),
+            **dict.fromkeys((STAGING, DIRECTIONS, BLOCKS, PARAMETERS_ON_WAY), "reduce_bucket_size"),
             PARAMETER_SHARDS: smaller,
         }
         return [

@@ -11,6 +11,8 @@ from typing import Any
 from ..config.options import OffloadConfig
 from ..config.state_formats import SPLIT, Master, StateFormat
 from ..device.protocols import Arrival, DeviceTerms
+from ..disk.scratch import aligned
+from ..disk.shards import SLOTS
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, Kinds, ParamSpec, kinds_of, planned
 from ..rules import MASTER, Rule
@@ -81,6 +83,8 @@ class BucketTerms:
         """True if that is as much as is free when parameters are taken on (:meth:`take_free`)."""
         self.block_bytes = 0
         """The bytes of the blocks of states that there are."""
+        self.shard_slots = (0, 0)
+        """The slots for shards on their way from disk that there are, and the bytes of each."""
         self.given_free: Mapping[str, int | None] | None = None
         """What :attr:`free_elsewhere` is, for plans of another machine; None: this one's."""
 
@@ -88,7 +92,7 @@ class BucketTerms:
         """There are staging buffers of this size now: plans count what more would take."""
         self.ring_bytes = slot_bytes
 
-    def slots_were_made(self, slot_bytes: int) -> None:
+    def gradient_slots_were_made(self, slot_bytes: int) -> None:
         """Record the size of the gradient slots, so that plans count only what more they would take."""
         self.lent_bytes = slot_bytes
 
@@ -101,6 +105,26 @@ class BucketTerms:
         kept, elsewhere = self.parted(kinds_of(buckets))
         self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
         self.block_bytes = max(self.block_bytes, self.store_kind.working_bytes(elsewhere))
+
+    def slots_with(self, trained: Kinds, frozen: Kinds) -> tuple[int, int]:
+        """Return the slots for shards on their way from disk, with those of new parameters: ``(slots, bytes)``."""
+        if not self.shards_on_disk:
+            return 0, 0
+        n, size = self.shard_slots
+        read = [(bucket, more, self._parameter_as_read(bucket)) for bucket, more in trained if bucket.partitioned]
+        read += [(bucket, more, bucket.dtype) for bucket, more in frozen if bucket.partitioned]
+        for bucket, more, dtype in read:
+            n, size = min(n + more, SLOTS), max(size, aligned(bucket.shard_numel * dtype.itemsize))
+        return n, size
+
+    def _parameter_as_read(self, bucket: Bucket) -> ElementType:
+        """The parameter's element type, or the wider one of a master weight that is rounded after it was read."""
+        master = self.state_formats(bucket)[MASTER]
+        return bucket.dtype if master is SPLIT else master.values
+
+    def slots_were_made(self, trained: Kinds, frozen: Kinds) -> None:
+        """Record the slots for shards on their way from disk, so that plans count only what more they would take."""
+        self.shard_slots = self.slots_with(trained, frozen)
 
     def take_free(self, free: int, others: int) -> None:
         """Have the states of new buckets take the host memory that is free, less a reserve.
@@ -131,7 +155,8 @@ class BucketTerms:
         """Return these terms with other settings."""
         terms = BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
         terms.ring_was_made(self.ring_bytes)
-        terms.slots_were_made(self.lent_bytes)
+        terms.gradient_slots_were_made(self.lent_bytes)
+        terms.shard_slots = self.shard_slots
         terms.directions_were_made(self.directions_bytes)
         terms.state_budget, terms.block_bytes = self.state_budget, self.block_bytes
         return terms

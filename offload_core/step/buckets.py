@@ -80,6 +80,7 @@ class LocalBuckets:
         buckets = self._build(specs)
         self.store.allocate(buckets, terms.state_formats, terms.state_budget)
         terms.states_were_made(buckets)
+        terms.slots_were_made(terms.kinds(specs), terms.kinds(frozen))
         slot_bytes = terms.slot_bytes(buckets)
         if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor

@@ -61,7 +61,7 @@ class GradientMemory:
             for _ in range(GRADIENT_SLOTS):
                 array = self._memory.allocate(GRADIENTS_ON_HOST, slot_bytes, np.dtype(np.uint8), pinned=pinned)
                 self._slots.append(_Slot(array))
-            self._terms.slots_were_made(slot_bytes)
+            self._terms.gradient_slots_were_made(slot_bytes)
         return [None] * len(buckets)
 
     def allocate(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:

@@ -22,7 +22,7 @@ from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
-from offload_core.memory.plan import PARAMETER_SHARDS, PlanRow
+from offload_core.memory.plan import DEVICE, DISK, HOST, PARAMETER_SHARDS, PlanRow
 from offload_core.ranks.consistency import check_start
 from offload_core.rules import Matrix
 from offload_core.stage3.live_params import LiveParams, PartitionedParam
@@ -235,7 +235,7 @@ class PartitionedParameters:
             if spec.partitioned and id(param) not in self.records and not in_shards(param):
                 cut = Cut(spec, self._world.ranks, self._world.world_size, self._config)
                 n_bytes += cut.shard_numel * param.element_size()
-        where = "host" if self.shards_device.type == "cpu" else "device"
+        where = DISK if self._disk is not None else HOST if self.shards_device.type == "cpu" else DEVICE
         return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
 
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
@@ -249,19 +249,21 @@ class PartitionedParameters:
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
         given = [f"{param.dtype}{' in shards' * in_shards(param)}" for _, param in new]
         check_start(self._world.collectives, self._config, [spec for spec, _ in new], given)
+        given_on_disk = DiskShards(self._config.nvme_path or (), self._pipeline.memory) if self._disk and new else None
         with torch.no_grad():
             for spec, param in new:
                 words, built = self._owners[id(param)][2], shards_of(param)
                 values = self._values(param)
                 record = PartitionedParameter(self.live, spec, param, values, words, self._config)
                 if built is not None:
-                    record.shard = self._kept(record, built.for_engine(record, param.device))
+                    shard = built.for_engine(record, param.device)
+                    record.shard = shard if isinstance(shard, OnDisk) else shard.to(self.shards_device)
                 else:
                     run = values.run()
                     self._world.start_alike([spec], [run])
                     shard = torch.zeros(record.shard_numel, dtype=run.dtype, device=self.shards_device)
                     record.cut(run, shard)
-                    record.shard = self._kept(record, shard)
+                    record.shard = shard if given_on_disk is None else on_disk(given_on_disk, record, shard)
                 found[param] = record
         return {param: record for param, record in found.items() if record is not None}
 
@@ -269,14 +271,6 @@ class PartitionedParameters:
     def shards_device(self) -> torch.device:
         """The device whose memory shards take, or pass through on their way to disk."""
         return self._device if self._config.offload_param is None else torch.device("cpu")
-
-    def _kept(self, record: PartitionedParameter, shard: torch.Tensor | OnDisk) -> torch.Tensor | OnDisk:
-        """The shard, in the place of shards."""
-        if isinstance(shard, OnDisk):
-            return shard
-        if self._disk is None:
-            return shard.to(self.shards_device)
-        return on_disk(self._disk, record, shard)
 
     def keep_shard(self, record: PartitionedParameter) -> None:
         """Cast the record's shard to its final element type, move it to its place, and release the whole parameter."""
