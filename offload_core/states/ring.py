@@ -175,7 +175,7 @@ class Ring:
 
     def close(self) -> None:
         """Return when nothing is on its way; the space is free then."""
-        self._do(self._end)
+        self._do(self._await_all)
         self._thread.close()
         self._files.close()
 
@@ -205,14 +205,11 @@ class Ring:
 
     def _lend(self, bucket: int) -> Block:
         self._raise_failed()
-        block = self._blocks.get(bucket)
-        if block is not None and block.lent:  # its update broke off
-            self._drop(block)
-            block = None
-        block = block or self._fetch(bucket)
+        self._drop_lent()
+        block = self._blocks.get(bucket) or self._fetch(bucket)
         if block.newer:
             self._begin_writing(block)
-        self._settle(block)
+        self._await_left(block)
         block.lent = True
         self._blocks[bucket] = self._blocks.pop(bucket)
         while bucket in self._expected and self._expected.popleft() != bucket:
@@ -230,7 +227,6 @@ class Ring:
         block.newer = True
         self._versions[bucket] += 1
         self._begin_writing(block)
-        self._raise_failed()
 
     def _copy(self, bucket: int, memory: np.ndarray) -> bool:
         """Copy a bucket's states, unless they are to be read from disk: return False then."""
@@ -270,11 +266,8 @@ class Ring:
         return block
 
     def _write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
-        block = self._blocks.get(bucket)
-        if block is not None and block.lent:
-            self._drop(block)
-            block = None
-        block = block or self._fetch(bucket)
+        self._drop_lent()
+        block = self._blocks.get(bucket) or self._fetch(bucket)
         self._settle(block)
         block.arrays[name][at : at + values.size].write(values)
         block.newer = True
@@ -288,6 +281,13 @@ class Ring:
                 self._begin_writing(block)
         for block in [*self._blocks.values()]:
             self._settle(block)
+
+    def _await_all(self) -> None:
+        """Wait until nothing is on its way; errors do not matter any more."""
+        for block in self._blocks.values():
+            for transfer in (block.arriving, block.leaving):
+                if transfer is not None:
+                    transfer.error()
 
     # --- slots ---------------------------------------------------------------------------------------
 
@@ -315,6 +315,11 @@ class Ring:
         del self._blocks[block.bucket]
         return block.slot
 
+    def _drop_lent(self) -> None:
+        """Forget blocks whose update broke off: one thread at a time updates, and asks for another one now."""
+        for block in [block for block in self._blocks.values() if block.lent]:
+            self._drop(block)
+
     def _drop(self, block: Block) -> None:
         """Forget what is in memory of a block. What lies on disk counts."""
         for transfer in (block.arriving, block.leaving):
@@ -330,6 +335,9 @@ class Ring:
             self._drop(block)
             raise error
         block.arriving = None
+        self._await_left(block)
+
+    def _await_left(self, block: Block) -> None:
         if block.leaving is not None:
             error, block.leaving = block.leaving.error(), None
             if error is not None:
