@@ -28,6 +28,9 @@ SLOTS = 4
 class ShardSource(Protocol):
     """A rank's shards of a partitioned parameter, which lie one bucket after the other."""
 
+    reads_ahead: bool
+    """True if a shard comes sooner where it was expected."""
+
     def expect(self, bucket: Bucket) -> None:
         """Announce that the shard of this bucket is lent soon."""
 
@@ -48,6 +51,8 @@ class InMemory:
     Args:
         array: all, end to end: a device's tensor, of which a slice is a view, or a :class:`HostArray`.
     """
+
+    reads_ahead = False
 
     def __init__(self, array: Any) -> None:
         self._array = array
@@ -93,6 +98,8 @@ class OnDisk:
         dtype: the parameter's.
         owner: reads them ahead.
     """
+
+    reads_ahead = True
 
     def __init__(self, parts: Sequence[tuple[Bucket, DiskPart]], dtype: ElementType, owner: "DiskShards") -> None:
         self._parts = {bucket.shard_start: part for bucket, part in parts}

@@ -117,6 +117,8 @@ class LiveParams:
                     self._make_room(param.numel)
                     self._gather(param)
             self._prefetch()
+            if any(param.shards.reads_ahead for param in params):
+                self._read_ahead()
             for param in params:
                 self._await(param)
         except BaseException:
@@ -199,6 +201,9 @@ class LiveParams:
                     return
                 self._gather(param)
                 self._ahead[param] = None
+
+    def _read_ahead(self) -> None:
+        """Have shards brought to host memory that are gathered after the prefetched ones."""
         for number in self._order.upcoming(2 * self._config.prefetch_bucket_size):
             if self._params[number].gathering is None:
                 self._expect(self._params[number])
