@@ -14,12 +14,13 @@ TEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: help train demo quick test test-all test-others soak lint docs bench wheel setup pins check-pins clean
+.PHONY: help train demo demo-disk quick test test-all test-others soak lint docs bench wheel setup pins check-pins clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train       train a small GPT (FRONTEND=jax, PYTHON=python3.12, ARGS=--help)"
 	@echo "make demo        train GPT-2 124M, for a GPU"
+	@echo "make demo-disk   train 3 B parameters in 4 GiB of memory, on a disk"
 	@echo "make test        the tests, in six minutes; make quick runs a few, test-all and soak more"
 	@echo "make lint docs bench wheel pins check-pins clean: see CONTRIBUTING.md"
 
@@ -29,6 +30,10 @@ train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 # GPT-2 of 124 M parameters, 20 steps beside plain AdamW: for a machine with a GPU.
 demo: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 	$(PASSIVE) $(BIN)/python -m bench.train --frontend $(FRONTEND) --preset gpt2-124m --compare 20 --steps 100 $(ARGS)
+
+# A GPT of 3 B parameters whose states and parameters lie on disk (ARGS="--nvme-path FOLDER"): 37 GB of it, 4 GiB of memory.
+demo-disk: $(VENV)/.has-torch $(BUILD_STAMP)
+	$(PASSIVE) $(BIN)/python -m bench.disk_demo $(ARGS)
 
 # One law of each kind, in two minutes: before a commit.
 quick: setup

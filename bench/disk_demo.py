@@ -5,10 +5,12 @@ there (`update_in_backward`), so that the gradients of few parameters are in mem
 """
 
 import argparse
+import math
 import resource
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,16 @@ import torch
 
 from bench.train.gpt_torch import GPT
 from frontends.torch import init, wrap
+from offload_core.commands.machine import measure_bandwidths, measure_disk
 from offload_core.commands.model_shapes import GPTConfig
+from offload_core.config.options import OffloadConfig
+from offload_core.device.exchange_sizes import planned_device
+from offload_core.dtypes import BFLOAT16
+from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import format_bytes
+from offload_core.plans.planner import Planner
+from offload_core.plans.prediction import Speeds, predict
+from offload_core.plans.terms import BucketTerms
 
 SIZES = {
     "0.1b": GPTConfig(layers=8, width=1024, heads=8, positions=0, vocabulary=256),
@@ -50,6 +60,35 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+def expected(gpt: GPTConfig, config: dict[str, Any], steps: int, tokens: int) -> str:
+    """Measure the disk and the processor for some seconds, and say how long the run will take about."""
+    terms = BucketTerms(OffloadConfig.resolve(config, op_order="torch"), planned_device(1, addressable=True))
+    persistent = terms.config.param_persistence_threshold
+    specs = [
+        ParamSpec(name, math.prod(shape), BFLOAT16, partitioned=math.prod(shape) >= persistent)
+        for name, shape in gpt.shapes.items()
+    ]
+    numel = sum(spec.numel for spec in specs)
+    disk, dram = measure_disk(terms.config.nvme_path).both, measure_bandwidths(terms.config.threads).dram
+    weight, x = torch.randn(4096, 4096, dtype=torch.bfloat16), torch.randn(tokens, 4096, dtype=torch.bfloat16)
+    seconds = min(_seconds(lambda: x @ weight) for _ in range(3))
+    flops = 2 * x.shape[0] * weight.numel() / seconds
+    step = predict(terms, specs, Speeds(dram=dram, disk=disk, flops=flops), tokens=tokens)
+    states = Planner(terms).traffic(specs)[0].disk_write
+    making = 3 * states / disk
+    return (
+        f"{numel:,} parameters, {format_bytes(states)} of disk in {config['nvme_path']} ({disk / 1e9:.1f} GB/s): about "
+        f"{making / 60:.0f} minutes to make the model, and {step.seconds / 60:.1f} for each of {steps} steps. "
+        "Ctrl-C ends it and frees the disk."
+    )
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return time.perf_counter() - start
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.disk_demo", description=__doc__)
     parser.add_argument("--size", choices=tuple(SIZES), default="3b", help="of the model, in parameters (default: 3b)")
@@ -60,6 +99,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128, help="bytes of text a step")
     args = parser.parse_args()
     config = settings(args.nvme_path)
+    print(expected(SIZES[args.size], config, args.steps, args.context), flush=True)
     torch.manual_seed(0)
     torch.set_default_dtype(torch.bfloat16)
     start = time.perf_counter()

@@ -384,8 +384,8 @@ class Planner:
         that is a master weight or its upper half: with fp32 states 28 bytes an element in bf16 (26.25 from shards on
         the host), and in fp32 where parameters are updated in place. Gradients cross to the host in every micro-step,
         parameters back once, or, from shards on the host, for each forward and each backward; for one of them where
-        they may stay whole in between. States on a disk are read and written once in a step, and those of the last
-        bucket are read ahead and written behind.
+        they may stay whole in between. States on a disk are read and written once in a step, those of the last
+        bucket ahead and behind, and parameters that lie with them are read for each gathering besides.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         kinds = self._terms.kinds(specs)
@@ -393,11 +393,20 @@ class Planner:
         update, to_host, to_device = (
             sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")
         )
-        moved = sum(size * n for size, n in self._terms.parted(kinds)[1])
+        on_disk = self._terms.parted(kinds)[1]
+        moved = sum(size * n for size, n in on_disk)
+        gathered = sum(
+            n * self._terms.bytes_to_gather(bucket) for (bucket, _), (_, n) in zip(kinds, on_disk, strict=True)
+        )
+        whole = Traffic(update, to_host, to_device, moved + self._gatherings(partitioned) * gathered, moved)
         last = self._terms.cut(specs)[-1:]
-        return Traffic(update, to_host, to_device, moved, moved), self._traffic_of(
-            last[0], partitioned
-        ) if last else Traffic(0, 0, 0)
+        return whole, self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
+
+    def _gatherings(self, partitioned: int) -> int:
+        """The gatherings of a parameter in a step: one for a micro-step, or where parameters may not stay whole from
+        forward to backward two."""
+        stays = partitioned <= min(self._terms.config.max_live_parameters, self._terms.config.max_reuse_distance)
+        return self._terms.config.gradient_accumulation_steps * (1 if stays else 2)
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self._terms.config.gradient_accumulation_steps
@@ -416,10 +425,8 @@ class Planner:
             return Traffic(update, 0, 0)
         crossing = self._terms.device.sizes.link_numel(bucket)
         to_host = steps * crossing * self._terms.device.sizes.leaves_as(self._terms.wire(bucket)).itemsize
-        times = 1
-        if bucket.partitioned and self._terms.config.offload_param is not None:
-            stays = partitioned <= min(self._terms.config.max_live_parameters, self._terms.config.max_reuse_distance)
-            times = steps * (1 if stays else 2)
+        from_shards = bucket.partitioned and self._terms.config.offload_param is not None
+        times = self._gatherings(partitioned) if from_shards else 1
         to_device = times * crossing * bucket.dtype.itemsize
         return Traffic(update, to_host + crossing * direction, to_device + crossing * direction)
 

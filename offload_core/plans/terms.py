@@ -117,6 +117,10 @@ class BucketTerms:
             n, size = min(n + more, SLOTS), max(size, aligned(bucket.shard_numel * dtype.itemsize))
         return n, size
 
+    def bytes_to_gather(self, bucket: Bucket) -> int:
+        """The bytes that are read from disk for each gathering of the bucket's parameter; 0: it does not lie there."""
+        return bucket.shard_numel * self._parameter_as_read(bucket).itemsize if self.in_store(bucket) else 0
+
     def _parameter_as_read(self, bucket: Bucket) -> ElementType:
         """The parameter's element type, or the wider one of a master weight that is rounded after it was read."""
         master = self.state_formats(bucket)[MASTER]
