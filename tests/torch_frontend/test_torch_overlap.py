@@ -592,7 +592,7 @@ def forward_again(engine):
 @pytest.mark.parametrize("act", [gradient_again, read_by_hand, forward_again], ids=lambda act: act.__name__)
 def test_nothing_reads_a_parameter_between_its_update_and_its_step(device, more, act):
     engine, reference = wrap(make(), **EARLY, **more), wrap(make(), **OPTIONS, **more)
-    refused = "modified by an inplace operation|its gradient has been used, for update_in_backward=True"
+    refused = "modified by an inplace operation|was changed in place|its gradient has been used"
     with pytest.raises((RuntimeError, StateError), match=refused):
         act(engine)
     engine.step()
