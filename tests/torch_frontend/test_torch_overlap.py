@@ -602,6 +602,21 @@ def test_nothing_reads_a_parameter_between_its_update_and_its_step(device, more,
     assert_equal(engine, reference)
 
 
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.filterwarnings("ignore:.*wait on the host for step:offload_core.HostMemoryWarning")
+@at_once_everywhere
+def test_a_backward_that_records_a_graph_and_runs_in_a_block_that_gathers_has_the_same_bits(device, more):
+    """The graph would read what was updated, and the block looks for changes."""
+    engines = [wrap(make(), **options, **more) for options in (EARLY, OPTIONS)]
+    for engine in engines:
+        engine.backward(loss_of(engine, 0), create_graph=True)
+        engine.step()
+        with gathered_parameters(engine.module.parameters()):
+            engine.backward(loss_of(engine, 1))
+        engine.step()
+    assert_equal(*engines)
+
+
 @everywhere
 def test_autograd_does_not_read_what_was_written_under_it_tentatively(device):
     engine = wrap(make(), **TENTATIVE)
