@@ -205,9 +205,11 @@ class OffloadConfig:
     hyperparameters, to discard or add gradients or to read parameters between ``engine.backward()`` and
     ``engine.step()``. Otherwise states change at the step, and parameters are sent on the assumption that it neither
     clips nor skips; if it does, they are sent again. That takes 16 bytes a parameter more of the host's bandwidth, and
-    is not tried right after a step that was clipped or skipped. In JAX, in stage 3, and on one rank on the CPU, it has
-    no effect. Where states are updated in backward, and gradients are not accumulated, gradients take the memory of at
-    most four buckets on the host (docs/choosing.md)."""
+    is not tried right after a step that was clipped or skipped. In stage 3, and on one rank on the CPU, parameters are
+    written where they are, and cannot be sent again: there it has no effect if a step needs all gradients first. In
+    JAX it has none. Where states are updated in backward, and gradients are not accumulated, gradients take the memory
+    of at most four buckets on the host, and on one rank on the CPU that of the bucket that is not full yet
+    (docs/choosing.md)."""
     offload_optimizer: str | None = "cpu"
     """The place of master weights and moments: ``"cpu"``, host memory, or ``"nvme"``: files in ``nvme_path``, of which
     a few buckets are in host memory at a time. The bits are the same."""

@@ -104,6 +104,7 @@ class GradientMemory:
                 f"bucket {work.bucket.index}: {format_bytes(self._terms.home_bytes(work.bucket))} of gradients wait on "
                 f"the host for step(), beside {len(self._slots)} buckets that are planned; with "
                 "update_in_backward=True updates should follow backward, and this one was not announced: expected "
-                "engine.backward(loss), and no compiled modules, else update_in_backward=False"
+                "engine.backward(loss) outside gathered_parameters(), and no compiled modules, else "
+                "update_in_backward=False"
             )
         )

@@ -12,6 +12,7 @@ from offload_core.device.host import HostDevice
 from offload_core.dtypes import FLOAT32
 from offload_core.errors import CollectiveError
 from offload_core.rules.adam import AdamHyper
+from offload_core.step.bucket_states import Gradient
 from offload_core.step.decision import StepArguments
 from offload_core.testing.thread_ranks import ThreadRank, _Group, run_ranks
 from tests.support.pipelines import Case, Subject
@@ -51,21 +52,23 @@ def mixtures(draw):
     """Leaf modules run once or twice in a backward; an expert has its gradient on a rank after either run, or none.
 
     A micro-step has one backward, or two. Leaf modules may be left unsettled until it has ended, and parameters of them
-    may be used outside, so that all ranks have their gradients later.
+    may be used outside, so that all ranks have their gradients later: unless updates follow the gradients at once.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     world_size, n = draw(st.integers(1, 4)), draw(st.integers(2, 7))
-    backwards, micro_steps = draw(st.integers(1, 2)), draw(st.integers(1, 2))
-    odd = draw(st.booleans())
+    early = draw(st.booleans())
+    backwards, micro_steps = 1 if early else draw(st.integers(1, 2)), draw(st.integers(1, 2))
+    odd = not early and draw(st.booleans())
     of = draw(st.lists(st.sampled_from([None, 0, 1]), min_size=n, max_size=n))
     sizes = rng.choice([3, 16, 33, 200], n).tolist()
     leaves = {i: leaf for i, leaf in enumerate(of) if leaf is not None}
     config = OffloadConfig(
         op_order="torch",
-        gradient_clipping=draw(st.sampled_from([None, 0.1])),
+        gradient_clipping=None if early else draw(st.sampled_from([None, 0.1])),
         gradient_accumulation_steps=micro_steps,
         reduce_bucket_size=draw(st.sampled_from([1, 40, 1 << 20])),
-        schedule=draw(st.sampled_from(["serial", "overlap"])),
+        schedule="overlap" if early else draw(st.sampled_from(["serial", "overlap"])),
+        update_in_backward=early,
     )
     new = lambda i: (i, (rng.standard_normal(sizes[i]) * 0.1).astype(np.float32))  # noqa: E731
 
@@ -104,7 +107,9 @@ def subject_of(mixture, rank):
 def train(mixture, rank, gathers):
     subject, norms = subject_of(mixture, rank), []
     for step in mixture.steps:
+        divisor = float(sum(map(len, step)))
         for micro_step in step:
+            subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors, divisor))
             for turns in micro_step:
                 unsettled = set(mixture.leaves)
                 for turn in turns:
@@ -117,7 +122,6 @@ def train(mixture, rank, gathers):
                     subject.pipeline.settle(unsettled, ended=True)
                 gathers.broadcast(np.zeros(1), "a gathering")
             subject.pipeline.end_micro_step()
-        divisor = float(sum(map(len, step)))
         norms.append(subject.pipeline.step(StepArguments(HYPERS, subject.tensors, divisor)).grad_norm)
     subject.pipeline.last_step.finish()
     return subject, norms
@@ -132,9 +136,9 @@ def test_whichever_gradients_ranks_lack_none_hangs_and_the_bits_are_those_of_the
     assert_equal(results, naive, norms)
 
 
-def three_experts(leaves, schedule="overlap"):
+def three_experts(leaves, schedule="overlap", **fields):
     """Three parameters in buckets of their own."""
-    config = OffloadConfig(op_order="torch", reduce_bucket_size=1, schedule=schedule)
+    config = OffloadConfig(op_order="torch", reduce_bucket_size=1, schedule=schedule, **fields)
     masters = [np.ones(32, np.float32)] * 3
     return Mixture(Case(masters, [FLOAT32] * 3, [0] * 3, config, HYPERS, []), leaves, [], 2)
 
@@ -162,6 +166,24 @@ def test_buckets_leave_when_they_are_settled_on_the_rank_without_a_gradient_too(
         assert seen == ["before", 0, 1, "settled", 2, "all"]
         assert present == ([0, 2] if rank == 0 else [0])
         assert steps == [1.0, 0.0, 1.0]
+
+
+def test_buckets_that_are_settled_are_updated_in_backward_on_the_rank_without_a_gradient_too():
+    """Else they would keep the memory that all gradients pass through."""
+    mixture = three_experts({2: 0, 1: 0}, update_in_backward=True)
+
+    def body(rank):
+        subject = subject_of(mixture, rank)
+        subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
+        if rank.rank == 0:
+            subject.add_gradient(2, np.ones(32, np.float32))
+        subject.add_gradient(0, np.ones(32, np.float32))
+        subject.pipeline.settle([1, 2])
+        subject.pipeline.buckets.run(lambda: None)
+        return [work.gradient.state for work in subject.pipeline.buckets.all]
+
+    used, nothing = Gradient.USED, Gradient.LANDED  # nobody has a gradient of the second
+    assert run_ranks(2, body) == [[used, nothing, used]] * 2
 
 
 def test_a_parameter_that_came_after_it_was_settled_waits_for_the_end_from_then_on():

@@ -592,7 +592,7 @@ def forward_again(engine):
 @pytest.mark.parametrize("act", [gradient_again, read_by_hand, forward_again], ids=lambda act: act.__name__)
 def test_nothing_reads_a_parameter_between_its_update_and_its_step(device, more, act):
     engine, reference = wrap(make(), **EARLY, **more), wrap(make(), **OPTIONS, **more)
-    refused = "modified by an inplace operation|its gradient has been used, for update_in_backward=True"
+    refused = "modified by an inplace operation|was changed in place|its gradient has been used"
     with pytest.raises((RuntimeError, StateError), match=refused):
         act(engine)
     engine.step()
@@ -600,6 +600,21 @@ def test_nothing_reads_a_parameter_between_its_update_and_its_step(device, more,
     for each in (engine, reference):
         step(each, 1)
     assert_equal(engine, reference)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+@pytest.mark.filterwarnings("ignore:.*wait on the host for step:offload_core.HostMemoryWarning")
+@at_once_everywhere
+def test_a_backward_that_records_a_graph_and_runs_in_a_block_that_gathers_has_the_same_bits(device, more):
+    """The graph would read what was updated, and the block looks for changes."""
+    engines = [wrap(make(), **options, **more) for options in (EARLY, OPTIONS)]
+    for engine in engines:
+        engine.backward(loss_of(engine, 0), create_graph=True)
+        engine.step()
+        with gathered_parameters(engine.module.parameters()):
+            engine.backward(loss_of(engine, 1))
+        engine.step()
+    assert_equal(*engines)
 
 
 @everywhere
