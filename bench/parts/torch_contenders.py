@@ -37,6 +37,7 @@ FSDP2 = "FSDP2, CPUOffloadPolicy"
 TORCHAO = "torchao, CPUOffloadOptimizer"
 GRADIENTS_ONLY = "PyTorch, no optimizer"
 DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
+OURS_ON_DISK, DS_ON_DISK = "offload-core, stage 3, states on disk", "DeepSpeed, stage 3, states on disk"
 STREAM = "streaming limit of the update"
 TOKENS = 256
 """Tokens drawn; fewer than the vocabulary, so that there is something to learn."""
@@ -252,6 +253,21 @@ def deepspeed_config(micro_batch: int, zero: dict[str, Any], narrow: bool = True
     }
 
 
+def on_disk(folder: str) -> dict[str, Any]:
+    """DeepSpeed's settings for states on disk. Reads and writes overlap with the update, as ours do."""
+    pipeline = {"pipeline_read": True, "pipeline_write": True, "pin_memory": False}
+    return {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": folder, **pipeline}}
+
+
+def offload_core_on_disk(model: Any, settings: Settings) -> Any:
+    place: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": settings["nvme_path"], "nvme_host_bytes": 0}
+    return offload_core(model, settings, stage=3, **place)
+
+
+def deepspeed_on_disk(model: Any, settings: Settings) -> Any:
+    return deepspeed(model, settings, on_disk(settings["nvme_path"]))
+
+
 def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
     from deepspeed import initialize
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -389,6 +405,8 @@ CONTENDERS = {
     MUON: Contender(muon, "frontends.torch"),
     UNCLIPPED: Contender(partial(offload_core, gradient_clipping=None), "frontends.torch"),
     **{name: Contender(partial(deepspeed, zero=zero), "deepspeed", in_ranks=True) for name, zero in DEEPSPEED.items()},
+    OURS_ON_DISK: Contender(offload_core_on_disk, "frontends.torch"),
+    DS_ON_DISK: Contender(deepspeed_on_disk, "deepspeed", in_ranks=True),
     DDP: Contender(partial(plain, fused=True, ddp=True), "torch"),
     FUSED: Contender(partial(plain, fused=True), "torch"),
     UNFUSED: Contender(partial(plain, fused=False), "torch"),
