@@ -27,7 +27,15 @@ from bench.harness.rounds import turns
 from bench.harness.working_dtype import working_dtype
 from bench.parts.nvme_run import tensor_bytes
 from bench.parts.step import MODELS, start
-from bench.parts.torch_contenders import DS_3, DS_ON_DISK, OURS_3, OURS_ON_DISK, deepspeed_config, on_disk
+from bench.parts.torch_contenders import (
+    DS_3,
+    DS_ON_DISK,
+    DS_PIPELINED,
+    OURS_3,
+    OURS_ON_DISK,
+    deepspeed_config,
+    deepspeed_zero_on_disk,
+)
 from offload_core.support.processors import available_cpus
 from offload_core.support.units import count
 
@@ -50,6 +58,8 @@ SMALLER = 4
 """The second model for the comparison of memory has this part of the parameters."""
 MOST_SHARED = 250 * 10**6
 """The most parameters of the comparison of shares, some of which are in memory at the same time."""
+GROUPS = 16
+"""The buckets of the GPT, and DeepSpeed's groups of elements that it updates at a time."""
 WARM_UP = 2
 """Steps before the first that counts: the first reads zeros that no disk has, and writes new extents."""
 # Freed blocks go back at once, so that memory is what is in use (bench/parts/memory.py).
@@ -251,8 +261,9 @@ class Bench:
         """Whole steps of a GPT, stage 3 with states on disk and in memory, beside DeepSpeed's."""
         gpt = MODELS[self.args.model]
         settings = {"threads": self.args.threads, "micro_batch": 1, "context": 64, "gpt": asdict(gpt)}
-        settings |= {"param_dtype": param_dtype, "nvme_path": str(self.folder)}
-        groups = {name: start(settings, 1, name, _MALLOC) for name in (OURS_3, OURS_ON_DISK, DS_3, DS_ON_DISK)}
+        settings |= {"param_dtype": param_dtype, "nvme_path": str(self.folder), "bucket": gpt.numel // GROUPS}
+        names = (OURS_3, OURS_ON_DISK, DS_3, DS_ON_DISK, DS_PIPELINED)
+        groups = {name: start(settings, 1, name, _MALLOC) for name in names}
         found, failures, versions = measure_all(groups, rounds=self.args.rounds, steps=self.args.steps, warm_up=WARM_UP)
         self.recording.versions |= versions
         for name, error in failures.items():
@@ -265,21 +276,20 @@ class Bench:
 
 
 def of_peers(results: Mapping[str, Result], size: str) -> list[dict[str, Any]]:
-    """Return DeepSpeed's time divided by ours, of the whole step and of what the update adds to it, and memory."""
-    if not {OURS_ON_DISK, DS_ON_DISK} <= results.keys():
-        return []
-    theirs, ours = results[DS_ON_DISK], results[OURS_ON_DISK]
-    higher = partial(record.ratio, better="higher")
-    peaks = [[max(each.peak for each in side.measurements)] for side in (theirs, ours)]
-    return [
-        higher(f"{size}, whole step: {DS_ON_DISK} / {OURS_ON_DISK}", theirs.samples("total"), ours.samples("total")),
-        higher(
-            f"{size}, backward + step: {DS_ON_DISK} / {OURS_ON_DISK}",
-            theirs.samples("backward", "step"),
-            ours.samples("backward", "step"),
-        ),
-        higher(f"{size}, peak memory of a process: {DS_ON_DISK} / {OURS_ON_DISK}", *peaks),
-    ]
+    """Return DeepSpeed's time divided by ours, of the whole step and without forward, and the same of memory."""
+    known = []
+    for name in (DS_ON_DISK, DS_PIPELINED):
+        if not {OURS_ON_DISK, name} <= results.keys():
+            continue
+        sides = results[name], results[OURS_ON_DISK]
+        peaks = [[max(each.peak for each in side.measurements)] for side in sides]
+        samples = {"whole step": [side.samples("total") for side in sides]}
+        samples |= {"backward + step": [side.samples("backward", "step") for side in sides], "peak memory": peaks}
+        known += [
+            record.ratio(f"{size}, {what}: {name} / {OURS_ON_DISK}", *of_both, better="higher")
+            for what, of_both in samples.items()
+        ]
+    return known
 
 
 def needed(numel: int) -> int:
@@ -317,7 +327,9 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     config: dict[str, Any] = {"params": args.numel, "threads": args.threads, "rounds": args.rounds, "steps": args.steps}
     config |= {"bucket": bucket_numel(args.numel), "model": args.model, "parts": list(args.only), "malloc": _MALLOC}
-    config["deepspeed"] = deepspeed_config(1, on_disk("FOLDER"))
+    groups = MODELS[args.model].numel // GROUPS
+    for name, pipelined in ((DS_ON_DISK, False), (DS_PIPELINED, True)):
+        config[name] = deepspeed_config(1, deepspeed_zero_on_disk("FOLDER", groups, pipelined=pipelined))
     recording = Recording("nvme", "States on disk", args.json, config)
     recording.versions |= record.versions("numpy", "torch", "deepspeed")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:

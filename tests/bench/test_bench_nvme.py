@@ -191,6 +191,6 @@ def test_deepspeeds_time_and_memory_are_divided_by_ours():
         phases = {"forward": 1.0, "backward": ms, "step": ms, "total": 2 * ms + 1.0}
         return Result([Measurement([phases], [], 0.0, 0.0, 0.0, 0.0, peak)], 0, [])
 
-    results = {nvme.OURS_ON_DISK: result(2.0, 100), nvme.DS_ON_DISK: result(7.0, 300)}
+    results = {nvme.OURS_ON_DISK: result(2.0, 100), nvme.DS_PIPELINED: result(7.0, 300)}
     assert [each["p50"] for each in nvme.of_peers(results, "9 M")] == [3.0, 3.5, 3.0]
     assert nvme.of_peers({nvme.OURS_ON_DISK: result(2.0, 1)}, "9 M") == []
