@@ -15,6 +15,9 @@ PIECE = 8 * 2**20
 """Bytes of one request. Decision 31 has the measurements of this size and of the depth."""
 DEPTH = 4
 """Requests on their way at a time, each way."""
+HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""Has glibc (2.35 and later) ask for huge pages in fio's buffers. A request to a disk has a limited number of pieces of
+memory, 254 on a virtio disk: in pages of 4 KiB it is cut into parts of 1 MiB, and the disk is half as fast."""
 UNIT = PIECE * DEPTH
 """A file has a whole multiple of so many bytes, so that each thread has the same part."""
 
@@ -78,10 +81,15 @@ class DiskFile:
         fill = ["--name=fill", "--rw=write", f"--size={self._n_bytes}", "--ioengine=pvsync", *_common(self._path)]
         _fio(fill)  # space that was never written would be read without the disk
 
-    def step(self, way: Way) -> list[dict[str, float]]:
-        """Return the ms in which as many bytes as count are read and written, as the total of one step."""
-        seconds = way.seconds(_fio(way.jobs(self._path, self._n_bytes)))
-        return [{"total": 1e3 * seconds * self._counted / self._n_bytes}]
+    def steps(self, way: Way, n: int) -> list[dict[str, float]]:
+        """Return the ms in which as many bytes as count are read and written, n times, as the totals of so many steps.
+
+        One more comes first and does not count, as with steps of training: a disk, or the machine around a virtual one,
+        may have in memory what was read and written last.
+        """
+        jobs = way.jobs(self._path, self._n_bytes)
+        seconds = [way.seconds(_fio(jobs)) for _ in range(n + 1)][1:]
+        return [{"total": 1e3 * each * self._counted / self._n_bytes} for each in seconds]
 
     def close(self) -> None:
         self._path.unlink(missing_ok=True)
@@ -99,7 +107,7 @@ def _common(path: Path) -> list[str]:
 
 
 def _fio(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    environment = {**os.environ, "LC_ALL": "C"}
+    environment = {**os.environ, "GLIBC_TUNABLES": HUGE_PAGES}
     done = subprocess.run(["fio", "--output-format=json", *arguments], capture_output=True, text=True, env=environment)
     if done.returncode:
         lines = (done.stderr + done.stdout).strip().splitlines()

@@ -181,7 +181,7 @@ class Bench:
             }
             try:
                 known.append(file := DiskFile(self.folder, STATE_BYTES * numel))
-                runs |= {way.name: partial(file.step, way) for way in WAYS}
+                runs |= {way.name: partial(file.steps, way, self.args.steps) for way in WAYS}
             except ContenderError as error:
                 self.recording.add_missing("fio", error)
             samples = self.rounds(runs)
