@@ -159,8 +159,27 @@ def curves(plt: Any, record: Record) -> Any:
     return figure
 
 
+def by_share(plt: Any, record: Record) -> Any:
+    """Milliseconds of an update against the share of the states that is on disk, and those of 8-bit states."""
+    rows = [row for row in record["rows"] if row["metric"] == "update"]
+    points = sorted((row for row in rows if "share" in row), key=lambda row: row["share"])
+    if not points:
+        return None
+    figure, axis = plt.subplots(figsize=(5, 4))
+    at = [100 * row["share"] for row in points]
+    style = {"marker": "o", "markersize": 3, "capsize": 2}
+    axis.errorbar(at, [row["p50"] for row in points], whiskers(points), label="fp32 states", **style)
+    for row in rows:
+        if row["name"].startswith("8-bit") and row["params"] == points[0]["params"]:
+            axis.errorbar([100], [row["p50"]], whiskers([row]), label=row["name"], color="tab:orange", **style)
+    axis.set(xlabel="states on disk, %", ylabel=f"ms, {points[0]['params'] / 1e6:,.0f} M parameters", ylim=(0, None))
+    axis.legend()
+    return figure
+
+
 PICTURES: dict[str, tuple[tuple[str, Callable[[Any, Record], Any]], ...]] = {
     "peers": (),
     "update": (("size", by_size), ("roofline", roofline)),
+    "nvme": (("share", by_share),),
 }
 """The pictures of a part; other parts have bars and curves."""

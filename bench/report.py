@@ -274,6 +274,11 @@ ABOUT = {
         "The real pipeline, its thread and its kernels with a device that is simulated: how much of copies and update "
         "the schedules hide behind compute."
     ),
+    "nvme": (
+        "Updates of states on disk, with no forward and no backward in them: beside the disk's own speed, which fio "
+        "measures in the same rounds, with parts of the states in memory, and with 8-bit states. Whole steps of a GPT "
+        "beside DeepSpeed's, with states on the same disk."
+    ),
     "peers": "The libraries that are measured beside ours, and how long each takes to be ready.",
 }
 """A sentence on the measurement of each part of the page, in the order of the page."""

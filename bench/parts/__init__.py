@@ -22,5 +22,6 @@ ON_REQUEST = {
     "eight_bit": 500,
     "trainer": 400,
     "muon_step": 300,
+    "nvme": 600,  # with the default sizes; a run of 1 B parameters takes 20 minutes
 }
 """Parts that run only if they are named."""

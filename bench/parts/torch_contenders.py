@@ -37,6 +37,8 @@ FSDP2 = "FSDP2, CPUOffloadPolicy"
 TORCHAO = "torchao, CPUOffloadOptimizer"
 GRADIENTS_ONLY = "PyTorch, no optimizer"
 DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
+OURS_ON_DISK, DS_ON_DISK = "offload-core, states on disk", "DeepSpeed, states on disk"
+DS_PIPELINED = "DeepSpeed, states on disk, pipelined"
 STREAM = "streaming limit of the update"
 TOKENS = 256
 """Tokens drawn; fewer than the vocabulary, so that there is something to learn."""
@@ -252,6 +254,29 @@ def deepspeed_config(micro_batch: int, zero: dict[str, Any], narrow: bool = True
     }
 
 
+def deepspeed_zero_on_disk(folder: str, numel: int, *, pipelined: bool) -> dict[str, Any]:
+    """DeepSpeed's settings for states on disk.
+
+    Args:
+        numel: the most elements that it updates at a time.
+        pipelined: read and write during updates. With 5 buffers, its default, that raises an AssertionError where there
+            are several groups of elements; 16 are enough.
+    """
+    words = {"pipeline_read": True, "pipeline_write": True, "buffer_count": 16} if pipelined else {}
+    place = {"device": "nvme", "nvme_path": folder, "pin_memory": False, **words}
+    return {"stage": 3, "sub_group_size": numel, "offload_optimizer": place}
+
+
+def deepspeed_on_disk(model: Any, settings: Settings, *, pipelined: bool) -> Any:
+    zero = deepspeed_zero_on_disk(settings["nvme_path"], settings["bucket"], pipelined=pipelined)
+    return deepspeed(model, settings, zero)
+
+
+def offload_core_on_disk(model: Any, settings: Settings) -> Any:
+    place: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": settings["nvme_path"], "nvme_host_bytes": 0}
+    return offload_core(model, settings, stage=3, reduce_bucket_size=settings["bucket"], **place)
+
+
 def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
     from deepspeed import initialize
     from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -389,6 +414,9 @@ CONTENDERS = {
     MUON: Contender(muon, "frontends.torch"),
     UNCLIPPED: Contender(partial(offload_core, gradient_clipping=None), "frontends.torch"),
     **{name: Contender(partial(deepspeed, zero=zero), "deepspeed", in_ranks=True) for name, zero in DEEPSPEED.items()},
+    OURS_ON_DISK: Contender(offload_core_on_disk, "frontends.torch"),
+    DS_ON_DISK: Contender(partial(deepspeed_on_disk, pipelined=False), "deepspeed", in_ranks=True),
+    DS_PIPELINED: Contender(partial(deepspeed_on_disk, pipelined=True), "deepspeed", in_ranks=True),
     DDP: Contender(partial(plain, fused=True, ddp=True), "torch"),
     FUSED: Contender(partial(plain, fused=True), "torch"),
     UNFUSED: Contender(partial(plain, fused=False), "torch"),
