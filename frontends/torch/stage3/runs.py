@@ -351,7 +351,8 @@ class ModuleRuns:
         Args:
             graphs: True also releases those that are kept because a graph may read them.
         """
-        runs, params = [*chain(*self._backwards.values())], [run.params for run in self.forwards]
+        runs = [*chain(*self._backwards.values())]
+        params: list[Sequence[PartitionedParameter]] = [run.params for run in self.forwards]
         for run in reversed(self.forwards):
             _end_saving(run)
         self.forwards.clear()
