@@ -111,20 +111,21 @@ class BucketTerms:
         if not self.shards_on_disk:
             return 0, 0
         n, size = self.shard_slots
-        read = [(bucket, more, self._parameter_as_read(bucket)) for bucket, more in trained if bucket.partitioned]
-        read += [(bucket, more, bucket.dtype) for bucket, more in frozen if bucket.partitioned]
-        for bucket, more, dtype in read:
-            n, size = min(n + more, SLOTS), max(size, aligned(bucket.shard_numel * dtype.itemsize))
+        read = [(more, self.bytes_to_gather(bucket)) for bucket, more in trained if bucket.partitioned]
+        read += [
+            (more, aligned(bucket.shard_numel * bucket.dtype.itemsize)) for bucket, more in frozen if bucket.partitioned
+        ]
+        for more, n_bytes in read:
+            n, size = min(n + more, SLOTS), max(size, n_bytes)
         return n, size
 
     def bytes_to_gather(self, bucket: Bucket) -> int:
         """The bytes that are read from disk for each gathering of the bucket's parameter; 0: it does not lie there."""
-        return bucket.shard_numel * self._parameter_as_read(bucket).itemsize if self.in_store(bucket) else 0
-
-    def _parameter_as_read(self, bucket: Bucket) -> ElementType:
-        """The parameter's element type, or the wider one of a master weight that is rounded after it was read."""
+        if not self.in_store(bucket):
+            return 0
         master = self.state_formats(bucket)[MASTER]
-        return bucket.dtype if master is SPLIT else master.values
+        dtype = bucket.dtype if master is SPLIT else master.values  # which is rounded after it was read
+        return aligned(bucket.shard_numel * dtype.itemsize)
 
     def slots_were_made(self, trained: Kinds, frozen: Kinds) -> None:
         """Record the slots for shards on their way from disk, so that plans count only what more they would take."""

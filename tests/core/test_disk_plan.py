@@ -124,6 +124,38 @@ def test_states_take_the_free_memory_less_a_reserve_as_planned(frontend, disk, b
     assert {row.what for row in lasting} >= {"exp_avg", "exp_avg_sq"}
 
 
+class Layers(torch.nn.Module):
+    """Parameters of several sizes, the first of which is not trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(n, 60, bias=False) for n in (50, 60, 50, 70, 60, 50, 1))
+        self.layers[0].requires_grad_(False)
+
+    def forward(self, x):
+        return sum(layer(x[:, : layer.in_features]) for layer in self.layers)
+
+
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(
+    "fields", [{}, {"nvme_host_bytes": 60_000}, {"state_format": "8bit"}, {"param_dtype": "float32"}]
+)
+def test_parameters_on_disk_take_what_is_planned(fields, given, disk):
+    fields = {"nvme_host_bytes": 0, "param_dtype": "bfloat16", "offload_param": "nvme", "stage": 3, **fields}
+    model = Layers().to(given)
+    engine = wrap(model, reduce_bucket_size=1024, param_persistence_threshold=100, num_threads=1, **disk, **fields)
+    for _ in range(2):
+        engine.backward(engine(torch.randn(2, 70).to(given)).float().sum())
+        engine.step()
+    report = engine.memory_report()
+    lasting = {(row.where, row.what): row for row in report.rows if row.where != "device" and not row.brief}
+    assert {key: row.planned for key, row in lasting.items()} == {key: row.held for key, row in lasting.items()}
+    assert lasting["disk", "frozen parameters"].held == 3 * 4096  # of 3,000 elements, in three buckets
+    assert ("host", "parameters on their way") in lasting
+    assert (("host", "parameters on the host") in lasting) == (fields["nvme_host_bytes"] > 0)
+    engine.close()
+
+
 def moved_in(subject, n_steps):
     """The bytes that the disk reads and writes in so many steps."""
     moved = Counter()
