@@ -45,9 +45,11 @@ Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so
 The exit status is 0 if a stage fits, 1 if none does."""
 _COLUMNS = 100
 """The most columns of the output."""
-_TIERS: tuple[tuple[int, str | None], ...] = ((1, None), (2, None), (3, None), (3, "cpu"))
-_STORES = ("cpu", "nvme")
-"""The values of ``offload_optimizer``, the fastest first."""
+_TIERS: dict[str, tuple[tuple[int, str | None], ...]] = {
+    "cpu": ((1, None), (2, None), (3, None), (3, "cpu")),
+    "nvme": ((1, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")),
+}
+"""By ``offload_optimizer``, the fastest first: ``stage`` and ``offload_param``."""
 _OF_DISK = ("nvme_path", "nvme_host_bytes", "disk_memory", "disk_bandwidth")
 _DAY = 24 * 60 * 60
 _FIELDS = (
@@ -90,10 +92,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "parameter that it divides and no other axis cuts (default: one device a process)",
     )
     add("--stage", type=int, choices=(1, 2, 3), help="ask for this stage alone")
-    add("--offload-param", choices=("cpu", "none"), help="ask for this tier of stage 3 alone")
+    add("--offload-param", choices=("cpu", "nvme", "none"), help="ask for this tier of stage 3 alone")
     add(
         "--offload-optimizer",
-        choices=_STORES,
+        choices=tuple(_TIERS),
         help="ask for states in host memory, or on a disk, alone (default: in host memory; then, if an option of disks "
         "is given, on a disk)",
     )
@@ -177,6 +179,8 @@ class _Tier:
     @property
     def name(self) -> str:
         disk = ", nvme" if self.about.get("offload_optimizer") == "nvme" else ""
+        if self.about.get("offload_param") == "nvme":
+            disk = ""  # states are there, too
         if "donate" in self.about:
             return ("update(grads, donate=True)" if self.about["donate"] else "update(grads)") + disk
         stage, tier = self.about["stage"], self.about["offload_param"]
@@ -253,7 +257,7 @@ class _Asked:
         self.devices = self.part.devices if self.in_jax else 1
         """Those of a process."""
         self.stores = (
-            (args.offload_optimizer,) if args.offload_optimizer else _STORES if _disk_options(args) else ("cpu",)
+            (args.offload_optimizer,) if args.offload_optimizer else tuple(_TIERS) if _disk_options(args) else ("cpu",)
         )
         self.disk: int | None = args.disk_memory
         """Bytes free on the disks of a machine; None: unknown."""
@@ -274,15 +278,17 @@ class _Asked:
         """
         args = argparse.Namespace(**vars(self.args) | fields)
         plan = self._plan_jax if self.in_jax else self._plan_torch
-        return [plan(args, store, about) for store in stores or self.stores for about in self._tiers_of_a_store()]
+        return [plan(args, store, about) for store in stores or self.stores for about in self._tiers_of(store)]
 
-    def _tiers_of_a_store(self) -> list[dict[str, Any]]:
+    def _tiers_of(self, store: str) -> list[dict[str, Any]]:
         if self.in_jax:
             return [{"donate": True}, {"donate": False}]
         return [
             {"stage": stage, "offload_param": place}
-            for stage, place in _TIERS
-            if self.args.stage in (None, stage) and self.args.offload_param in (None, place or "none")
+            for stage, place in _TIERS[store]
+            if self.args.stage in (None, stage)
+            and self.args.offload_param in (None, place or "none")
+            and not (place == "nvme" and self.args.schedule == "delayed")
         ]
 
     def _plan_torch(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
@@ -387,8 +393,14 @@ def _check(args: argparse.Namespace) -> None:
     if args.offload_optimizer == "cpu" and (given := _disk_options(args)):
         raise ConfigError(f"{given[0]} is of --offload-optimizer nvme; expected no --offload-optimizer cpu beside it")
     check_folders(args.nvme_path or ())
-    if args.offload_param == "cpu" and args.stage not in (None, 3):
-        raise ConfigError(f"--offload-param cpu is of stage 3; expected no --stage {args.stage}")
+    if args.offload_param in ("cpu", "nvme") and args.stage not in (None, 3):
+        raise ConfigError(f"--offload-param {args.offload_param} is of stage 3; expected no --stage {args.stage}")
+    if args.offload_param == "nvme" and args.offload_optimizer != "nvme":
+        raise ConfigError(
+            "--offload-param nvme keeps states on a disk, too; expected --offload-optimizer nvme beside it"
+        )
+    if args.offload_param == "nvme" and args.schedule == "delayed":
+        raise ConfigError("--offload-param nvme cannot have --schedule delayed; expected overlap or serial")
 
 
 def _disk_options(args: argparse.Namespace) -> list[str]:

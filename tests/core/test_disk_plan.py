@@ -319,16 +319,18 @@ def plan(capsys, *arguments, status=0):
 
 def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys):
     found = plan(capsys, *SMALL_HOST, "--disk-memory=100GB")
-    assert [tier["offload_optimizer"] for tier in found["tiers"]] == ["cpu"] * 4 + ["nvme"] * 4
-    assert [tier["fits"] for tier in found["tiers"]] == [False] * 4 + [True] * 4
+    assert [tier["offload_optimizer"] for tier in found["tiers"]] == ["cpu"] * 4 + ["nvme"] * 5
+    assert [tier["fits"] for tier in found["tiers"]] == [False] * 4 + [True] * 5
     assert [tier["disk"] for tier in found["tiers"][:4]] == [None] * 4
     for tier in found["tiers"][4:]:
         free, reserve = 64 * 10**9, 64 * 10**8
         block = 3 * 4 * 2**25
         assert free - reserve - block < tier["host_bytes"] <= free - reserve, "to a bucket"
         on_disk = sum(row["n_bytes"] for row in tier["rows"] if row["where"] == "disk")
-        assert tier["disk"]["read"] == tier["disk"]["written"] == on_disk
-        assert tier["step"]["disk"] == pytest.approx(2 * on_disk / 6e9)
+        read, written = tier["disk"]["read"], tier["disk"]["written"]
+        assert written == on_disk
+        assert read == written or tier["offload_param"] == "nvme"
+        assert tier["step"]["disk"] == pytest.approx((read + written) / 6e9)
         assert tier["step"]["seconds"] == pytest.approx(tier["step"]["disk"] + tier["step"]["tail"])
         assert tier["disk"]["a_day"] == pytest.approx(on_disk * 86400 / tier["step"]["seconds"])
     assert {tier["offload_optimizer"] for each in found["formats"] for tier in each["tiers"]} == {"cpu"}
@@ -366,6 +368,29 @@ def test_ranks_of_a_machine_share_its_disk_and_its_memory(capsys):
     assert two["disk"]["a_day"] == pytest.approx(one["disk"]["a_day"], rel=0.01)
     [filled] = plan(capsys, *asked[:-1], "--world-size=2")["tiers"]
     assert 56 * 10**9 < 2 * filled["host_bytes"] < 64 * 10**9 * 0.9
+
+
+def test_parameters_on_disk_are_read_as_often_as_they_are_gathered(capsys):
+    asked = ["--parameters=7B", "--host-memory=64GB", *SPEEDS, "--offload-optimizer=nvme", "--nvme-host-bytes=0"]
+
+    def tier(*more):
+        found = plan(capsys, *asked, "--offload-param=nvme", *more)
+        [one] = found["tiers"]
+        return one, found["parameters"]
+
+    one, n = tier()
+    assert one["disk"]["read"] - one["disk"]["written"] == pytest.approx(2 * 2 * n, rel=0.002)  # twice, in bf16
+    assert tier("--max-live-parameters=100B")[0]["disk"]["read"] == one["disk"]["read"], "max_reuse_distance"
+    steps, _ = tier("--gradient-accumulation-steps=3")
+    assert steps["disk"]["read"] - steps["disk"]["written"] == pytest.approx(3 * 2 * 2 * n, rel=0.002)
+    on_host = plan(capsys, *asked, "--offload-param=cpu")["tiers"][0]
+    rows = {(row["where"], row["what"]): row["n_bytes"] for row in one["rows"]}
+    assert ("host", "parameters on the host") not in rows
+    assert rows["host", "parameters on their way"] == 4 * 2 * 2**25
+    # Masters are kept with the parameters: two bytes, their lower halves and a bit of eight.
+    assert one["disk_bytes"] == pytest.approx((2 + 2.125 + 8) * n, rel=0.002)
+    assert on_host["host_bytes"] - one["host_bytes"] == pytest.approx(2 * n - 4 * 2 * 2**25, rel=0.002)
+    assert len(plan(capsys, *asked, "--schedule=delayed")["tiers"]) == 4
 
 
 def test_what_is_printed_of_a_disk(capsys):
@@ -446,6 +471,8 @@ def test_a_measurement_moves_whole_buffers_in_turns_until_its_time_or_its_bytes_
     [
         (["plan", "--preset=tiny", "--offload-optimizer=cpu", "--disk-memory=1GB"], "--disk-memory is of --off"),
         (["plan", "--preset=tiny", "--offload-optimizer=none"], "--offload-optimizer"),
+        (["plan", "--preset=tiny", "--offload-param=nvme"], "expected --offload-optimizer nvme beside it"),
+        (["plan", "--preset=tiny", "--offload-param=nvme", "--stage=2"], "of stage 3"),
         (["plan", "--preset=tiny", "--nvme-path=/no/such/folder"], "nvme_path: got '/no/such/folder'"),
         (["plan", "--preset=tiny", "--nvme-host-bytes=5"], "expected a size such as 32GB"),
         (["plan", "--preset=tiny", "--disk-bandwidth=fast"], "expected bytes a second"),
