@@ -22,6 +22,8 @@ from offload_core.commands import machine
 from offload_core.config.options import OffloadConfig
 from offload_core.device.exchange_sizes import planned_device
 from offload_core.disk.scratch import ScratchFiles
+from offload_core.disk.shards import OnDisk, bytes_of
+from offload_core.disk.space import DiskSpace
 from offload_core.dtypes import BFLOAT16
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory, format_bytes
@@ -192,6 +194,40 @@ def test_a_step_reads_and_writes_what_is_planned(fields, disk):
     read, written = moved_in(subject, 4)
     assert written == 4 * traffic.disk_write
     assert abs(read - 4 * traffic.disk_read) <= SLOTS * block  # some are ahead, or still there
+
+
+@pytest.mark.parametrize("live", [{}, {"max_live_parameters": 0, "max_reuse_distance": 0}])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_parameters_on_disk_are_lent_as_often_as_is_planned(dtype, live, disk, monkeypatch):
+    engine = wrap(
+        Layers(),
+        reduce_bucket_size=1024,
+        param_persistence_threshold=100,
+        param_dtype=dtype,
+        nvme_host_bytes=0,
+        offload_param="nvme",
+        stage=3,
+        **disk,
+        **live,
+    )
+    pipeline = engine.optimizer.parts.pipeline
+    traffic, _ = Planner(BucketTerms(pipeline.config, pipeline.device)).traffic(pipeline.params)
+    lent = []
+    lend = OnDisk.lend
+
+    def counted(shards, bucket, updated):
+        part = shards._parts[bucket.shard_start]
+        if not isinstance(part, DiskSpace):  # of a frozen parameter
+            lent.append(bytes_of(part))
+        return lend(shards, bucket, updated)
+
+    monkeypatch.setattr(OnDisk, "lend", counted)
+    for _ in range(3):
+        lent.clear()
+        engine.backward(engine(torch.randn(2, 70).to(next(engine.module.parameters()).dtype)).float().sum())
+        engine.step()
+    assert sum(lent) == traffic.disk_read - traffic.disk_write > 0
+    engine.close()
 
 
 # --- refused --------------------------------------------------------------------------------------------
