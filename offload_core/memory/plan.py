@@ -39,7 +39,7 @@ class PlanRow:
 
 
 class OnDisk(NamedTuple):
-    """Settings that keep all states on a disk."""
+    """Settings that keep all states on a disk, and maybe parameters."""
 
     setting: str
     saved: int
@@ -64,8 +64,8 @@ class MemoryPlan:
     """Bytes of the device that the model takes now; the plan's rows replace them."""
     savings: tuple[tuple[str, int], ...] = ()
     """Settings that store states in fewer bytes, and the bytes that each would save on the host, least first."""
-    on_disk: OnDisk | None = None
-    """The setting that moves states to a disk; None: they are there."""
+    on_disk: tuple[OnDisk, ...] = ()
+    """The settings that move states, or more, to a disk, least first; empty: they are there."""
     free_elsewhere: Mapping[str, int | None] = field(default_factory=dict)
     """Free bytes by place, of places that are neither the host nor the device; None: unknown, and counted as enough."""
     folders: tuple[str, ...] = ()
@@ -161,12 +161,14 @@ class MemoryPlan:
                 it_takes = format_bytes(needed - processes * saved)
                 sentences.append(f"With {setting} it would fit, in {it_takes} (docs/formats.md). ")
                 break
-        disk = self.on_disk
-        if disk is not None and needed - processes * disk.saved <= free:
-            sentences.append(
-                f"With {disk.setting} it would fit, in {format_bytes(needed - processes * disk.saved)} of host memory "
-                f"or more, and {format_bytes(processes * disk.n_bytes)} of disk space or less (docs/disk.md). "
-            )
+        for disk in self.on_disk:
+            left = needed - processes * disk.saved
+            if left <= free:
+                sentences.append(
+                    f"With {disk.setting} it would fit, in {format_bytes(left)} of host memory or more, and "
+                    f"{format_bytes(processes * disk.n_bytes)} of disk space or less (docs/disk.md). "
+                )
+                break
         return "".join(sentences)
 
     def largest(self, where: str) -> str:

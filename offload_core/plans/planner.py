@@ -179,17 +179,26 @@ class Planner:
         }
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
-    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> OnDisk | None:
-        """The settings that keep all states on a disk; None: they are not in host memory alone."""
+    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[OnDisk, ...]:
+        """The settings that keep all states on a disk, and those that also keep the parameters of the host there."""
+        config = self._terms.config
         if self._terms.store_kind.place != HOST:
-            return None
-        there = Planner(self._terms.with_(**ON_DISK, nvme_path=FOLDER))
-        saved = self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen)
-        return OnDisk(
-            f"offload_optimizer={ON_DISK['offload_optimizer']!r}, nvme_path={FOLDER!r}",
-            saved,
-            there._bytes_in(there._terms.store_kind.place, specs, frozen),
-        )
+            return ()
+        settings: list[dict[str, Any]] = [{}]
+        if config.offload_param == "cpu" and config.schedule != "delayed":
+            settings.append({"offload_param": "nvme"})
+        found = []
+        for more in settings:
+            there = Planner(self._terms.with_(**ON_DISK, nvme_path=FOLDER, **more))
+            named = {"offload_optimizer": ON_DISK["offload_optimizer"], "nvme_path": FOLDER, **more}
+            found.append(
+                OnDisk(
+                    ", ".join(f"{name}={value!r}" for name, value in named.items()),
+                    self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen),
+                    there._bytes_in(there._terms.store_kind.place, specs, frozen),
+                )
+            )
+        return tuple(found)
 
     def _bytes_in(self, where: str, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> int:
         return sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen) if row.where == where)

@@ -266,8 +266,9 @@ def test_a_model_too_large_for_the_host_is_told_of_the_disk_with_figures_that_ho
     others = needs_of_all_on_disk(frontend, disk)
     with free_memory(frontend, others) as plans, nothing_allocated(), pytest.raises(HostMemoryError) as error:
         make_model()
-    assert plans[0].on_disk[1:] == (plans[0].needs["host"] - others, BUCKETS * states * STATE)
-    assert plans[0].on_disk.saved > 0
+    [found] = plans[0].on_disk
+    assert found[1:] == (plans[0].needs["host"] - others, BUCKETS * states * STATE)
+    assert found.saved > 0
     assert (
         f"With offload_optimizer='nvme', nvme_path='/folder/on/a/disk' it would fit, in {format_bytes(others)} of host "
         f"memory or more, and {format_bytes(BUCKETS * states * STATE)} of disk space or less (docs/disk.md)"
@@ -297,6 +298,27 @@ def test_each_process_of_a_machine_fills_its_part_of_the_free_memory():
 
 
 # --- a step's time --------------------------------------------------------------------------------------
+
+
+def test_parameters_of_the_host_may_lie_on_the_disk_too_if_states_there_are_not_enough(disk):
+    fields = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0, "gradient_accumulation_steps": 2}
+    config = OffloadConfig(reduce_bucket_size=16_384, **fields)
+    specs = [ParamSpec(str(i), 16_384, BFLOAT16, partitioned=True) for i in range(BUCKETS)]
+    plan = Planner(BucketTerms(config, planned_device(1, addressable=False))).plan(specs)
+    states, both = plan.on_disk
+    assert states.saved < both.saved
+    assert both.setting == states.setting + ", offload_param='nvme'"
+    for saved, named in ((states.saved, states), (states.saved + 1, both), (both.saved, both), (both.saved + 1, None)):
+        with pytest.raises(HostMemoryError) as error:
+            plan.check(plan.needs["host"] - saved)
+        assert re.findall(r"With (offload_optimizer.*?) it would fit", str(error.value)) == (
+            [named.setting] if named else []
+        )
+    given = {**fields, **disk, "offload_param": "nvme", "nvme_host_bytes": 0}
+    terms = BucketTerms(OffloadConfig(reduce_bucket_size=16_384, **given), planned_device(1, addressable=False))
+    there = Planner(terms).plan(specs)
+    assert there.needs["host"] == plan.needs["host"] - both.saved
+    assert there.needs["disk"] == both.n_bytes
 
 
 def test_of_much_free_memory_a_tenth_stays_free():
