@@ -24,6 +24,7 @@ from frontends.torch import OffloadConfig, OffloadedAdamW, registration, wrap
 from offload_core import (
     ConfigError,
     ConfigWarning,
+    DiskSpaceError,
     GradientError,
     HostMemoryError,
     OffloadError,
@@ -898,7 +899,7 @@ def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(m
     monkeypatch.setattr(registration, "available_bytes", lambda: 10**9)
     monkeypatch.setattr(LateStore, "free", 10_000)
     with late_stores.late():
-        expect_refusal(HostMemoryError, r"needs 36.9 KiB of late store memory", make(), param_dtype="bfloat16")
+        expect_refusal(DiskSpaceError, r"needs 36.9 KiB of late store space", make(), param_dtype="bfloat16")
     assert not allocated
 
 
