@@ -23,8 +23,10 @@ over_all_stores = pytest.mark.parametrize("store", ["memory", "late", "disk", "n
 on_disk_too = pytest.mark.parametrize("store", ["memory", "nvme"], indirect=True)
 """A law of stage 3 that is to hold with parameters on disk, too. With ``--store nvme`` all laws are checked so."""
 
-KEPT_BYTES = {"nvme": 0, "half nvme": 20_000}
 FOLDER = tempfile.gettempdir()
+STATES_ON_DISK = {"offload_optimizer": "nvme", "nvme_path": FOLDER, "nvme_host_bytes": 0}
+PARAMETERS_ON_DISK = {"stage": 3, "offload_param": "nvme", "param_persistence_threshold": 1, **STATES_ON_DISK}
+KEPT_BYTES = {"nvme": 0, "half nvme": 20_000}
 
 
 class Disk(StatesOnDisk):
@@ -43,7 +45,7 @@ class Disk(StatesOnDisk):
 
 
 def _on_disk(config: OffloadConfig) -> OffloadConfig:
-    return replace(config, offload_optimizer="nvme", nvme_path=FOLDER, nvme_host_bytes=0)
+    return replace(config, **STATES_ON_DISK)
 
 
 OTHERS: dict[str, type[Store]] = {"late": LateStore, "disk": Disk, "nvme": Disk, "half nvme": Disk}
@@ -87,7 +89,6 @@ def _patch_configurations(patch: pytest.MonkeyPatch, kept_bytes: int) -> None:
         on_host = config.stage == 3 and config.offload_param == "cpu" and config.offload_optimizer == "cpu"
         if not on_host or config.schedule == "delayed":  # its parameters are in memory
             return config
-        disk = {"offload_optimizer": "nvme", "nvme_path": FOLDER, "nvme_host_bytes": kept_bytes}
-        return replace(config, offload_param="nvme", **disk)
+        return replace(config, offload_param="nvme", **{**STATES_ON_DISK, "nvme_host_bytes": kept_bytes})
 
     patch.setattr(OffloadConfig, "resolve", classmethod(resolved))

@@ -90,7 +90,9 @@ def give_up(what, *, after=0, all_do=False):
         own_group._PATIENCE = SECONDS
 
 
-def run(folder, rank, world_size, seed, port, finished, listener=None, group=True, backend="gloo", store="memory") -> NoReturn:
+def run(
+    folder, rank, world_size, seed, port, finished, listener=None, group=True, backend="gloo", store="memory"
+) -> NoReturn:
     """Run the function that is pickled in this folder as this rank, and write what it returns.
 
     Args:

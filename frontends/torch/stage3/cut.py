@@ -36,7 +36,12 @@ class Cut:
     @property
     def runs(self) -> list[tuple[int, int, int]]:
         """The runs of elements that this rank holds: ``(start in the parameter, start in the shards, elements)``."""
-        return [(piece.start, bucket.in_tensor(piece), piece.numel) for bucket, piece in self._pieces]
+        return [run for bucket in self.buckets for run in self.runs_of(bucket)]
+
+    def runs_of(self, bucket: Bucket) -> list[tuple[int, int, int]]:
+        """Those of :attr:`runs` that lie in this bucket."""
+        pieces = [piece for other, piece in self._pieces if other is bucket]
+        return [(piece.start, bucket.in_tensor(piece), piece.numel) for piece in pieces]
 
     def without_matrices(self) -> "Cut":
         """The cut of the same parameter if its matrices need not be whole."""
