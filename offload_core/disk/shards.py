@@ -129,7 +129,7 @@ class OnDisk:
 
     def lend(self, bucket: Bucket, updated: Event) -> HostArray:
         updated.order()  # its update has given the states back to the store
-        return HostArray.of(self._ahead.take(self._parts[bucket.shard_start], self.dtype))
+        return HostArray.of(self._ahead.take(self._parts[bucket.shard_start], self.dtype), self.dtype)
 
     def give_back(self, bucket: Bucket, read: Event | None) -> None:
         if read is not None:

@@ -15,12 +15,14 @@ from offload_core.states.on_disk import StatesOnDisk
 from offload_core.testing.late_store import LateStore
 
 NAMES = ("late", "disk", "nvme", "half nvme")
-"""``nvme`` is ``disk``, and shards of stage 3 that a configuration has in host memory lie on disk with their states;
-``half nvme``: small models have a part of both in host memory."""
+"""``nvme`` is ``disk``, and in torch's stage 3 shards that a configuration has in host memory lie on disk with their
+states; ``half nvme``: small models have a part of both in host memory."""
 
-over_all_stores = pytest.mark.parametrize("store", ["memory", "late", "disk", "nvme"], indirect=True)
+over_all_stores = pytest.mark.parametrize("store", ["memory", "late", "disk"], indirect=True)
 """A law of one test that is to hold with other stores, too. With ``--store late`` all laws are checked so."""
-on_disk_too = pytest.mark.parametrize("store", ["memory", "nvme"], indirect=True)
+states_on_disk_too = pytest.mark.parametrize("store", ["memory", "disk"], indirect=True)
+"""A law that is to hold with states on disk, too. With ``--store disk`` all laws are checked so."""
+parameters_on_disk_too = pytest.mark.parametrize("store", ["memory", "nvme"], indirect=True)
 """A law of stage 3 that is to hold with parameters on disk, too. With ``--store nvme`` all laws are checked so."""
 
 FOLDER = tempfile.gettempdir()

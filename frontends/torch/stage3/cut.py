@@ -9,7 +9,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.disk.shards import DiskShards, OnDisk
 from offload_core.layout.partition import Bucket, ParamSpec, cut
 
-from ..tensors import ELEMENT_TYPES, memory
+from ..tensors import MOVED_TYPES, memory
 
 
 class Cut:
@@ -59,5 +59,5 @@ class Cut:
 
 def on_disk(disk: DiskShards, cut: Cut, shard: torch.Tensor) -> OnDisk:
     """Copy this rank's shards of a parameter to disk."""
-    dtype = ELEMENT_TYPES[shard.dtype]
+    dtype = MOVED_TYPES[shard.dtype]
     return disk.keep(((b, memory(shard[b.shard_start : b.shard_start + b.shard_numel])) for b in cut.buckets), dtype)
