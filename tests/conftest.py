@@ -64,7 +64,9 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of every random draw in the tests; default: 0")
-    parser.addoption("--store", choices=["memory", "late", "disk"], default="memory", help="that keeps the states")
+    stores = ["memory", "late", "disk", "nvme", "half nvme"]
+    words = "that keeps the states; nvme: on disk, and parameters that stage 3 has on the host, too"
+    parser.addoption("--store", choices=stores, default="memory", help=words)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -144,7 +146,7 @@ def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def store(request: pytest.FixtureRequest) -> Iterator[None]:
-    """As a parameter "late" or "disk", it keeps the states of this test's pipelines in such a store."""
+    """As a parameter "late", "disk" or "nvme", it keeps the states of this test's pipelines in such a store."""
     if (name := getattr(request, "param", "memory")) == "memory":
         yield
         return

@@ -53,7 +53,23 @@ LATE = [
     "jax_frontend/mesh/test_states.py",
 ]
 """The laws that parts ``store`` and ``disk`` check again, with states in a late store and on disk."""
-STORE_OF = {"store": "late", "disk": "disk"}
+STAGE_3 = [
+    *(
+        f"torch_frontend/test_{name}.py"
+        for name in (
+            *("partitioned", "partitioned_ranks", "construction", "quantised", "put_back", "data_writes", "muon"),
+            *("rules", "split_masters", "taking_over", "casting", "deepspeed_weights", "torch_ranks", "signals"),
+            *("torch_checkpoint", "torch_checkpoint_ranks", "simulated_ranks", "simulated_device", "devices"),
+            *("inputs_and_sizes", "device_failures", "graphs_that_leave", "saved_activations", "torch_trace"),
+        )
+    ),
+    "checkpoint/test_export.py",
+    "integrations/test_mixtures.py",
+    "integrations/test_peft.py",
+]
+"""The laws that part ``parameters`` checks again, with parameters of stage 3 on disk."""
+STORE_OF = {"store": ("late", LATE), "disk": ("disk", LATE), "parameters": ("nvme", STAGE_3)}
+"""The store of each of these parts, and the files."""
 PYTHONS = {f"python-{version}": f"other-{version}" for version in ("3.12", "3.13", "3.14")}
 """The core, the kernels and JAX's laws on another Python: a part, and the target of make that runs it."""
 PARTS = [*FOLDERS, *STORE_OF, *PYTHONS]
@@ -62,10 +78,12 @@ PARTS = [*FOLDERS, *STORE_OF, *PYTHONS]
 def command_of(part: str, arguments: list[str]) -> list[str]:
     if part in PYTHONS:
         return ["make", "--no-print-directory", PYTHONS[part]]
-    store = STORE_OF.get(part)
-    chosen = ["-m", "slow"] if store is None else ["--store", store, "-m", "not slow and not soak"]
-    paths = [f"tests/{path}" for path in (FOLDERS[part] if store is None else LATE)]
-    return [sys.executable, "-m", "pytest", "-q", *chosen, *paths, *arguments]
+    if part in STORE_OF:
+        store, files = STORE_OF[part]
+        chosen = ["--store", store, "-m", "not slow and not soak"]
+    else:
+        files, chosen = FOLDERS[part], ["-m", "slow"]
+    return [sys.executable, "-m", "pytest", "-q", *chosen, *(f"tests/{path}" for path in files), *arguments]
 
 
 def share() -> str:

@@ -42,9 +42,9 @@ class HostArray:
         return kernels.view(self.address, self.numel, self.dtype)
 
     @classmethod
-    def of(cls, array: np.ndarray) -> "HostArray":
-        """A C-contiguous NumPy array."""
-        return cls(kernels.address(array), array.size, BY_NUMPY[array.dtype], array)
+    def of(cls, array: np.ndarray, dtype: ElementType | None = None) -> "HostArray":
+        """A C-contiguous NumPy array; ``dtype`` is its element type if no kernel computes with that."""
+        return cls(kernels.address(array), array.size, dtype or BY_NUMPY[array.dtype], array)
 
 
 class HostArrays(NamedTuple):

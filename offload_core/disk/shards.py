@@ -116,19 +116,20 @@ class OnDisk:
             if low < high:
                 part.read_parameter(low - start, out[low - at : high - at])
 
-    def write(self, values: np.ndarray) -> None:
-        """Replace all shards, end to end, of the parameter's element type; only those that are in a space of their
-        own."""
+    def write(self, values: np.ndarray, at: int = 0) -> None:
+        """Replace whole buckets' shards, from element ``at`` of the shards on, by values of the parameter's element
+        type; only those that are in a space of their own."""
         for start, part in self._parts.items():
-            assert isinstance(part, DiskSpace)
-            part.write(values[start : start + part.size])
+            if at <= start < at + values.size:
+                assert isinstance(part, DiskSpace)
+                part.write(values[start - at : start - at + part.size])
 
     def expect(self, bucket: Bucket) -> None:
         self._ahead.expect(self._parts[bucket.shard_start])
 
     def lend(self, bucket: Bucket, updated: Event) -> HostArray:
         updated.order()  # its update has given the states back to the store
-        return HostArray.of(self._ahead.take(self._parts[bucket.shard_start], self.dtype))
+        return HostArray.of(self._ahead.take(self._parts[bucket.shard_start], self.dtype), self.dtype)
 
     def give_back(self, bucket: Bucket, read: Event | None) -> None:
         if read is not None:

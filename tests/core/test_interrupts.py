@@ -21,6 +21,7 @@ from offload_core.support import threads
 from offload_core.support.threads import uninterrupted
 from offload_core.testing.fake_device import FakeDevice
 from tests.support.interrupts import FewerLines, Interrupt, interrupt_at, lines_of, numbers_of
+from tests.support.late_stores import STATES_ON_DISK
 from tests.support.pipelines import Subject
 
 SIZES = (40, 100)
@@ -83,6 +84,8 @@ CASES = {
     "late, serial, scaled": (late, FLOAT16, {"schedule": "serial"}),
     "late, delayed": (late, BFLOAT16, {"schedule": "delayed"}),
     "late, accumulating": (late, BFLOAT16, {"gradient_accumulation_steps": 2, "gradient_clipping": 0.5}),
+    "host, on disk": (HostDevice, BFLOAT16, STATES_ON_DISK),
+    "late, on disk": (late, BFLOAT16, STATES_ON_DISK),
     "late, sent early": (late, BFLOAT16, {"update_in_backward": True, "gradient_clipping": 1e3}),
 }
 

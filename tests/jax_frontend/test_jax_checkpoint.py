@@ -23,6 +23,7 @@ from tests.support.jax_models import (
     on_the_cpu,  # noqa: F401 (a fixture)
     random_tree,
 )
+from tests.support.late_stores import states_on_disk_too
 
 
 def untrained(seed):
@@ -76,6 +77,7 @@ def assert_same(one, other):
 DELAYED = {"param_dtype": "bfloat16", "schedule": "delayed", "delay_warmup_steps": 1}
 
 
+@states_on_disk_too
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": "float16"}, DELAYED], ids=["fp32", "fp16", "delayed"])
 def test_who_resumes_goes_on_with_the_same_bits(tmp_path, fields):
     straight, resumed = new(**fields), new(1, **fields)
@@ -253,6 +255,7 @@ def test_between_micro_steps_nothing_is_saved_and_loading_forgets_them(tmp_path)
     assert_same(offloaded, twin)
 
 
+@states_on_disk_too
 @pytest.mark.parametrize("change", ["update", "load_pytree"])
 def test_what_is_saved_while_states_change_is_of_the_moment_of_the_call(tmp_path, monkeypatch, change):
     monkeypatch.setattr("offload_core.checkpoint.shard_writer.BLOCK_BYTES", 1024)

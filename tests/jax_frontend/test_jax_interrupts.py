@@ -11,9 +11,11 @@ import pytest
 
 from frontends.jax import wrap
 from tests.support.interrupts import FewerLines, first_passes, interrupt_at, read_at_each_line
+from tests.support.late_stores import STATES_ON_DISK
 
 CASES = {
     "clipped": ({"gradient_clipping": 0.05, "reduce_bucket_size": 64}, ""),
+    "on disk": ({**STATES_ON_DISK, "reduce_bucket_size": 64}, ""),
     "delayed": ({"schedule": "delayed", "delay_warmup_steps": 1}, "frontends/jax/updates.py"),
 }
 """Settings, and the file to whose lines the interrupts are confined: the delayed schedule's others are as above."""
@@ -107,7 +109,11 @@ def everything(offloaded):
 
 
 @pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize("options", [{}, {"schedule": "delayed", "delay_warmup_steps": 1}], ids=["overlap", "delayed"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, STATES_ON_DISK, {"schedule": "delayed", "delay_warmup_steps": 1}],
+    ids=["overlap", "disk", "delayed"],
+)
 def test_a_signal_at_any_line_of_a_load_finds_and_leaves_what_was_before_or_what_is_loaded(load, options):
     other, offloaded = wrapped({}), wrapped(options)
     for seed in (1, 2, 3):

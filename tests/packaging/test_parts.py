@@ -2,14 +2,15 @@
 
 import re
 
-from tests.parts import FOLDERS, LATE, PARTS, ROOT, share
+from tests.parts import FOLDERS, PARTS, ROOT, STORE_OF, share
 
 TESTS = ROOT / "tests"
 
 
 def test_each_file_with_slow_tests_is_in_one_part():
     places = [TESTS / path for paths in FOLDERS.values() for path in paths]
-    assert all(place.exists() for place in (*places, *(TESTS / path for path in LATE)))
+    again = [TESTS / path for _, paths in STORE_OF.values() for path in paths]
+    assert all(place.exists() for place in (*places, *again))
     for file in TESTS.rglob("test_*.py"):
         if re.search(r"\bmark\.slow\b", file.read_text()):
             assert len([place for place in places if place in (file, *file.parents)]) == 1, file

@@ -3,7 +3,7 @@
 import gc
 import os
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import psutil
 
@@ -17,6 +17,17 @@ def held():
     gc.collect()
     process = psutil.Process()
     return process.memory_info().rss, threading.active_count(), process.num_threads(), len(os.listdir("/proc/self/fd"))
+
+
+def on_disk():
+    """The descriptors of files without a name (their space is free when these are closed), and the threads that work
+    on disks."""
+    links = []
+    for number in os.listdir("/proc/self/fd"):
+        with suppress(OSError):  # the folder's own
+            links.append(os.readlink(f"/proc/self/fd/{number}"))
+    threads = [thread.name for thread in threading.enumerate() if "disk" in thread.name or "scratch" in thread.name]
+    return sum(link.endswith("(deleted)") for link in links), sorted(threads)
 
 
 def growth_of(step, steps=STEPS):

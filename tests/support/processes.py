@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.support import bodies
+from tests.support import bodies, late_stores
 
 ROOT = Path(__file__).resolve().parents[2]
 SECONDS = 240
@@ -60,6 +60,8 @@ def on_ranks(
         places = os.pathsep.join([str(root), environment_of(ROOT)["PYTHONPATH"]])
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "body").write_bytes(bodies.dumps(body))
+            if root == ROOT:
+                options.setdefault("store", late_stores.current())
             of_all = {"folder": folder, "world_size": world_size, "seed": random.randrange(2**32), **options}
             calls = [["tests.support.torch_rank", "run", {**of_all, "rank": rank}] for rank in range(world_size)]
             processes = [{"call": call, "alone": not forks} for call in calls]

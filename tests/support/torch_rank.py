@@ -90,12 +90,15 @@ def give_up(what, *, after=0, all_do=False):
         own_group._PATIENCE = SECONDS
 
 
-def run(folder, rank, world_size, seed, port, finished, listener=None, group=True, backend="gloo") -> NoReturn:
+def run(
+    folder, rank, world_size, seed, port, finished, listener=None, group=True, backend="gloo", store="memory"
+) -> NoReturn:
     """Run the function that is pickled in this folder as this rank, and write what it returns.
 
     Args:
         group: False leaves torch.distributed alone.
         backend: of the group.
+        store: that keeps the states, as ``pytest --store`` says.
         others: as fork_server.Job tells them.
     """
     torch.set_num_threads(1)
@@ -109,8 +112,12 @@ def run(folder, rank, world_size, seed, port, finished, listener=None, group=Tru
             collectives.register()
         open_socket = {} if listener is None else {"master_listen_fd": listener}
         timeout = timedelta(seconds=SECONDS)
-        store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, wait_for_workers=False, **open_socket)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+        places = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timeout, wait_for_workers=False, **open_socket)
+        dist.init_process_group(backend, store=places, rank=rank, world_size=world_size, timeout=timeout)
+    if store != "memory":
+        from tests.support import late_stores
+
+        late_stores.take_the_place_of_memory(store)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)

@@ -17,6 +17,9 @@ from frontends.torch import OffloadedAdamW, gathered_parameters, init, register_
 from frontends.torch.stage3 import construction
 from offload_core import ConfigError, OffloadConfig, ParameterError, StateError
 from offload_core.commands.model_shapes import GPTConfig
+from offload_core.disk.shards import OnDisk
+from tests.support.held import on_disk
+from tests.support.late_stores import STATES_ON_DISK
 from tests.support.partitioned_models import MODELS, gpt, gpt_loss, llama
 from tests.support.processes import on_ranks
 from tests.support.torch_models import place
@@ -233,6 +236,35 @@ def test_what_is_whole_is_cut_when_another_becomes_whole_and_no_sooner(monkeypat
 
 
 @everywhere
+@pytest.mark.parametrize("then", ["nvme", "cpu"])
+def test_a_model_that_was_built_on_disk_is_wrapped_with_its_parameters_anywhere(then):
+    """And leaves no file when both it and its engine are gone."""
+    before = on_disk()
+    trained = []
+    for fields in ({"remote_device": "nvme", **STATES_ON_DISK}, {"enabled": False}):
+        with init(**{**STAGE_3, "offload_param": None}, **fields):
+            model = gpt()
+        model.blocks[0].requires_grad_(False)
+        if "remote_device" in fields:
+            assert not whole_numel(model.parameters())
+            assert on_disk() > before
+            for param in model.parameters():
+                shards = construction.shards_of(param)
+                assert shards is None or isinstance(shards.values, OnDisk)
+        disk = STATES_ON_DISK if then == "nvme" else {}
+        engine = wrap(model, lr=1e-2, param_dtype="bfloat16", **{**STAGE_3, "offload_param": then}, **disk)
+        for step in range(2):
+            engine.backward(gpt_loss(engine, step))
+            engine.step()
+        trained.append([*values(model).values()])
+        engine.close()
+    assert all(map(torch.equal, *trained))
+    del engine, model, param, shards
+    gc.collect()
+    assert on_disk() == before
+
+
+@everywhere
 def test_shards_of_parameters_that_are_no_more_are_freed():
     gc.collect()
     before = len(construction._SHARDS), len(pending._WAITS)
@@ -388,8 +420,14 @@ def test_an_inner_context_is_the_outer_one():
 def test_only_stage_3_builds_in_shards():
     with pytest.raises(ConfigError, match=r"init\(\) with stage=2"):
         init(config={"offload_param": None})
-    with pytest.raises(ConfigError, match="remote_device: got 'nvme'"):
+    with pytest.raises(ConfigError, match="remote_device: got 'gpu', expected 'cpu', 'nvme' or None"):
+        init(remote_device="gpu")
+    with pytest.raises(
+        ConfigError, match="offload_param='nvme' with .*expected offload_optimizer='nvme' and nvme_path"
+    ):
         init(remote_device="nvme")
+    with pytest.raises(ConfigError, match="nvme_path: got '/not/there', which does not exist"):
+        init(remote_device="nvme", **{**STATES_ON_DISK, "nvme_path": "/not/there"})
     with pytest.raises(ParameterError, match="got a dict"):
         init(STAGE_3)
     with init(config=OffloadConfig(stage=3, param_persistence_threshold=1), remote_device="cpu"):

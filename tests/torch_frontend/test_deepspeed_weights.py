@@ -77,6 +77,7 @@ def test_an_engine_has_the_fp32_weights_exactly_and_trains_on(case, fields):
         assert torch.equal(x, y), name
 
 
+@pytest.mark.states_in_memory
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}])
 def test_who_saves_states_meanwhile_is_told_before_they_change(case, fields):
     folder, _ = case

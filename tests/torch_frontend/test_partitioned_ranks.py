@@ -17,12 +17,14 @@ from frontends.torch.ranks.device_ranks import DeviceRanks
 from frontends.torch.stage3 import partitioned as partitioned_module
 from tests.support.experts import Experts, mixture, rows
 from tests.support.hugging_face import llama
+from tests.support.late_stores import STATES_ON_DISK
 from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
 from tests.support.processes import on_ranks
 from tests.support.torch_rank import bits, give_up, said_by, whole_bits
 
 NARROW = {"max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
 STAGE_3 = {"stage": 3, "param_persistence_threshold": 40, "reduce_bucket_size": 3000}
+ON_DISK = {"offload_param": "nvme", **STATES_ON_DISK}
 
 
 def train(engine, loss_of, rank, steps):
@@ -46,7 +48,8 @@ def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name
             optimizer.zero_grad()
         result = [bits(ddp.module)]
         early = {**STAGE_3, **NARROW, "update_in_backward": True}
-        for fields in ({"stage": 2}, {**STAGE_3, **NARROW}, early, *([STAGE_3] if name == "gpt" else [])):
+        others = [STAGE_3] if name == "gpt" else []
+        for fields in ({"stage": 2}, {**STAGE_3, **NARROW}, early, {**STAGE_3, **NARROW, **ON_DISK}, *others):
             engine = wrap(make(), lr=1e-2, **fields)
             train(engine, loss_of, rank, range(8))
             result.append(whole_bits(engine))
@@ -92,6 +95,7 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
             whole_bits(engine),
             whole_bits(trained(0.1)),
             whole_bits(trained(0.1, **STAGE_3, **NARROW, offload_param="cpu")),
+            whole_bits(trained(0.1, **STAGE_3, **NARROW, **ON_DISK)),
         ]
         early = {**STAGE_3, **NARROW, "update_in_backward": True}
         unclipped = [whole_bits(trained(None, **fields)) for fields in ({}, early, early | {"offload_param": "cpu"})]
@@ -99,6 +103,8 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
         unclipped += [whole_bits(trained(None, **fields)) for fields in (early, early | {"offload_param": "cpu"})]
         result.append(whole_bits(trained(0.1, **STAGE_3, **NARROW)))
         result.append(whole_bits(engine := trained(0.1, **STAGE_3, **NARROW, offload_param="cpu")))
+        engine.close()
+        result.append(whole_bits(engine := trained(0.1, **STAGE_3, **NARROW, **ON_DISK)))
         engine.close()
         return [*result, bits(engine.module)], unclipped
 
@@ -110,7 +116,7 @@ def test_one_rank_changes_parameters_for_all_and_masters_follow():
     @on_ranks(2)
     def found(rank):
         result = []
-        for fields in ({}, STAGE_3):
+        for fields in ({}, STAGE_3, {**STAGE_3, **ON_DISK}):
             engine = wrap(External(), lr=1e-2, param_dtype="bfloat16", **fields)
             train(engine, external_loss, rank, range(2))
             places = [engine.module.embedding.weight, engine.module.blocks[0].first.bias, engine.module.scale.weight]
@@ -171,7 +177,7 @@ def test_ranks_run_other_experts_of_a_leaf_module(again):
     def found(rank):
         result = []
         parted = {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}
-        for fields in ({"stage": 2}, parted, {**parted, "update_in_backward": True}):
+        for fields in ({"stage": 2}, parted, {**parted, "update_in_backward": True}, {**parted, **ON_DISK}):
             engine = wrap(mixture(again), lr=1e-2, **fields)
             routed = [*routed_steps(engine, rank)]
             result.append(whole_bits(engine))

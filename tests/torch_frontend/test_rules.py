@@ -9,6 +9,7 @@ from torch import nn
 from frontends.torch import gathered_parameters, wrap
 from frontends.torch.optimizer import CLASSES
 from offload_core import CheckpointError, ConfigError, StateError
+from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.rules import KINDS, REFERENCES, settings_of
 from tests.support.torch_models import loss_of, make, same_bits
 from tests.support.ways import STAGE_3, WAYS
@@ -98,18 +99,27 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted(name):
 @of_each_rule
 @pytest.mark.parametrize("stored", STORED)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, stored, tmp_path):
-    fields = {**settings_of(name), **STORED[stored]}
-    first, second, third = (wrap(make(), **fields) for _ in range(3))
+    """Also of one on disk, and of one that resumes from there."""
+    fields = {**settings_of(name), **STORED[stored], "reduce_bucket_size": 256}
+    first, second, third, back = (wrap(make(), **fields) for _ in range(4))
+    on_disk = wrap(make(), **fields, **PARAMETERS_ON_DISK)
     for seed in range(2):
         step(first, seed)
     folder = first.save_checkpoint(tmp_path)
     third.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
     third.module.load_state_dict(first.module.state_dict())
     second.load_checkpoint(folder)
-    for engine in (first, second, third):
+    on_disk.load_checkpoint(folder)
+    on_disk.save_checkpoint(tmp_path / "from disk", wait=False)
+    step(on_disk, 3)  # while it saves
+    on_disk.wait_for_checkpoint()
+    back.load_checkpoint(tmp_path / "from disk")
+    for engine in (first, second, third, back):
         step(engine, 3)
     assert_same_values(first.module, second.module)
     assert_same_values(first.module, third.module)
+    assert_same_values(first.module, on_disk.module)
+    assert_same_values(first.module, back.module)
 
 
 @of_each_rule

@@ -150,6 +150,7 @@ def test_a_split_master_is_read_as_a_copy_and_its_parameter_follows_an_assignmen
         assert torch.equal(param, values.bfloat16())
 
 
+@pytest.mark.states_in_memory
 @everywhere
 def test_masters_parameters_and_gradients_take_14_bytes_and_an_eighth(device):
     numel = 1 << 20

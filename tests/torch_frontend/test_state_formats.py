@@ -10,6 +10,7 @@ from frontends.torch import OffloadedAdamW, wrap
 from offload_core.errors import StateError
 from tests.support import state_formats
 from tests.support.format_runs import assert_equal, batch, go_on, model, result, trained
+from tests.support.late_stores import PARAMETERS_ON_DISK, STATES_ON_DISK
 
 FORMATS = {
     "bf16": {"state_format": "bf16"},
@@ -20,6 +21,9 @@ IN_STAGES = {
     "stage 2": {},
     "stage 3": {"stage": 3, "param_persistence_threshold": 0},
     "on the host": {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0},
+    "states on disk": STATES_ON_DISK,
+    "on disk": PARAMETERS_ON_DISK,
+    "half on disk": {**PARAMETERS_ON_DISK, "nvme_host_bytes": 20_000, "reduce_bucket_size": 1000},
     "many buckets": {"reduce_bucket_size": 1000},
     "clipped": {"gradient_clipping": 1e9},
 }

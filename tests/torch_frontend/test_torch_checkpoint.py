@@ -14,6 +14,7 @@ from frontends.torch import gathered_parameters, wrap
 from frontends.torch.files.checkpoint import load_weights
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
+from tests.support.late_stores import PARAMETERS_ON_DISK, STATES_ON_DISK
 from tests.support.torch_models import batch, loss_of, make, place, same_bits, step
 
 everywhere = pytest.mark.usefixtures("device")
@@ -78,6 +79,8 @@ WAYS = {
     "float16": {"param_dtype": "float16", "initial_loss_scale": 2.0**26, "loss_scale_window": 3},
     "delayed": {"param_dtype": "bfloat16", "schedule": "delayed", "delay_warmup_steps": 2},
     "stage 3": {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 8},
+    "half on disk": {**STATES_ON_DISK, "nvme_host_bytes": 3000, "reduce_bucket_size": 100},
+    "stage 3 on disk": {**PARAMETERS_ON_DISK, "param_persistence_threshold": 8, "param_dtype": "bfloat16"},
     "function": {"lr": lambda updates: 1e-2 / (1 + updates), "param_dtype": "bfloat16"},
 }
 
@@ -213,9 +216,9 @@ def adapt(engine, seeds):
 
 
 @everywhere
-@pytest.mark.parametrize("way", ["plain", "stage 3"])
+@pytest.mark.parametrize("way", ["plain", "stage 3", "stage 3 on disk"])
 def test_a_checkpoint_without_the_frozen_base_resumes_on_the_same_base(tmp_path, way):
-    engine = wrap(adapted(1), lr=1e-2, **WAYS[way])
+    engine = wrap(adapted(1), lr=1e-2, **{**WAYS[way], "param_dtype": None})
     adapt(engine, range(3))
     path = engine.save_checkpoint(tmp_path, frozen=False)
     n_trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)

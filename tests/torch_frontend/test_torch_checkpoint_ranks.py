@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from frontends.torch import gathered_parameters, wrap
 from offload_core.step.state_access import StateAccess
+from tests.support.late_stores import STATES_ON_DISK
 from tests.support.processes import on_ranks
 from tests.support.torch_rank import said_by
 
@@ -23,10 +24,11 @@ STAGES = {
     "2": {"stage": 2, "update_in_backward": True},
     "3": STAGE_3,
     "3 in host memory": {**STAGE_3, "offload_param": "cpu"},
+    "3 on disk": {**STAGE_3, "offload_param": "nvme", **STATES_ON_DISK},
     "delayed": {"schedule": "delayed", "delay_warmup_steps": 3},
 }
 DTYPES = ("float32", "bfloat16", "float16")
-QUICK = {("2", "bfloat16"), ("3 in host memory", "float16"), ("delayed", "float32")}
+QUICK = {("2", "bfloat16"), ("3 on disk", "bfloat16"), ("3 in host memory", "float16"), ("delayed", "float32")}
 
 
 class Tied(nn.Module):

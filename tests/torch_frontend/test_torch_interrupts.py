@@ -3,15 +3,19 @@
 import pytest
 import torch
 
-from frontends.torch import intake, wrap
+from frontends.torch import gathered_parameters, intake, wrap
 from frontends.torch.ranks import device_ranks
 from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
+from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.slow_torch_device import SlowTorchDevice
 
+ON_DISK = {**PARAMETERS_ON_DISK, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
 CASES = {
     "host, in place": (None, {}),
     "host, clipped": (None, {"param_dtype": "bfloat16", "gradient_clipping": 0.05}),
     "late": (5e-5, {"param_dtype": "bfloat16", "reduce_bucket_size": 64}),
+    "host, parameters on disk": (None, ON_DISK),
+    "late, parameters on disk": (5e-5, {**ON_DISK, "nvme_host_bytes": 2000}),
 }
 
 
@@ -34,7 +38,8 @@ def end(engine):
     for seed in (3, 4, 5):
         step(engine, seed)
     engine.flush()
-    tensors = [*engine.module.parameters()]
+    with gathered_parameters(engine.module.parameters()):
+        tensors = [p.detach().clone() for p in engine.module.parameters()]
     tensors += [state for entry in engine.optimizer.state.values() for state in entry.values()]
     bits = [t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
     steps = [float(entry["step"]) for entry in engine.optimizer.state.values()]

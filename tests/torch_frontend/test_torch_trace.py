@@ -44,6 +44,7 @@ def test_an_engine_shows_forward_backward_and_step(device, tmp_path):
     assert not engine._forward_pre_hooks
 
 
+@pytest.mark.states_in_memory
 @pytest.mark.parametrize("device", ["simulated, delays 0"], indirect=True)
 def test_parameters_that_stream_from_the_host_show_their_gradients_and_updates(device, tmp_path):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))).to(place())

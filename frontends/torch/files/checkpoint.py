@@ -1,6 +1,6 @@
 """The model's part of a checkpoint: frozen parameters, buffers, modules' states and random generators."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from offload_core.checkpoint.stateful import (
 )
 from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, ParameterError
+from offload_core.layout.partition import Bucket
 from offload_core.layout.regions import InMemory
 from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
@@ -172,7 +173,11 @@ class ModelCheckpoints:
             optimizer.parts.registration.follow_replaced(tensors)
             optimizer.parts.intake.forget()
 
-        targets = [_target(translated(name), tensor, record) for name, tensor, record in self._untrained()]
+        targets = [
+            target
+            for name, tensor, record in self._untrained()
+            for target in _targets(translated(name), tensor, record)
+        ]
         loaded = optimizer.checkpoints.load(
             path, [translated(name) for name in self._names()], targets, tensors, publish, [TENSORS], accept=accept
         )
@@ -241,7 +246,7 @@ def load_weights(model: nn.Module, path: Any) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
-    targets = [_target(name, tensor, record) for name, tensor, record in _tensors_of(model)]
+    targets = [_target(name, tensor, tensor) for name, tensor, _ in _tensors_of(model)]
     loaded = load_values(path, targets, [TENSORS])
     modules = loaded.state.get("modules", {})
     run_last(loaded.checkpoint.path, _module_parts(dict(_stateful_modules(model)), modules))
@@ -281,30 +286,64 @@ def _tensors_of(
             yield uncompiled(f"{prefix}.{own}" if prefix else own), buffer, None
 
 
-def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> Target:
-    shape = tuple(tensor.shape)
-    where: torch.Tensor | None
+def _targets(name: str, tensor: torch.Tensor, record: PartitionedParameter | None) -> list[Target]:
+    """The targets of a tensor: of a partitioned one on disk each bucket, so that host memory holds a few at a time."""
     if record is None:
-        where, elements = tensor, _elements_of(tensor)
-        runs = [(0, 0, tensor.numel())]
-    else:
-        where = record.shard if isinstance(record.shard, torch.Tensor) else None
-        elements, runs = elements_of(record.param), record.runs
+        return [_target(name, tensor, tensor)]
+    if isinstance(record.shard, torch.Tensor):
+        return [_target(name, tensor, record.shard, record.runs)]
+    return [_target_on_disk(name, tensor, record, bucket) for bucket in record.buckets]
+
+
+def _target(
+    name: str, tensor: torch.Tensor, where: torch.Tensor, runs: Sequence[tuple[int, int, int]] | None = None
+) -> Target:
+    """Return the target that fills the tensor itself, or memory with these runs of its elements.
+
+    Args:
+        where: the memory.
+        runs: ``(start in the tensor, start in the memory, elements)``; None: all elements, in order.
+    """
     staged: list[Callable[[], object]] = []
     """Calls that move what was loaded to its place."""
 
     def begin() -> torch.Tensor:
-        if where is None:
-            assert record is not None
-            host = torch.empty(record.shard_numel, dtype=record.whole.dtype, device="cpu")
-            staged.append(partial(record.write, host))
-            return host
         run = flat(where.data) if _is_dense(where) else where.detach()
         if where.device.type == "cpu" and _is_dense(where):
             return run
         host = torch.empty(where.numel(), dtype=where.dtype, device="cpu")
         staged.append(partial(_put, run, host.view(run.shape)))
         return host
+
+    return _target_of(name, tensor, [(0, 0, tensor.numel())] if runs is None else runs, begin, staged)
+
+
+def _target_on_disk(name: str, tensor: torch.Tensor, record: PartitionedParameter, bucket: Bucket) -> Target:
+    start = bucket.shard_start
+    staged: list[Callable[[], object]] = []
+
+    def begin() -> torch.Tensor:
+        host = torch.zeros(bucket.shard_numel, dtype=record.whole.dtype, device="cpu")  # padding, too
+        staged.append(partial(record.write, host, start))
+        return host
+
+    runs = [(first, at - start, numel) for first, at, numel in record.runs_of(bucket)]
+    return _target_of(name, tensor, runs, begin, staged)
+
+
+def _target_of(
+    name: str,
+    tensor: torch.Tensor,
+    runs: Iterable[tuple[int, int, int]],
+    begin: Callable[[], torch.Tensor],
+    staged: list[Callable[[], object]],
+) -> Target:
+    """Return a target.
+
+    Args:
+        begin: returns the memory to read to, and adds to ``staged`` the calls that move it to its place.
+    """
+    elements = _elements_of(tensor)
 
     def wants(kind: str) -> Iterable[Want]:
         with no_read(), torch.no_grad():
@@ -322,7 +361,7 @@ def _target(name: str, tensor: torch.Tensor, record: PartitionedParameter | None
             if not tensor.is_inference():
                 increment_version(tensor)
 
-    return Target(name, shape, wants, loaded, _numpy_dtype(name, tensor))
+    return Target(name, tuple(tensor.shape), wants, loaded, _numpy_dtype(name, tensor))
 
 
 def _put(run: torch.Tensor, host: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from offload_core.config.options import OffloadConfig
 from offload_core.config.settings import OffloadSettings
 from offload_core.device.host_ranks import HostRanks
+from offload_core.disk.folders import check_folders
 from offload_core.disk.shards import DiskShards, InMemory, OnDisk, ShardSource
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.host_memory import HostMemory, give_back_freed
@@ -64,8 +65,7 @@ def init(
     Code inside may read and change parameters as usual. All ranks must run it, and rank 0's values are used. Changes on
     one rank alone belong in ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type in which
     they are built (``param_dtype`` is for ``wrap``, whose master weights start from them). Parameters of fewer than
-    ``param_persistence_threshold`` elements stay whole. On one rank parameters are cut only with
-    ``offload_param="cpu"``.
+    ``param_persistence_threshold`` elements stay whole. On one rank parameters are cut only with ``offload_param``.
 
     Args:
         module: an existing module, to be cut now. Its tensors on the meta device are first given memory on torch's
@@ -75,19 +75,20 @@ def init(
         init_fn: a function of a module that was on the meta device, which sets the module's own parameters and buffers
             but not its children's; None: the module's ``reset_parameters()``.
         process_group: as in ``wrap``.
-        remote_device: ``"cpu"`` keeps shards in host memory, as with ``offload_param="cpu"``.
+        remote_device: ``"cpu"`` keeps shards in host memory, as with ``offload_param="cpu"``, and ``"nvme"`` on disk,
+            as with ``offload_param="nvme"``, in the folders of the configuration's ``nvme_path``.
         enabled: False makes the context do nothing.
         overrides: fields of ``OffloadConfig``.
 
     Raises:
-        ConfigError: the configuration is not one of stage 3.
+        ConfigError: the configuration is not one of stage 3; ``nvme_path`` is missing or cannot be used.
         ParameterError: a module on the meta device has no ``reset_parameters()``, and no ``init_fn`` is given.
         StateError: inside an ``init()`` of another configuration; in the context, if ranks do not do the same.
     """
     if module is not None and not isinstance(module, nn.Module):
         raise ParameterError(f"init: got a {type(module).__name__}, expected a torch.nn.Module, or init(config=...)")
-    if remote_device not in (None, "cpu"):
-        raise ConfigError(f"remote_device: got {remote_device!r}, expected 'cpu' or None")
+    if remote_device not in (None, "cpu", "nvme"):
+        raise ConfigError(f"remote_device: got {remote_device!r}, expected 'cpu', 'nvme' or None")
     if not enabled:
         return nullcontext()
     if config is None:
@@ -302,7 +303,11 @@ class _Construction:
         self._freed = 0
         """The bytes of freed parameters that the allocator may still hold."""
         self._memory = HostMemory(config.threads)
-        self._disk = DiskShards(config.nvme_path or (), self._memory) if config.offload_param == "nvme" else None
+        self._disk = None
+        if config.offload_param == "nvme":
+            assert config.nvme_path is not None
+            check_folders(config.nvme_path)
+            self._disk = DiskShards(config.nvme_path, self._memory)
         self._cuts = config.offload_param is not None or (group is not None and dist.get_world_size(group) > 1)
 
     def device(self, device: torch.device) -> HostRanks:

@@ -9,7 +9,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.disk.shards import DiskShards, OnDisk
 from offload_core.layout.partition import Bucket, ParamSpec, cut
 
-from ..tensors import ELEMENT_TYPES, memory
+from ..tensors import MOVED_TYPES, memory
 
 
 class Cut:
@@ -36,7 +36,12 @@ class Cut:
     @property
     def runs(self) -> list[tuple[int, int, int]]:
         """The runs of elements that this rank holds: ``(start in the parameter, start in the shards, elements)``."""
-        return [(piece.start, bucket.in_tensor(piece), piece.numel) for bucket, piece in self._pieces]
+        return [run for bucket in self.buckets for run in self.runs_of(bucket)]
+
+    def runs_of(self, bucket: Bucket) -> list[tuple[int, int, int]]:
+        """Those of :attr:`runs` that lie in this bucket."""
+        pieces = [piece for other, piece in self._pieces if other is bucket]
+        return [(piece.start, bucket.in_tensor(piece), piece.numel) for piece in pieces]
 
     def without_matrices(self) -> "Cut":
         """The cut of the same parameter if its matrices need not be whole."""
@@ -54,5 +59,5 @@ class Cut:
 
 def on_disk(disk: DiskShards, cut: Cut, shard: torch.Tensor) -> OnDisk:
     """Copy this rank's shards of a parameter to disk."""
-    dtype = ELEMENT_TYPES[shard.dtype]
+    dtype = MOVED_TYPES[shard.dtype]
     return disk.keep(((b, memory(shard[b.shard_start : b.shard_start + b.shard_numel])) for b in cut.buckets), dtype)

@@ -84,12 +84,13 @@ class PartitionedParameter(Cut):
         self.shard.read(start, out)
         return as_torch(out)
 
-    def write(self, values: torch.Tensor) -> None:
-        """Replace the shards. Master weights that hold them have the values already."""
+    def write(self, values: torch.Tensor, at: int = 0) -> None:
+        """Replace whole buckets' shards, from element ``at`` of the shards on. Master weights that hold them have the
+        values already."""
         if isinstance(self.shard, torch.Tensor):
-            self.shard.copy_(values)
+            self.shard[at : at + values.numel()].copy_(values)
         elif self.index is None:
-            self.shard.write(memory(values))
+            self.shard.write(memory(values), at)
 
     def empty(self) -> None:
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
@@ -289,7 +290,7 @@ class PartitionedParameters:
             host_memory = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=True)
             shard = as_torch(host_memory).copy_(record.read(0, record.shard_numel))
         else:
-            shard = record.read(0, record.shard_numel).to(TORCH_DTYPES[dtype])
+            shard = record.read(0, record.shard_numel).to(self.shards_device, TORCH_DTYPES[dtype])
         self._place(record, shard)
         hand_over(record.param)
         gradient, record.param.grad = record.param.grad, None

@@ -34,6 +34,7 @@ from tests.support.jax_meshes import (
 )
 from tests.support.jax_stage2 import assert_equals_one_device, loss_fn, tree_of
 from tests.support.jax_stage3 import STAGE3, W, dim_of, gradients_of, names_of, whole
+from tests.support.late_stores import states_on_disk_too
 
 VARIETIES = {
     "float32": {"gradient_clipping": 0.5, "reduce_bucket_size": 300},
@@ -52,6 +53,7 @@ def test_a_mesh_of_one_device_is_one_device():
 
 
 @pytest.mark.quick
+@states_on_disk_too
 @pytest.mark.parametrize(
     ("world_size", "dtype"),  # 4: in two processes, and on Explicit axes
     [(3, "float32"), (8, "bfloat16"), (3, "float16"), slow(8, "float32"), slow(3, "bfloat16"), slow(8, "float16")],

@@ -13,6 +13,7 @@ from offload_core.errors import CheckpointError, StateError
 from tests.support.jax_meshes import processes
 from tests.support.jax_pair import MEMBER, Pair
 from tests.support.jax_resumes import Loader, begin, differences, outcome, resume, save, train
+from tests.support.late_stores import STATES_ON_DISK
 
 OFFLOADED = {"stage": 3, "offload_param": "cpu"}
 SAVED = {
@@ -25,6 +26,8 @@ SAVED = {
     "late stage 2": ("late", 4, {}),
     "fp32 stage 3": ("fp32", 4, {"stage": 3}),
     "bf16 stage 3": ("bf16", 4, OFFLOADED),
+    "bf16 on disk": ("bf16", 4, {**OFFLOADED, **STATES_ON_DISK}),
+    "fp32 half on disk": ("fp32", None, {**STATES_ON_DISK, "nvme_host_bytes": 10_000}),
     "fp16 stage 3": ("fp16", 4, {"stage": 3}),
 }
 """Kind, devices and fields of what is saved."""
@@ -34,6 +37,8 @@ ELSEWHERE = [
     ("fp16 stage 2", 2, {"stage": 3}),
     ("bf16 stage 1", 2, OFFLOADED),
     ("late stage 2", None, {}),
+    ("bf16 on disk", None, {}),
+    ("bf16 stage 3", 2, {**OFFLOADED, **STATES_ON_DISK}),
 ]
 
 
