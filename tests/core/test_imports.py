@@ -22,8 +22,8 @@ ROOMS = {
         integrations""",
     "frontends.jax": """launch context numbers words runs device_parts device tree mesh loss_scale gradients placement
         differentiate updates optax_bridge leaf_rules files offloaded""",
-    "bench": """record markdown plots fits headers peers harness train disk_demo screens losses parts formats optimizers gpu
-        report run""",
+    "bench": """record markdown plots fits headers peers harness train disk_demo screens losses parts formats
+        optimizers gpu report run""",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round
 inside a room."""
