@@ -263,6 +263,9 @@ class Ring:
         block = self._blocks.get(bucket)
         if block is None or block.lent or (block.arriving is not None and not block.arriving.done()):
             return None
+        if block.arriving is not None and block.arriving.error() is not None:  # it was read ahead in vain
+            self._drop(block)
+            return None
         return block
 
     def _write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
@@ -311,7 +314,9 @@ class Ring:
         block = min(idle, key=lambda block: (soon.get(block.bucket, 0), block.newer, block.leaving is not None))
         if block.newer and block.leaving is None:
             self._begin_writing(block)
-        self._settle(block)
+        if block.arriving is not None:
+            block.arriving.error()  # nobody needs what was read
+        self._await_left(block)
         del self._blocks[block.bucket]
         return block.slot
 
