@@ -8,6 +8,7 @@ not in the middle of a step.
 import errno
 import os
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -77,9 +78,10 @@ class _File:
                 n = call(self.descriptor, [rest], at)
             except OSError as error:
                 raise self._failed(verb, at, len(rest), error.strerror or str(error)) from error
-            if n <= 0 or (n % ALIGNMENT and n != len(rest)):
+            # What is left over of a page that was moved in part is moved again: the rest must begin one.
+            if (whole := n if n == len(rest) else n // ALIGNMENT * ALIGNMENT) <= 0:
                 raise self._failed(verb, at, len(rest), f"only {n} bytes were moved")
-            rest, at = rest[n:], at + n
+            rest, at = rest[whole:], at + whole
 
     def _failed(self, verb: str, at: int, n_bytes: int, why: str) -> DiskError:
         return DiskError(
@@ -104,6 +106,8 @@ class ScratchFiles:
         self._readers: list[TaskThread] = []
         self._writers: list[TaskThread] = []
         self._next = count()
+        self._process = os.getpid()
+        _ALL.add(self)
 
     def grow(self, n_bytes: int) -> int:
         """Allocate so many bytes more, and return where they begin.
@@ -113,11 +117,11 @@ class ScratchFiles:
         """
         start, end = self.n_bytes, self.n_bytes + aligned(n_bytes)
         if not self._files:
-            self._files = self._opened()
-            n_threads = THREADS * len(self._files)
+            n_threads = THREADS * len(self._folders)
             self._readers, self._writers = (
                 [TaskThread(name) for _ in range(n_threads)] for name in ("scratch files read", "scratch files written")
             )
+            self._files = self._opened()
         share = self._share(end)
         for file in self._files:
             try:
@@ -211,9 +215,26 @@ class ScratchFiles:
         """Return when all transfers have ended, and the space is free."""
         for thread in (*self._readers, *self._writers):
             thread.close()
+        if os.getpid() == self._process:
+            self._close_files()
+        self._readers, self._writers, self._files, self.n_bytes = [], [], [], 0
+
+    def _close_files(self) -> None:
         for file in self._files:
             os.close(file.descriptor)
-        self._readers, self._writers, self._files, self.n_bytes = [], [], [], 0
+
+
+_ALL: weakref.WeakSet[ScratchFiles] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    """Close the parent's files in a fork: it can neither read nor write them, and would keep their space."""
+    for files in [*_ALL]:
+        if files._process != os.getpid():
+            files._close_files()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _open(folder: str) -> tuple[int, bool]:

@@ -281,7 +281,12 @@ class ReadAhead:
 
     def _read(self, part: DiskPart, slot: np.ndarray) -> _Entry:
         version = part.version  # first: a change while it is read is one after it
-        entry = self._entries[part] = _Entry(slot, version, part.begin_parameter(slot[: bytes_of(part)]))
+        try:
+            arriving = part.begin_parameter(slot[: bytes_of(part)])
+        except BaseException:
+            self._keep(slot)
+            raise
+        entry = self._entries[part] = _Entry(slot, version, arriving)
         return entry
 
     def _take(self, part: DiskPart) -> _Entry:
@@ -309,7 +314,11 @@ class ReadAhead:
         entry = self._entries.pop(part)
         if entry.arriving is not None:
             entry.arriving.error()
-        if len(self._free) + len(self._entries) < self._n_slots and entry.slot.size == self._n_bytes:
-            self._free.append(entry.slot)
+        self._keep(entry.slot)
         if begin:
             self._begin()
+
+    def _keep(self, slot: np.ndarray) -> None:
+        """Keep a slot that nothing needs now, unless there are enough, or it is too small."""
+        if len(self._free) + len(self._entries) < self._n_slots and slot.size == self._n_bytes:
+            self._free.append(slot)

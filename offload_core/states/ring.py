@@ -24,7 +24,7 @@ from typing import TypeVar
 import numpy as np
 
 from ..disk.scratch import ScratchFiles, Transfer, aligned
-from ..errors import StateError
+from ..errors import DiskError, StateError
 from ..memory.host_memory import HostMemory
 from ..memory.plan import BLOCKS
 from ..support.threads import TaskThread
@@ -50,6 +50,8 @@ class Block:
         self.leaving: Transfer | None = None
         self.newer = False
         self.lent = False
+        self.failed: BaseException | None = None
+        """The error of its last write, if nobody has been told of it."""
 
 
 class Ring:
@@ -79,8 +81,6 @@ class Ring:
         """By bucket, the one that was lent after it last."""
         self._last: int | None = None
         """The bucket that was lent last."""
-        self._failed: BaseException | None = None
-        """The error of a write that nobody has been told of."""
 
     # --- called by any thread ------------------------------------------------------------------------
 
@@ -263,14 +263,20 @@ class Ring:
         block = self._blocks.get(bucket)
         if block is None or block.lent or (block.arriving is not None and not block.arriving.done()):
             return None
+        if block.arriving is not None and block.arriving.error() is not None:  # it was read ahead in vain
+            self._drop(block)
+            return None
         return block
 
     def _write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
         self._drop_lent()
         block = self._blocks.get(bucket) or self._fetch(bucket)
-        self._settle(block)
+        self._await_arrived(block)
+        with suppress(DiskError):  # it will be written again, with these values
+            self._await_left(block)
         block.arrays[name][at : at + values.size].write(values)
         block.newer = True
+        block.failed = None
         self._versions[bucket] += 1
         self._blocks[bucket] = self._blocks.pop(bucket)
 
@@ -311,7 +317,9 @@ class Ring:
         block = min(idle, key=lambda block: (soon.get(block.bucket, 0), block.newer, block.leaving is not None))
         if block.newer and block.leaving is None:
             self._begin_writing(block)
-        self._settle(block)
+        if block.arriving is not None:
+            block.arriving.error()  # nobody needs what was read
+        self._await_left(block)
         del self._blocks[block.bucket]
         return block.slot
 
@@ -331,11 +339,14 @@ class Ring:
 
     def _settle(self, block: Block) -> None:
         """Wait until the block is neither arriving nor leaving; raise its error."""
+        self._await_arrived(block)
+        self._await_left(block)
+
+    def _await_arrived(self, block: Block) -> None:
         if block.arriving is not None and (error := block.arriving.error()) is not None:
             self._drop(block)
             raise error
         block.arriving = None
-        self._await_left(block)
 
     def _await_left(self, block: Block) -> None:
         if block.leaving is not None:
@@ -348,29 +359,29 @@ class Ring:
     def _begin_writing(self, block: Block) -> None:
         if block.leaving is None:
             memory = block.slot[: self._layouts[block.bucket].n_bytes]
-            block.leaving = self._files.write(self._starts[block.bucket], memory, self._tell)
+            block.leaving = self._files.write(self._starts[block.bucket], memory, partial(self._tell, block))
 
-    def _tell(self) -> None:
+    def _tell(self, block: Block) -> None:
         """In a thread that has written a block: have the ring's thread look at it."""
         with suppress(StateError):  # the ring is closed, and has waited for it
-            self._thread.submit(self._after_write)
+            self._thread.submit(partial(self._after_write, block))
 
-    def _after_write(self) -> None:
-        for block in self._blocks.values():
-            if block.leaving is not None and block.leaving.done():
-                try:
-                    self._settle(block)
-                except BaseException as error:
-                    self._failed = self._failed or error
+    def _after_write(self, block: Block) -> None:
+        try:
+            self._await_left(block)  # the thread that has written it may be about to say so
+        except BaseException as error:
+            block.failed = error
         self._read_ahead()
 
     def _raise_failed(self) -> None:
-        """Raise the error of a write that nobody was told of, and begin that write again."""
-        if self._failed is not None:
-            for block in self._blocks.values():
-                if block.newer and not block.lent:
-                    self._begin_writing(block)
-            error, self._failed = self._failed, None
+        """Raise the error of writes that nobody was told of, and begin those writes again."""
+        failed = [block for block in self._blocks.values() if block.failed is not None]
+        errors = [block.failed for block in failed]
+        for block in failed:
+            block.failed = None
+            self._begin_writing(block)
+        for error in errors:
+            assert error is not None
             raise error
 
     # --- ahead ---------------------------------------------------------------------------------------

@@ -29,6 +29,7 @@ def on_ranks(
     alone: bool = False,
     root: Path = ROOT,
     seconds: float = SECONDS,
+    server: "Callable[[], ForkServer] | None" = None,
     **options: Any,
 ) -> Callable[[Callable[[int], Any]], list[Any]]:
     """Run a function as each rank of a process group; its name is then the list of what the ranks have returned::
@@ -47,6 +48,7 @@ def on_ranks(
         killed: ranks that end by a signal. They have no result: None.
         alone: processes of their own, not forks: for tests that measure memory.
         root: has the packages that they import, as processes of their own.
+        server: gives the process that they are forks of; None: :func:`torch_server`.
         options: see :func:`tests.support.torch_rank.run`.
 
     Raises:
@@ -66,7 +68,7 @@ def on_ranks(
             calls = [["tests.support.torch_rank", "run", {**of_all, "rank": rank}] for rank in range(world_size)]
             processes = [{"call": call, "alone": not forks} for call in calls]
             job |= {"environment": {"PYTHONPATH": places}, "seconds": seconds}
-            ended = torch_server().run_all(processes, merge=True, **job)
+            ended = (server or torch_server)().run_all(processes, merge=True, **job)
             files = [Path(folder, str(rank)) for rank in range(world_size)]
             results = [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
             for rank, (status, _) in enumerate(ended):
