@@ -114,13 +114,15 @@ class StatesOnDisk(Store):
     def run(self, extents: Sequence[Extent]) -> dict[str, StateRun]:
         if self._ring is None or all(extent.bucket not in self._layouts for extent in extents):
             return self._kept.run(extents)
+        if len(extents) == 1:
+            return self._of(self._ring, extents[0])
         parts: dict[str, list[StateRun]] = {}
         for extent in extents:
             for name, run in self._of(self._ring, extent).items():
                 parts.setdefault(name, []).append(run)
         return {name: Chain(runs) for name, runs in parts.items()}
 
-    def _of(self, ring: Ring, extent: Extent) -> Mapping[str, StateRun]:
+    def _of(self, ring: Ring, extent: Extent) -> dict[str, StateRun]:
         layout = self._layouts.get(extent.bucket)
         if layout is None:
             return self._kept.run([extent])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
+from offload_core.disk.shards import ReadAhead
 from offload_core.stage3.use_order import UseOrder
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import ThreadRank, _Group, run_ranks
@@ -35,6 +36,7 @@ configs = st.builds(
 )
 
 
+ON_DISK = {"offload_optimizer": "nvme", "nvme_path": tempfile.gettempdir(), "nvme_host_bytes": 0}
 IN_MEMORY = {"offload_optimizer": "cpu", "nvme_path": None, "nvme_host_bytes": None}
 
 
@@ -78,6 +80,21 @@ def test_ranks_gather_the_same_from_shards_wherever_those_are(rounds, config, wo
     assert all(seen == found[0] for seen in found)
     if world_size == 2:  # the mean of two equal gradients is exact
         assert found[0] == expected(rounds, config)
+
+
+def test_the_next_shards_on_disk_are_on_their_way_when_one_is_taken(monkeypatch):
+    config = replace(CONFIG, offload_param="nvme", prefetch_bucket_size=110, max_live_parameters=250, **ON_DISK)
+    model, ahead, take = Model(config, FakeDevice()), [], ReadAhead._take
+
+    def taken(self, part):
+        ahead.append(sorted(other.size for other, entry in self._entries.items() if entry.version == other.version))
+        return take(self, part)
+
+    monkeypatch.setattr(ReadAhead, "_take", taken)
+    for _ in range(2):
+        run(model, [[[0], [2], [3]]])
+    one, two, three = (sum(b.shard_numel for b in model.params[i].buckets) for i in (0, 2, 3))
+    assert ahead == [[one], [two], [three], sorted([one, two]), sorted([two, three]), [three]]
 
 
 def sizes_gathered(config, uses, rounds=2):

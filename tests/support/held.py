@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from contextlib import contextmanager, suppress
 
 import psutil
@@ -20,14 +21,21 @@ def held():
 
 
 def on_disk():
-    """The descriptors of files without a name (their space is free when these are closed), and the threads that work
-    on disks."""
-    links = []
+    """The open files without a name, whose space is free when they are closed, and the threads that work on disks."""
+    found = {thread for thread in threading.enumerate() if "disk" in thread.name or "scratch" in thread.name}
     for number in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # the folder's own
-            links.append(os.readlink(f"/proc/self/fd/{number}"))
-    threads = [thread.name for thread in threading.enumerate() if "disk" in thread.name or "scratch" in thread.name]
-    return sum(link.endswith("(deleted)") for link in links), sorted(threads)
+            found.add(os.readlink(f"/proc/self/fd/{number}"))
+    return {each for each in found if not isinstance(each, str) or each.endswith("(deleted)")}
+
+
+def await_end_on_disk(before):
+    """Wait until nothing is open but what was ``before``: another thread may close what garbage has had."""
+    deadline = time.monotonic() + 60
+    while on_disk() - before and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert not on_disk() - before
 
 
 def growth_of(step, steps=STEPS):

@@ -20,6 +20,7 @@ from offload_core.step.state_lock import StateLock
 from offload_core.support import threads
 from offload_core.support.threads import Task
 from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at, read_at_each_line
+from tests.support.late_stores import states_on_disk_too
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.waiting import until_one_is_in
 
@@ -63,6 +64,7 @@ def step(engine, seed):
     engine.step()
 
 
+@states_on_disk_too
 @pytest.mark.parametrize(
     ("schedule", "save"),
     [("overlap", state_dict), ("overlap", torch_state_dict), ("overlap", states), ("serial", checkpoint)],
@@ -239,6 +241,7 @@ def test_a_handler_that_saves_at_any_line_of_a_load_gets_the_states_before_or_th
     assert any("in the same thread" in error for error in refused)
 
 
+@states_on_disk_too
 def test_an_interrupt_at_any_line_of_taking_states_leaves_those_before_or_those_that_are_loaded():
     """Torch's own ``load_state_dict`` around it may be cut anywhere."""
     source = engine_of("overlap")
