@@ -47,9 +47,9 @@ SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 LIMIT, HALF, NARROW, ALIKE = 1.15, 0.6, 0.6, 0.05
 """Targets: the step beside the disk or the update, half of the states in memory and 8-bit states beside all in fp32
 on disk, and the difference of host memory between models of different sizes."""
-BUCKETS, MOST_BUCKET = 32, 1 << 24
-"""The least buckets of a model, so that the few in memory are a small part, and the most elements of one: four take 768
-MiB."""
+BUCKETS, MOST_BUCKET = 32, 1 << 22
+"""The least buckets of a model, so that the few in memory are a small part, and the most elements of one: four take 192
+MiB. With larger blocks the first update of a step waits longer for its states, and the last write ends later."""
 MOST_HOST_BYTES = 2**30
 """The target for the host memory of all-disk states."""
 IN_RAM = 10**8

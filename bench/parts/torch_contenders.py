@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -268,7 +269,9 @@ def deepspeed_zero_on_disk(folder: str, numel: int, *, pipelined: bool) -> dict[
 
 
 def deepspeed_on_disk(model: Any, settings: Settings, *, pipelined: bool) -> Any:
-    zero = deepspeed_zero_on_disk(settings["nvme_path"], settings["bucket"], pipelined=pipelined)
+    # Its files have names that another process's may have, too: each would read the other's states.
+    folder = tempfile.mkdtemp(dir=settings["nvme_path"])
+    zero = deepspeed_zero_on_disk(folder, settings["bucket"], pipelined=pipelined)
     return deepspeed(model, settings, zero)
 
 
