@@ -1,5 +1,6 @@
 """Tests on an accelerator: a CUDA device where there is one (bench/on_gpu.sh), the simulated one elsewhere."""
 
+import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -120,11 +121,20 @@ def rows(seed, device):
     return torch.randn(8, 256, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
-@pytest.mark.parametrize("fields", [{}, LIVE], ids=["", "few live"])
+DISK = {
+    "offload_optimizer": "nvme",
+    "offload_param": "nvme",
+    "nvme_path": tempfile.gettempdir(),
+    "nvme_host_bytes": 0,
+    "reduce_bucket_size": 100_000,
+}
+
+
+@pytest.mark.parametrize("fields", [{}, LIVE, {**LIVE, **DISK}], ids=["", "few live", "on disk"])
 def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fields, accelerator):
     options = {"lr": 1e-3, "param_dtype": "bfloat16", "gradient_clipping": 1.0}
     plain = wrap(deep(48, accelerator), **options)
-    parted = wrap(deep(48, accelerator), **options, **STREAMED, **fields)
+    parted = wrap(deep(48, accelerator), **options, **{**STREAMED, **fields})
     for seed in range(6):
         for engine in (plain, parted):
             engine.backward(engine(rows(seed, accelerator)).float().pow(2).mean())
