@@ -206,7 +206,7 @@ class Ring:
     def _lend(self, bucket: int) -> Block:
         self._raise_failed()
         self._drop_lent()
-        block = self._blocks.get(bucket) or self._fetch(bucket)
+        block = self._in_slot(bucket) or self._fetch(bucket)
         if block.newer:
             self._begin_writing(block)
         self._await_left(block)
@@ -260,17 +260,14 @@ class Ring:
 
     def _readable(self, bucket: int) -> Block | None:
         """The block, if its memory counts now. What lies on disk counts while one is lent or arrives."""
-        block = self._blocks.get(bucket)
+        block = self._in_slot(bucket)
         if block is None or block.lent or (block.arriving is not None and not block.arriving.done()):
-            return None
-        if block.arriving is not None and block.arriving.error() is not None:  # it was read ahead in vain
-            self._drop(block)
             return None
         return block
 
     def _write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
         self._drop_lent()
-        block = self._blocks.get(bucket) or self._fetch(bucket)
+        block = self._in_slot(bucket) or self._fetch(bucket)
         self._await_arrived(block)
         with suppress(DiskError):  # it will be written again, with these values
             self._await_left(block)
@@ -296,6 +293,14 @@ class Ring:
                     transfer.error()
 
     # --- slots ---------------------------------------------------------------------------------------
+
+    def _in_slot(self, bucket: int) -> Block | None:
+        """The block, if it is in a slot or arrives there. One that was read ahead in vain is not."""
+        block = self._blocks.get(bucket)
+        if block is None or block.arriving is None or not block.arriving.done() or block.arriving.error() is None:
+            return block
+        self._drop(block)
+        return None
 
     def _fetch(self, bucket: int, slot: np.ndarray | None = None) -> Block:
         """Begin to read a bucket's block."""
