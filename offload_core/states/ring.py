@@ -91,7 +91,8 @@ class Ring:
             DiskError: the disk has no room.
             HostMemoryError: there is no memory for the slots.
         """
-        self._do(partial(self._add, layouts))
+        start = self._files.grow(sum(layout.n_bytes for layout in layouts.values()))  # here, where it may warn
+        self._do(partial(self._add, layouts, start))
 
     def expect(self, buckets: Iterable[int]) -> None:
         """As :meth:`Store.expect`."""
@@ -185,8 +186,7 @@ class Ring:
 
     # --- in the ring's thread ------------------------------------------------------------------------
 
-    def _add(self, layouts: Mapping[int, BlockLayout]) -> None:
-        start = self._files.grow(sum(layout.n_bytes for layout in layouts.values()))
+    def _add(self, layouts: Mapping[int, BlockLayout], start: int) -> None:
         for bucket, layout in layouts.items():
             self._layouts[bucket], self._starts[bucket], self._versions[bucket] = layout, start, 0
             start += layout.n_bytes
