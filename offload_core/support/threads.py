@@ -166,6 +166,11 @@ class TaskThread:
         self._tasks.put(task)
         return task
 
+    @property
+    def is_here(self) -> bool:
+        """False in a fork of the process that has the thread."""
+        return self._process == os.getpid()
+
     def close(self) -> None:
         """Return when all tasks are done and the thread has ended."""
         self._closed = True
