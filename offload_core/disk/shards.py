@@ -244,7 +244,8 @@ class ReadAhead:
 
     def close(self) -> None:
         """Return when nothing is read any more."""
-        self._do(self._await_all)
+        if self._thread.is_here:
+            self._do(self._await_all)
         self._thread.close()
 
     def _do(self, act: Callable[[], T]) -> T:

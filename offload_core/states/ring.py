@@ -175,7 +175,8 @@ class Ring:
 
     def close(self) -> None:
         """Return when nothing is on its way; the space is free then."""
-        self._do(self._await_all)
+        if self._thread.is_here:
+            self._do(self._await_all)
         self._thread.close()
         self._files.close()
 
