@@ -168,8 +168,8 @@ class TaskThread:
 
     @property
     def is_here(self) -> bool:
-        """False in a fork of the process that has the thread."""
-        return self._process == os.getpid()
+        """True unless this process is a fork of the one that the thread is in."""
+        return os.getpid() == self._process
 
     def close(self) -> None:
         """Return when all tasks are done and the thread has ended."""
