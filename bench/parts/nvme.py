@@ -29,11 +29,14 @@ from bench.parts.nvme_run import tensor_bytes
 from bench.parts.step import MODELS, start
 from bench.parts.torch_contenders import (
     DS_3,
+    DS_ALL_ON_DISK,
     DS_ON_DISK,
     DS_PIPELINED,
     OURS_3,
+    OURS_ALL_ON_DISK,
     OURS_ON_DISK,
     deepspeed_config,
+    deepspeed_params_on_disk,
     deepspeed_zero_on_disk,
 )
 from offload_core.support.processors import available_cpus
@@ -58,6 +61,12 @@ SMALLER = 4
 """The second model for the comparison of memory has this part of the parameters."""
 MOST_SHARED = 250 * 10**6
 """The most parameters of the comparison of shares, some of which are in memory at the same time."""
+TRAINED = {
+    "34m": (OURS_3, OURS_ON_DISK, OURS_ALL_ON_DISK, DS_3, DS_ON_DISK, DS_PIPELINED, DS_ALL_ON_DISK),
+    "319m": (OURS_ON_DISK, DS_ON_DISK, DS_PIPELINED),
+}
+"""The contenders by model: those with states in memory do not fit in 24 GB beside the others."""
+PAIRS = ((DS_ON_DISK, OURS_ON_DISK), (DS_PIPELINED, OURS_ON_DISK), (DS_ALL_ON_DISK, OURS_ALL_ON_DISK))
 GROUPS = 16
 """The buckets of the GPT, and DeepSpeed's groups of elements that it updates at a time."""
 WARM_UP = 2
@@ -262,8 +271,7 @@ class Bench:
         gpt = MODELS[self.args.model]
         settings = {"threads": self.args.threads, "micro_batch": 1, "context": 64, "gpt": asdict(gpt)}
         settings |= {"param_dtype": param_dtype, "nvme_path": str(self.folder), "bucket": gpt.numel // GROUPS}
-        names = (OURS_3, OURS_ON_DISK, DS_3, DS_ON_DISK, DS_PIPELINED)
-        groups = {name: start(settings, 1, name, _MALLOC) for name in names}
+        groups = {name: start(settings, 1, name, _MALLOC) for name in TRAINED[self.args.model]}
         found, failures, versions = measure_all(groups, rounds=self.args.rounds, steps=self.args.steps, warm_up=WARM_UP)
         self.recording.versions |= versions
         for name, error in failures.items():
@@ -278,15 +286,15 @@ class Bench:
 def of_peers(results: Mapping[str, Result], size: str) -> list[dict[str, Any]]:
     """Return DeepSpeed's time divided by ours, of the whole step and without forward, and the same of memory."""
     known = []
-    for name in (DS_ON_DISK, DS_PIPELINED):
-        if not {OURS_ON_DISK, name} <= results.keys():
+    for theirs, ours in PAIRS:
+        if not {theirs, ours} <= results.keys():
             continue
-        sides = results[name], results[OURS_ON_DISK]
+        sides = results[theirs], results[ours]
         peaks = [[max(each.peak for each in side.measurements)] for side in sides]
         samples = {"whole step": [side.samples("total") for side in sides]}
         samples |= {"backward + step": [side.samples("backward", "step") for side in sides], "peak memory": peaks}
         known += [
-            record.ratio(f"{size}, {what}: {name} / {OURS_ON_DISK}", *of_both, better="higher")
+            record.ratio(f"{size}, {what}: {theirs} / {ours}", *of_both, better="higher")
             for what, of_both in samples.items()
         ]
     return known
@@ -327,9 +335,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = parse(arguments)
     config: dict[str, Any] = {"params": args.numel, "threads": args.threads, "rounds": args.rounds, "steps": args.steps}
     config |= {"bucket": bucket_numel(args.numel), "model": args.model, "parts": list(args.only), "malloc": _MALLOC}
-    groups = MODELS[args.model].numel // GROUPS
+    gpt = MODELS[args.model]
     for name, pipelined in ((DS_ON_DISK, False), (DS_PIPELINED, True)):
-        config[name] = deepspeed_config(1, deepspeed_zero_on_disk("FOLDER", groups, pipelined=pipelined))
+        zero = deepspeed_zero_on_disk("FOLDER", gpt.numel // GROUPS, pipelined=pipelined)
+        config[name] = deepspeed_config(1, zero)
+    config["parameters of DeepSpeed on disk"] = deepspeed_params_on_disk("FOLDER", gpt.vocabulary * gpt.width)
     recording = Recording("nvme", "States on disk", args.json, config)
     recording.versions |= record.versions("numpy", "torch", "deepspeed")
     with tempfile.TemporaryDirectory(dir=args.folder) as name:

@@ -40,6 +40,8 @@ GRADIENTS_ONLY = "PyTorch, no optimizer"
 DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
 OURS_ON_DISK, DS_ON_DISK = "offload-core, states on disk", "DeepSpeed, states on disk"
 DS_PIPELINED = "DeepSpeed, states on disk, pipelined"
+OURS_ALL_ON_DISK = "offload-core, states and parameters on disk"
+DS_ALL_ON_DISK = "DeepSpeed, states and parameters on disk"
 STREAM = "streaming limit of the update"
 TOKENS = 256
 """Tokens drawn; fewer than the vocabulary, so that there is something to learn."""
@@ -268,16 +270,27 @@ def deepspeed_zero_on_disk(folder: str, numel: int, *, pipelined: bool) -> dict[
     return {"stage": 3, "sub_group_size": numel, "offload_optimizer": place}
 
 
-def deepspeed_on_disk(model: Any, settings: Settings, *, pipelined: bool) -> Any:
+def deepspeed_params_on_disk(folder: str, largest: int) -> dict[str, Any]:
+    """DeepSpeed's settings for parameters on disk.
+
+    Args:
+        largest: the elements of the largest parameter, for which its buffers must have room.
+    """
+    return {"device": "nvme", "nvme_path": folder, "pin_memory": False, "buffer_count": 8, "buffer_size": largest}
+
+
+def deepspeed_on_disk(model: Any, settings: Settings, *, pipelined: bool = False, params: bool = False) -> Any:
     # Its files have names that another process's may have, too: each would read the other's states.
     folder = tempfile.mkdtemp(dir=settings["nvme_path"])
     zero = deepspeed_zero_on_disk(folder, settings["bucket"], pipelined=pipelined)
+    if params:
+        zero["offload_param"] = deepspeed_params_on_disk(folder, max(p.numel() for p in model.parameters()))
     return deepspeed(model, settings, zero)
 
 
-def offload_core_on_disk(model: Any, settings: Settings) -> Any:
+def offload_core_on_disk(model: Any, settings: Settings, **fields: Any) -> Any:
     place: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_path": settings["nvme_path"], "nvme_host_bytes": 0}
-    return offload_core(model, settings, stage=3, reduce_bucket_size=settings["bucket"], **place)
+    return offload_core(model, settings, stage=3, reduce_bucket_size=settings["bucket"], **place, **fields)
 
 
 def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
@@ -418,7 +431,9 @@ CONTENDERS = {
     UNCLIPPED: Contender(partial(offload_core, gradient_clipping=None), "frontends.torch"),
     **{name: Contender(partial(deepspeed, zero=zero), "deepspeed", in_ranks=True) for name, zero in DEEPSPEED.items()},
     OURS_ON_DISK: Contender(offload_core_on_disk, "frontends.torch"),
-    DS_ON_DISK: Contender(partial(deepspeed_on_disk, pipelined=False), "deepspeed", in_ranks=True),
+    OURS_ALL_ON_DISK: Contender(partial(offload_core_on_disk, offload_param="nvme"), "frontends.torch"),
+    DS_ON_DISK: Contender(deepspeed_on_disk, "deepspeed", in_ranks=True),
+    DS_ALL_ON_DISK: Contender(partial(deepspeed_on_disk, params=True), "deepspeed", in_ranks=True),
     DS_PIPELINED: Contender(partial(deepspeed_on_disk, pipelined=True), "deepspeed", in_ranks=True),
     DDP: Contender(partial(plain, fused=True, ddp=True), "torch"),
     FUSED: Contender(partial(plain, fused=True), "torch"),
