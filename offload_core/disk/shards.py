@@ -151,6 +151,11 @@ class _Entry:
     arriving: Transfer | None
     taken: bool = False
 
+    @property
+    def failed(self) -> bool:
+        """True if it was read ahead in vain."""
+        return self.arriving is not None and self.arriving.done() and self.arriving.error() is not None
+
 
 class DiskShards:
     """The shards on disk of one engine's model, or of one that is being built: their space, and what reads them ahead.
@@ -244,7 +249,8 @@ class ReadAhead:
 
     def close(self) -> None:
         """Return when nothing is read any more."""
-        self._do(self._await_all)
+        if self._thread.is_here:
+            self._do(self._await_all)
         self._thread.close()
 
     def _do(self, act: Callable[[], T]) -> T:
@@ -293,7 +299,7 @@ class ReadAhead:
         if part in self._expected:
             self._expected.remove(part)
         entry = self._entries.get(part)
-        if entry is not None and (entry.version is None or entry.version != part.version):
+        if entry is not None and (entry.version is None or entry.version != part.version or entry.failed):
             self._drop(part, begin=False)
             entry = None
         if entry is None:

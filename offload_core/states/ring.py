@@ -91,7 +91,8 @@ class Ring:
             DiskError: the disk has no room.
             HostMemoryError: there is no memory for the slots.
         """
-        self._do(partial(self._add, layouts))
+        start = self._files.grow(sum(layout.n_bytes for layout in layouts.values()))  # here, where it may warn
+        self._do(partial(self._add, layouts, start))
 
     def expect(self, buckets: Iterable[int]) -> None:
         """As :meth:`Store.expect`."""
@@ -175,7 +176,8 @@ class Ring:
 
     def close(self) -> None:
         """Return when nothing is on its way; the space is free then."""
-        self._do(self._await_all)
+        if self._thread.is_here:
+            self._do(self._await_all)
         self._thread.close()
         self._files.close()
 
@@ -184,8 +186,7 @@ class Ring:
 
     # --- in the ring's thread ------------------------------------------------------------------------
 
-    def _add(self, layouts: Mapping[int, BlockLayout]) -> None:
-        start = self._files.grow(sum(layout.n_bytes for layout in layouts.values()))
+    def _add(self, layouts: Mapping[int, BlockLayout], start: int) -> None:
         for bucket, layout in layouts.items():
             self._layouts[bucket], self._starts[bucket], self._versions[bucket] = layout, start, 0
             start += layout.n_bytes
@@ -206,7 +207,7 @@ class Ring:
     def _lend(self, bucket: int) -> Block:
         self._raise_failed()
         self._drop_lent()
-        block = self._blocks.get(bucket) or self._fetch(bucket)
+        block = self._in_slot(bucket) or self._fetch(bucket)
         if block.newer:
             self._begin_writing(block)
         self._await_left(block)
@@ -260,17 +261,14 @@ class Ring:
 
     def _readable(self, bucket: int) -> Block | None:
         """The block, if its memory counts now. What lies on disk counts while one is lent or arrives."""
-        block = self._blocks.get(bucket)
+        block = self._in_slot(bucket)
         if block is None or block.lent or (block.arriving is not None and not block.arriving.done()):
-            return None
-        if block.arriving is not None and block.arriving.error() is not None:  # it was read ahead in vain
-            self._drop(block)
             return None
         return block
 
     def _write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
         self._drop_lent()
-        block = self._blocks.get(bucket) or self._fetch(bucket)
+        block = self._in_slot(bucket) or self._fetch(bucket)
         self._await_arrived(block)
         with suppress(DiskError):  # it will be written again, with these values
             self._await_left(block)
@@ -296,6 +294,14 @@ class Ring:
                     transfer.error()
 
     # --- slots ---------------------------------------------------------------------------------------
+
+    def _in_slot(self, bucket: int) -> Block | None:
+        """The block, if it is in a slot or arrives there. One that was read ahead in vain is not."""
+        block = self._blocks.get(bucket)
+        if block is None or block.arriving is None or not block.arriving.done() or block.arriving.error() is None:
+            return block
+        self._drop(block)
+        return None
 
     def _fetch(self, bucket: int, slot: np.ndarray | None = None) -> Block:
         """Begin to read a bucket's block."""

@@ -103,8 +103,9 @@ class LastStep:
         uninterrupted(section)
 
     def lose_gradient(self, error: BaseException) -> None:
-        """Note that a gradient was lost. If the step was announced, this is an error in mid-update, and ends it."""
-        if self._announced.step is not None:
+        """Note that a gradient was lost. This ends a step that was announced, for it is an error in mid-update; and the
+        last step, if the error is that of its update, which gradients of the next step wait for."""
+        if self._announced.step is not None or self._updates.broke_off:
             uninterrupted(partial(self._abort, error))
         elif isinstance(error, CollectiveError) and not self._health.lost_a_rank:
             self._health.on(HealthEvent.LOSE_RANK, str(error))

@@ -166,6 +166,11 @@ class TaskThread:
         self._tasks.put(task)
         return task
 
+    @property
+    def is_here(self) -> bool:
+        """True unless this process is a fork of the one that the thread is in."""
+        return os.getpid() == self._process
+
     def close(self) -> None:
         """Return when all tasks are done and the thread has ended."""
         self._closed = True

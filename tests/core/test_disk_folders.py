@@ -1,8 +1,6 @@
 """Folders for states on disk: wrong ones are refused, slow ones are warned of, and their space is counted."""
 
 import os
-import shutil
-import subprocess
 import tempfile
 import warnings
 from contextlib import contextmanager
@@ -13,6 +11,7 @@ import pytest
 from offload_core import ConfigError, ConfigWarning
 from offload_core.disk import folders
 from offload_core.disk.folders import check_folder, check_folders, file_system, free_bytes
+from tests.support.mounts import mounted
 
 ON_DISK = "25 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n"
 
@@ -31,18 +30,6 @@ def no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         yield
-
-
-@contextmanager
-def mounted(folder, *options):
-    """A file system of its own."""
-    command = ["mount", "-t", "tmpfs", "-o", ",".join(["size=1m", *options]), "tmpfs", str(folder)]
-    if os.geteuid() or shutil.which("mount") is None or subprocess.run(command, capture_output=True).returncode:
-        pytest.skip("file systems can be mounted by root only")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 # --- wrong folders -----------------------------------------------------------------------------------

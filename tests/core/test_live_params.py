@@ -61,7 +61,7 @@ def test_what_is_read_is_there_though_copies_come_as_late_as_can_be(rounds, conf
 
 
 @law(25)
-@given(rounds_of_uses, configs, st.sampled_from([2, 3]), st.booleans())
+@given(rounds_of_uses, configs, st.sampled_from([2, 3, 4]), st.booleans())
 def test_ranks_gather_the_same_from_shards_wherever_those_are(rounds, config, world_size, addressable):
     apart = _Group(world_size, 30.0)
 
@@ -78,7 +78,7 @@ def test_ranks_gather_the_same_from_shards_wherever_those_are(rounds, config, wo
 
     found = run_ranks(world_size, body)
     assert all(seen == found[0] for seen in found)
-    if world_size == 2:  # the mean of two equal gradients is exact
+    if world_size != 3:  # the mean of two equal gradients is exact, and of four
         assert found[0] == expected(rounds, config)
 
 

@@ -102,4 +102,3 @@ def server() -> ForkServer:
 def with_faults(world_size: int = 1, **options: Any) -> Callable[[Callable[[int], Any]], list[Any]]:
     """As :func:`on_ranks`, in processes in which :class:`Faults` may come; one rank has no process group."""
     return on_ranks(world_size, server=server, **{"group": world_size > 1, **options})
-

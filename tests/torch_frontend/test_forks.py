@@ -1,18 +1,22 @@
 """Forks of a process that trains and saves, as a data loader makes them: nothing in them hangs, and nothing of the
 parent's is kept."""
 
+import gc
 import json
 import os
 import signal
+import sys
 import threading
 
+import pytest
 import torch
 
-from frontends.torch import wrap
+from frontends.torch import init, wrap
 from frontends.torch.ranks import device_ranks
 from offload_core.checkpoint import shard_writer
 from offload_core.checkpoint.saving import Save
 from offload_core.support import threads
+from tests.support.late_stores import PARAMETERS_ON_DISK, STATES_ON_DISK
 from tests.support.processes import forked
 from tests.support.slow_torch_device import SlowTorchDevice
 
@@ -134,6 +138,7 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_checkpoints_lock(tmp
             os.kill(child, signal.SIGKILL)
 
 
+@pytest.mark.states_in_memory  # a fork has no thread that reads and writes those on disk
 def test_a_child_leaves_its_parents_save_alone(tmp_path):
     """And its own changes wait for no one."""
 
@@ -154,6 +159,29 @@ def test_a_child_leaves_its_parents_save_alone(tmp_path):
         engine.wait_for_checkpoint()
         engine.load_checkpoint(path)
         assert engine.optimizer.updates == 0
+
+
+@pytest.mark.parametrize("kind", ["states", "built"])
+def test_a_child_drops_what_is_on_disk_without_a_word_and_its_parent_trains_on(kind):
+    @forked
+    def _():
+        fields = {"lr": 0.1, **(PARAMETERS_ON_DISK if kind == "built" else STATES_ON_DISK)}
+        with init(**PARAMETERS_ON_DISK, enabled=kind == "built"):
+            model = torch.nn.Linear(8, 2048)
+        held = [model if kind == "built" else wrap(model, **fields)]
+        del model
+
+        def drop():
+            said = []
+            sys.unraisablehook = lambda error: said.append(str(error.exc_value))
+            held.clear()
+            gc.collect()
+            return said
+
+        assert in_child(drop) == [[]]
+        engine = wrap(held[0], **fields) if kind == "built" else held[0]
+        backward(engine)
+        assert engine.step().updated
 
 
 def test_a_child_of_another_thread_trains_although_the_main_thread_was_in_a_section():

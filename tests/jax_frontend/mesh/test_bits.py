@@ -144,6 +144,7 @@ def test_value_and_grad_may_be_part_of_a_compiled_function(axis_type, n, process
 
 
 @processes(2)
+@states_on_disk_too
 @pytest.mark.parametrize("dtype", ["float32", "float16", slow("bfloat16")])
 def test_two_processes_have_the_bits_of_one_device_too(dtype):
     assert_equals_one_device(mesh_of(4), dtype, **VARIETIES[dtype])
