@@ -368,8 +368,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
-        self._state_lock.change("zero_grad()", self.parts.intake.discard)
-        super().zero_grad(set_to_none)
+        try:
+            self._state_lock.change("zero_grad()", self.parts.intake.discard)
+        finally:  # those of a backward that broke off would be added to the next ones, after a load
+            super().zero_grad(set_to_none)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -51,7 +51,9 @@ def end(offloaded):
     return bits, counts, offloaded.count, offloaded.report.step
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "on disk" else []) for case in CASES]
+)
 def test_an_interrupt_at_any_line_leaves_the_state_before_the_update_or_after_it(case):
     options, file = CASES[case]
     offloaded = wrapped(options)

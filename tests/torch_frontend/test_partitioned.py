@@ -32,6 +32,9 @@ SIMULATED = "simulated, delays 0"
 NARROW = {**STAGE_3, "max_live_parameters": 4000, "prefetch_bucket_size": 2500, "max_reuse_distance": 3000}
 
 
+rarely_on_disk = pytest.mark.parametrize(
+    "store", ["memory", pytest.param("nvme", marks=pytest.mark.slow)], indirect=True
+)
 everywhere = pytest.mark.usefixtures("device")
 rarely = pytest.mark.parametrize(
     "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
@@ -175,7 +178,7 @@ def deepest(module, above=frozenset()):
     return max([sum(held.values()), *(deepest(child, held.items()) for child in module.children())])
 
 
-@parameters_on_disk_too
+@rarely_on_disk
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 @law(30)
 @given(
@@ -383,7 +386,7 @@ def test_changes_are_kept_where_a_modifier_is_named_and_refused_where_not():
     assert_same(plain, parted)
 
 
-@parameters_on_disk_too
+@rarely_on_disk
 @everywhere
 @pytest.mark.parametrize("modifier_rank", [None, 0])
 def test_a_change_that_is_lost_is_read_by_nobody(modifier_rank):
