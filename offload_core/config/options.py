@@ -65,6 +65,8 @@ _NOT_YET: dict[str, tuple[tuple, str]] = {
     "offload_optimizer": ((None,), "offload_optimizer='cpu' and 'nvme'"),
     "offload_param": ((), ""),
 }
+_BUCKETS = {"cpu": 32 * 2**20, "nvme": 4 * 2**20}
+"""The elements of a bucket where none are given, by ``offload_optimizer``."""
 _BUILT: dict[str, tuple] = {
     "stage": (1, 2, 3),
     "offload_optimizer": ("cpu", "nvme"),
@@ -74,6 +76,10 @@ _BUILT: dict[str, tuple] = {
 
 class _Number(float):
     """A number that was not set, and is the rule's default. It gives way to that of another rule."""
+
+
+class _Size(int):
+    """A number of elements that was not set, and is the default of ``offload_optimizer``. It gives way to another's."""
 
 
 class _Pair(tuple):
@@ -183,8 +189,9 @@ class OffloadConfig:
     it only skip their update."""
     loss_scale_consecutive_hysteresis: bool = False
     """Count overflows for ``loss_scale_hysteresis`` since the last update without one."""
-    reduce_bucket_size: int = 32 * 2**20
-    """Elements of a bucket, the unit of communication; bounds staging memory."""
+    reduce_bucket_size: int = None  # type: ignore[assignment]  # follows offload_optimizer
+    """Elements of a bucket, the unit of communication; bounds staging memory. None: 32 Mi, and 4 Mi with states on
+    disk, where four buckets' states are in host memory at a time."""
     communication_dtype: str | None = None
     """Element type in which gradients travel between ranks; None: their own. A narrower one rounds them."""
     reduction: str = "ordered"
@@ -264,6 +271,8 @@ class OffloadConfig:
             checks.choice(name, value, (*_BUILT[name], *later))
         self._check_hyperparameters()
         self._check_disk()
+        if self.reduce_bucket_size is None or isinstance(self.reduce_bucket_size, _Size):
+            object.__setattr__(self, "reduce_bucket_size", _Size(_BUCKETS[str(self.offload_optimizer)]))
         if not checks.is_in(self.gradient_clipping, (None, math.inf)):
             checks.number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in (

@@ -37,9 +37,11 @@ def read(config, **overrides):
 
 
 def changed(config, *, default=None, **overrides):
-    """The fields that are not those of a DeepSpeed configuration that asks for nothing."""
+    """The fields that are not those of a DeepSpeed configuration that asks for nothing. The size of buckets, which
+    follows ``offload_optimizer``, only where it was given."""
     got, default = read(config, **overrides), default or OffloadConfig.resolve({"bf16": {}})
-    return {name: getattr(got, name) for name in FIELDS if getattr(got, name) != getattr(default, name)}
+    found = {name: getattr(got, name) for name in FIELDS if getattr(got, name) != getattr(default, name)}
+    return {name: value for name, value in found.items() if name != "reduce_bucket_size" or type(value) is int}
 
 
 def ignored(config, **overrides):

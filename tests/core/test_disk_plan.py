@@ -382,7 +382,7 @@ def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys):
     assert [tier["disk"] for tier in found["tiers"][:4]] == [None] * 4
     for tier in found["tiers"][4:]:
         free, reserve = 64 * 10**9, 64 * 10**8
-        block = 3 * 4 * 2**25
+        block = 3 * 4 * 2**22
         assert free - reserve - block < tier["host_bytes"] <= free - reserve, "to a bucket"
         on_disk = sum(row["n_bytes"] for row in tier["rows"] if row["where"] == "disk")
         read, written = tier["disk"]["read"], tier["disk"]["written"]
@@ -444,10 +444,10 @@ def test_parameters_on_disk_are_read_as_often_as_they_are_gathered(capsys):
     on_host = plan(capsys, *asked, "--offload-param=cpu")["tiers"][0]
     rows = {(row["where"], row["what"]): row["n_bytes"] for row in one["rows"]}
     assert ("host", "parameters on the host") not in rows
-    assert rows["host", "parameters on their way"] == 4 * 2 * 2**25
+    assert rows["host", "parameters on their way"] == 4 * 2 * 2**22
     # Masters are kept with the parameters: two bytes, their lower halves and a bit of eight.
     assert one["disk_bytes"] == pytest.approx((2 + 2.125 + 8) * n, rel=0.002)
-    assert on_host["host_bytes"] - one["host_bytes"] == pytest.approx(2 * n - 4 * 2 * 2**25, rel=0.002)
+    assert on_host["host_bytes"] - one["host_bytes"] == pytest.approx(2 * n - 4 * 2 * 2**22, rel=0.002)
     assert len(plan(capsys, *asked, "--schedule=delayed")["tiers"]) == 4
 
 
@@ -455,7 +455,7 @@ def test_what_is_printed_of_a_disk(capsys):
     assert main(["plan", *SMALL_HOST, "--disk-memory=100GB", "--stage=2"]) == 0
     printed = capsys.readouterr().out
     assert "disk: 93.1 GiB free on a machine; bandwidth, read and written, 6.0 GB/s (as given)" in printed
-    assert re.search(r"^stage 2, nvme +39\.0 GiB +39\.0 GiB +14\.0 s +at most 258\.\d TB$", printed, re.M)
+    assert re.search(r"^stage 2, nvme +37\.4 GiB +37\.4 GiB +13\.4 s +at most 259\.\d TB$", printed, re.M)
     assert main(["plan", *SMALL_HOST, "--disk-memory=10GB", "--stage=2"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^stage 2, nvme .* no: disk too small$", printed, re.M)
