@@ -516,8 +516,11 @@ def test_a_fork_has_none_of_its_parents_files_and_leaves_them_alone(case, place)
                 own = os.memfd_create("takes a number that was the parent's")
                 with pytest.raises(StateError, match="forked"):
                     torch_models.everything(run.engine)
+                unheard = []
+                sys.unraisablehook = unheard.append
                 del run
                 gc.collect()
+                assert not unheard
                 os.fstat(own)
             except BaseException:
                 traceback.print_exc()
