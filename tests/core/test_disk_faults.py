@@ -244,10 +244,10 @@ def place(tmp_path):
     return tmp_path
 
 
-SHARES = pytest.mark.parametrize("share", [17, pytest.param(1, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
+SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
-@SHARES
+@pytest.mark.parametrize("share", [9, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_one_call_that_fails_is_one_error_at_most_and_changes_no_bit(case, way, share, place):
@@ -273,7 +273,7 @@ def test_a_call_that_comes_back_short_is_gone_on_with_or_is_an_error(kind, way, 
     assert kind == "odd" or bool(errors) == (kind in ("end", "full"))  # odd: less than a page is an error
 
 
-@SHARES
+@pytest.mark.parametrize("share", [17, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_disk_that_goes_on_failing_breaks_the_training_until_a_checkpoint_is_loaded(case, way, share, place):
