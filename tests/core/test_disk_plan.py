@@ -459,14 +459,14 @@ def test_what_is_printed_of_a_disk(capsys):
     assert main(["plan", *SMALL_HOST, "--disk-memory=10GB", "--stage=2"]) == 1
     printed = capsys.readouterr().out
     assert re.search(r"^stage 2, nvme .* no: disk too small$", printed, re.M)
-    assert "stage 2, nvme: 39.0 GiB of disk space, of 9.3 GiB: master 13.0 GiB" in printed
+    assert "stage 2, nvme: 37.4 GiB of disk space, of 9.3 GiB: master 12.5 GiB" in printed
     assert main(["plan", *SMALL_HOST[:-1]]) == 1
     printed = capsys.readouterr().out
     assert (
-        "with states on a disk it does: stage 1, nvme: 14.6 GiB of host memory and 77.9 GiB of disk\n"
+        "with states on a disk it does: stage 1, nvme: 13.2 GiB of host memory and 77.9 GiB of disk\n"
         "    (--offload-optimizer nvme)"
     ) in printed
-    for asked in ("--offload-optimizer=cpu", "--host-memory=15GB"):  # asked for, or no help
+    for asked in ("--offload-optimizer=cpu", "--host-memory=14GB"):  # asked for, or no help
         assert main(["plan", *SMALL_HOST[:-1], asked]) == 1
         assert "nvme" not in capsys.readouterr().out
 
