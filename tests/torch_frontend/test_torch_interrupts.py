@@ -80,16 +80,19 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(c
             interrupt_at(number, lambda: step(engine, 2))
         except FewerLines:
             engine.close()
-            return
+            return False
         assert not any(backward.runs.locked() for backward in intake._STARTED), f"line {number}"
         engine.optimizer.zero_grad()
         outcome = end(engine)
         assert outcome in allowed, f"line {number}"
         seen.add(allowed.index(outcome))
+        return True
 
     for number in numbers:
         interrupted(number)
     last = numbers[-1]
-    while seen != {0, 1} and last > 0:  # it took fewer lines than were counted
+    while seen != {0, 1} and interrupted(last + 1):  # waits for a disk take more lines than were counted, or fewer
+        last += 1
+    while seen != {0, 1} and last > 0:
         interrupted(last := last - 1)
     assert seen == {0, 1}
