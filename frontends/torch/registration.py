@@ -472,7 +472,7 @@ class Registration:
             besides=sum(map(self._casts.n_bytes, others)),
             gradients_stay=not self._gradients_leave,
         )
-        rows = [] if self._partitioned is None else [self._partitioned.parameters.plan_cut(trained)]
+        rows = [] if self._partitioned is None else [self._partitioned.parameters.plan_cut(trained, frozen)]
         whole = [*params, *(param for _, param in frozen), *others]
         shards = [built.values for built in map(shards_of, whole) if built is not None]
         inside = [*whole, *(shard for shard in shards if isinstance(shard, torch.Tensor))]

@@ -110,8 +110,8 @@ class _Decoded(HostState):
         written = [kwargs.get("out"), *([*args, *kwargs.values()][:1] if in_place else [])]
         if any(isinstance(each, _Decoded) for each in _flat(written)):
             raise StateError(
-                f"{name}: this state is kept in a format that torch has no tensors of, and what was read is a copy; "
-                'expected an assignment of new values: state[p]["exp_avg"] = values'
+                f"{name}: this state is kept on disk, or in a format that torch has no tensors of, and what was read "
+                'is a copy; expected an assignment of new values: state[p]["exp_avg"] = values'
             )
         with no_read():
             result = func(*args, **kwargs)

@@ -61,9 +61,7 @@ _MAY_DIFFER = {"may_differ": True}
 
 # Values that are planned and not built yet: them, and the value to use instead.
 _NOT_YET: dict[str, tuple[tuple, str]] = {
-    "stage": ((), ""),
     "offload_optimizer": ((None,), "offload_optimizer='cpu' and 'nvme'"),
-    "offload_param": ((), ""),
 }
 _BUCKETS = {"cpu": 32 * 2**20, "nvme": 4 * 2**20}
 """The elements of a bucket where none are given, by ``offload_optimizer``."""
@@ -264,11 +262,12 @@ class OffloadConfig:
             value = getattr(self, name)
             if not (name == "op_order" and value is None):
                 checks.choice(name, value, choices)
-        for name, (later, instead) in _NOT_YET.items():
+        for name, built in _BUILT.items():
             value = getattr(self, name)
+            later, instead = _NOT_YET.get(name, ((), ""))
             if checks.is_in(value, later):
                 raise ConfigError(f"{name}={checks.shown(value)} is not built yet in this version; it has {instead}")
-            checks.choice(name, value, (*_BUILT[name], *later))
+            checks.choice(name, value, (*built, *later))
         self._check_hyperparameters()
         self._check_disk()
         if self.reduce_bucket_size is None or isinstance(self.reduce_bucket_size, _Size):

@@ -313,8 +313,8 @@ class ReadAhead:
         for other, entry in self._entries.items():
             if not entry.taken:
                 self._drop(other, begin=False)
-                return self._free.pop()
-        return self._slot()  # several callers at once
+                break
+        return self._free.pop() if self._free else self._slot()  # several callers at once
 
     def _drop(self, part: DiskPart, *, begin: bool = True) -> None:
         entry = self._entries.pop(part)

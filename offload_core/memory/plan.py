@@ -13,6 +13,8 @@ DISK = "disk"
 """The place of states with ``offload_optimizer="nvme"``."""
 BLOCKS = "blocks of states"
 """The label of host memory for states of another place while they are updated."""
+BLOCK_COPY = "a block that is read"
+"""The label of a copy of a block of states, from which parameters are sent while the states stay."""
 PARAMETER_SHARDS = "parameters on the host"
 """The label of the parameters that ``offload_param`` keeps on the host: in reports of memory, and in the plan."""
 FROZEN_SHARDS = "frozen parameters"
@@ -38,7 +40,7 @@ class PlanRow:
     """True if it comes and goes in each step."""
 
 
-class OnDisk(NamedTuple):
+class DiskTier(NamedTuple):
     """Settings that keep all states on a disk, and maybe parameters."""
 
     setting: str
@@ -64,7 +66,7 @@ class MemoryPlan:
     """Bytes of the device that the model takes now; the plan's rows replace them."""
     savings: tuple[tuple[str, int], ...] = ()
     """Settings that store states in fewer bytes, and the bytes that each would save on the host, least first."""
-    on_disk: tuple[OnDisk, ...] = ()
+    on_disk: tuple[DiskTier, ...] = ()
     """The settings that move states, or more, to a disk, least first; empty: they are there."""
     free_elsewhere: Mapping[str, int | None] = field(default_factory=dict)
     """Free bytes by place, of places that are neither the host nor the device; None: unknown, and counted as enough."""

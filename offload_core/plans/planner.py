@@ -11,14 +11,15 @@ from ..disk.scratch import aligned
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layout.partition import Bucket, Kinds, ParamSpec, matrices_of
 from ..memory.plan import (
+    BLOCK_COPY,
     BLOCKS,
     DEVICE,
     FROZEN_SHARDS,
     HOST,
     PARAMETER_SHARDS,
     PARAMETERS_ON_WAY,
+    DiskTier,
     MemoryPlan,
-    OnDisk,
     PlanRow,
 )
 from ..rules import MASTER, Rule
@@ -179,7 +180,7 @@ class Planner:
         }
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
-    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[OnDisk, ...]:
+    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[DiskTier, ...]:
         """The settings that keep all states on a disk, and those that also keep the parameters of the host there."""
         config = self._terms.config
         if self._terms.store_kind.place != HOST:
@@ -192,7 +193,7 @@ class Planner:
             there = Planner(self._terms.with_(**ON_DISK, nvme_path=FOLDER, **more))
             named = {"offload_optimizer": ON_DISK["offload_optimizer"], "nvme_path": FOLDER, **more}
             found.append(
-                OnDisk(
+                DiskTier(
                     ", ".join(f"{name}={value!r}" for name, value in named.items()),
                     self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen),
                     there._bytes_in(there._terms.store_kind.place, specs, frozen),
@@ -228,7 +229,10 @@ class Planner:
                     host[PARAMETER_SHARDS] = (
                         host.get(PARAMETER_SHARDS, 0) + counts[0][1] * numel * format.upper.itemsize
                     )
-        host[BLOCKS] = max(self._terms.store_kind.working_bytes(parted[1]) - self._terms.block_bytes, 0)
+        store, blocks = self._terms.store_kind, self._terms.blocks
+        host[BLOCKS] = store.working_bytes([*blocks, *parted[1]]) - store.working_bytes(blocks)
+        if self._terms.reads_blocks and store.keeps_blocks:
+            host[BLOCK_COPY] = max((size for size, n in parted[1] if n), default=0)
         lent = self._terms.slot_bytes_of_kinds(kinds)
         if lent is not None:
             host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self._terms.lent_bytes)
@@ -251,7 +255,7 @@ class Planner:
         remedies = {
             **_narrower_states(self._terms.config, rules, specs),
             GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
-            **dict.fromkeys((STAGING, DIRECTIONS, BLOCKS, PARAMETERS_ON_WAY), "reduce_bucket_size"),
+            **dict.fromkeys((STAGING, DIRECTIONS, BLOCKS, BLOCK_COPY, PARAMETERS_ON_WAY), "reduce_bucket_size"),
             PARAMETER_SHARDS: smaller,
         }
         return [
@@ -260,7 +264,7 @@ class Planner:
                 where,
                 n_bytes,
                 remedies.get(what, _RANKS),
-                brief=what == BLOCKS and not self._terms.store_kind.keeps_blocks,
+                brief=what == BLOCK_COPY or (what == BLOCKS and not store.keeps_blocks),
             )
             for where, of in (*kept.items(), (HOST, host))
             for what, n_bytes in of.items()

@@ -81,8 +81,10 @@ class BucketTerms:
         """The bytes of host memory that states of new buckets may take, where the store also has another place."""
         self.fills_free_memory = budget is None
         """True if that is as much as is free when parameters are taken on (:meth:`take_free`)."""
-        self.block_bytes = 0
-        """The bytes of the blocks of states that there are."""
+        self.blocks: list[tuple[int, int]] = []
+        """The states in the store's own place that there are, as :meth:`Store.working_bytes` takes them."""
+        self.reads_blocks = config.schedule == "delayed" or (self.sends_early and not self.updates_early)
+        """Parameters are also written from states that stay as they are."""
         self.shard_slots = (0, 0)
         """The slots for shards on their way from disk that there are, and the bytes of each."""
         self.given_free: Mapping[str, int | None] | None = None
@@ -104,7 +106,7 @@ class BucketTerms:
         """Record what the states of new buckets take, so that plans count only what more they would take."""
         kept, elsewhere = self.parted(kinds_of(buckets))
         self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
-        self.block_bytes = max(self.block_bytes, self.store_kind.working_bytes(elsewhere))
+        self.blocks += elsewhere
 
     def slots_with(self, trained: Kinds, frozen: Kinds) -> tuple[int, int]:
         """Return the slots for shards on their way from disk, with those of new parameters: ``(slots, bytes)``."""
@@ -163,7 +165,7 @@ class BucketTerms:
         terms.gradient_slots_were_made(self.lent_bytes)
         terms.shard_slots = self.shard_slots
         terms.directions_were_made(self.directions_bytes)
-        terms.state_budget, terms.block_bytes = self.state_budget, self.block_bytes
+        terms.state_budget, terms.blocks = self.state_budget, [*self.blocks]
         return terms
 
     # --- small decisions, each made here only --------------------------------------------------------

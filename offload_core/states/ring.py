@@ -26,7 +26,7 @@ import numpy as np
 from ..disk.scratch import ScratchFiles, Transfer, aligned
 from ..errors import DiskError, StateError
 from ..memory.host_memory import HostMemory
-from ..memory.plan import BLOCKS
+from ..memory.plan import BLOCK_COPY, BLOCKS
 from ..support.threads import TaskThread
 from .arrays import StateArray
 from .block_layout import BlockLayout, Span, around
@@ -96,7 +96,7 @@ class Ring:
 
     def expect(self, buckets: Iterable[int]) -> None:
         """As :meth:`Store.expect`."""
-        self._do(partial(self._expect, [*buckets]))
+        self._thread.submit(partial(self._expect, [*buckets]))
 
     def lend(self, bucket: int) -> dict[str, StateArray]:
         """Return a bucket's states, to be changed and then given back. One that was lent and not given back is as it
@@ -113,12 +113,12 @@ class Ring:
 
     def give_back(self, bucket: int) -> None:
         """Begin to write the new values of a bucket that was lent."""
-        self._do(partial(self._give_back, bucket))
+        self._do(partial(self._give_back, bucket))  # it waits: the version has changed when the update has ended
 
     def copy(self, bucket: int) -> dict[str, StateArray]:
         """Return a copy of a bucket's states."""
         layout = self._layouts[bucket]
-        memory = self._memory.allocate(BLOCKS, layout.n_bytes, np.dtype(np.uint8))
+        memory = self._memory.allocate(BLOCK_COPY, layout.n_bytes, np.dtype(np.uint8))
         if not self._do(partial(self._copy, bucket, memory)):
             self._files.read(self._starts[bucket], memory).result()
         return layout.arrays(memory, self._threads)
@@ -187,18 +187,18 @@ class Ring:
     # --- in the ring's thread ------------------------------------------------------------------------
 
     def _add(self, layouts: Mapping[int, BlockLayout], start: int) -> None:
-        for bucket, layout in layouts.items():
-            self._layouts[bucket], self._starts[bucket], self._versions[bucket] = layout, start, 0
-            start += layout.n_bytes
-        n_bytes = max(layout.n_bytes for layout in self._layouts.values())
-        n_slots = min(SLOTS, len(self._layouts))
+        n_bytes = max(self._slot_bytes, *(layout.n_bytes for layout in layouts.values()))
         if n_bytes > self._slot_bytes:
             self._end()
             self._blocks.clear()
             self._free.clear()
             self._slot_bytes = n_bytes
+        n_slots = min(SLOTS, len(self._layouts) + len(layouts))
         for _ in range(n_slots - len(self._free) - len(self._blocks)):
             self._free.append(self._memory.allocate(BLOCKS, n_bytes, np.dtype(np.uint8)))
+        for bucket, layout in layouts.items():
+            self._layouts[bucket], self._starts[bucket], self._versions[bucket] = layout, start, 0
+            start += layout.n_bytes
 
     def _expect(self, buckets: list[int]) -> None:
         self._expected = deque([bucket for bucket in self._expected if bucket not in buckets] + buckets)

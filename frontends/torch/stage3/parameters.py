@@ -229,15 +229,18 @@ class PartitionedParameters:
     def _values(self, param: torch.Tensor) -> Values:
         return self.packed.get(id(param)) or Values(param)
 
-    def plan_cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
-        """Plan the bytes that :meth:`cut` of these takes until :meth:`keep_shard`, beside the whole parameters."""
-        n_bytes = 0
-        for spec, param in entries:
-            if spec.partitioned and id(param) not in self.records and not in_shards(param):
-                cut = Cut(spec, self._world.ranks, self._world.world_size, self._config)
-                n_bytes += cut.shard_numel * param.element_size()
+    def plan_cut(self, *entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
+        """Plan the bytes that :meth:`cut` of each of these, one after the other, takes until :meth:`keep_shard`, beside
+        the whole parameters."""
+        n_bytes = max(sum(self._given_bytes(spec, param) for spec, param in each) for each in entries)
         where = DISK if self._disk is not None else HOST if self.shards_device.type == "cpu" else DEVICE
         return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
+
+    def _given_bytes(self, spec: ParamSpec, param: torch.Tensor) -> int:
+        if not spec.partitioned or id(param) in self.records or in_shards(param):
+            return 0
+        cut = Cut(spec, self._world.ranks, self._world.world_size, self._config)
+        return cut.shard_numel * param.element_size()
 
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
         """Cut the partitioned parameters among these: return their records, with this rank's shards.
