@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.support import rings
+from tests.support import rings, shards_on_disk
 
 
-@pytest.mark.parametrize("scenario", rings.SCENARIOS)
+@pytest.mark.parametrize("scenario", [*rings.SCENARIOS, *shards_on_disk.SCENARIOS])
 def test_on_a_disk_that_ends_transfers_whenever_it_may(scenario):
     scenario()

@@ -75,7 +75,8 @@ class _Thread:
             self.busy = False
 
     def close(self) -> None:
-        pass
+        while self.queue and not self.busy:
+            self.do_next()
 
 
 class _Late(Future):

@@ -1,23 +1,16 @@
-"""Blocks of states on a scripted disk, and scenarios in which a fault of the ring or of what reads ahead shows."""
+"""Blocks of states on a scripted disk, and scenarios in which a fault of the ring shows."""
 
 import random
 from collections.abc import Callable, Iterable
-from itertools import islice
 
 import numpy as np
 import pytest
 
 from offload_core.config.state_formats import FORMATS
 from offload_core.disk.scratch import aligned
-from offload_core.disk.shards import DiskShards, OnDisk
-from offload_core.disk.space import DiskSpace
-from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.errors import DiskError
-from offload_core.layout.partition import Bucket, ParamSpec, build_buckets
-from offload_core.device.events import Done
 from offload_core.memory.host_memory import HostMemory
 from offload_core.states.block_layout import BlockLayout
-from offload_core.states.on_disk import RunOnDisk
 from offload_core.states.ring import SLOTS, Ring
 from tests.support.oracles import assert_same_bits
 from tests.support.scripted_disk import ORDERS, READ, WRITE, Order, Script, scripted
@@ -284,7 +277,7 @@ def a_block_that_nobody_announced():
 
 
 def writes_that_fail():
-    """Each is one error of an act to come, the block is written again, and no value is lost."""
+    """Each is one error of an update to come, the block is written again, and no value is lost."""
     for order in ORDERS:
         for number in range(0, 18, 3 if isinstance(order, int) else 1):
             with scripted(order) as script:
@@ -292,7 +285,6 @@ def writes_that_fail():
                 blocks.step()
                 script.fail(WRITE, number)
                 blocks.step(blocks.order[::-1])
-                blocks.write(0, "master")
                 blocks.look_at_all()
                 blocks.step()
                 blocks.rest()
