@@ -123,8 +123,8 @@ class ScriptedFiles:
         return self.script.begin(self, WRITE, at, data, then)
 
     def close(self) -> None:
-        if any(transfer.files is self for transfer in self.script.pending):
-            self.script.find("files are closed while bytes are on their way")
+        for transfer in [transfer for transfer in self.script.pending if transfer.files is self]:
+            transfer.end()
         self.closed = True
 
 

@@ -85,9 +85,9 @@ class Shards:
         self.shards.read(100, found)
         assert_same_bits("a part", found, self.values[100:][: found.size])
         self.expect(0, 1)
-        self.disk.close()
+        self.disk._end.detach()
+        self.disk.ahead.close()
         assert not self.script.pending
-        assert self.files.closed
 
 
 def in_every_order(scenario: Callable[[Shards], None], space: type[DiskSpace] = DiskSpace) -> Callable[[], None]:
@@ -283,6 +283,13 @@ def shards_that_are_read_ahead():
             shards.give_back(i)
             shards.disk.ahead._do(lambda: None)
         assert [each.at // 8192 for each in script.asked[begun:]] == [3, 1, 4, 6, 0, 2]
+        begun = len(script.asked)
+        shards.expect(*range(SLOTS), 4, 5)
+        shards.use(5)  # in the place of 0, which comes last now
+        for i in range(1, 5):
+            shards.use(i)
+        shards.disk.ahead._do(lambda: None)
+        assert [each.at // 8192 for each in script.asked[begun:]] == [0, 1, 2, 3, 5, 4]
         shards.end()
 
 
@@ -302,11 +309,17 @@ def in_scratch_files(scenario: Callable[[ScratchFiles, np.ndarray], None]) -> Ca
                 files = ScratchFiles([tempfile.gettempdir()] * n_folders)
                 n_bytes = 11 * ALIGNMENT
                 assert [files.grow(n_bytes), files.grow(n_bytes)] == [0, n_bytes]
+                sizes = sizes_of(files)
                 scenario(files, np.zeros(2 * n_bytes, np.uint8))
+                assert sizes_of(files) in ([], sizes)
                 files.close()
 
     run.__name__ = scenario.__name__
     return run
+
+
+def sizes_of(files: ScratchFiles) -> list[int]:
+    return [os.fstat(file.descriptor).st_size for file in files._files]
 
 
 def page_aligned(n_bytes: int) -> np.ndarray:
@@ -331,6 +344,8 @@ def bytes_in_scratch_files(files, expected):
         then = partial(lambda at, data: (told.append(at), assert_bytes(files, at, data)), at, data)
         transfer = files.write(at, data, then)
         assert not transfer.done()
+        transfer._tasks[0].result()
+        assert transfer.done() == (len(transfer._tasks) == 1)
         transfer.result()
         assert transfer.done()
         assert told.pop() == at
