@@ -51,6 +51,8 @@ class ThreadsOfRanks(threading.local, Threads):
 
 
 class _Thread:
+    is_here = True
+
     def __init__(self, threads: Threads) -> None:
         self.threads = threads
         self.queue: deque[tuple[_Late, object]] = deque()
