@@ -275,6 +275,20 @@ def shards_that_cannot_be_read():
                 shards.end()
 
 
+def a_slot_whose_shard_could_not_be_read():
+    """It is free for others."""
+    with scripted("at once") as script:
+        shards = Shards(script)
+        begun = len(script.asked)
+        script.fail(READ)
+        with pytest.raises(DiskError):
+            shards.lend(6)
+        shards.expect(*range(SLOTS))
+        shards.disk.ahead._do(lambda: None)
+        assert [each.at // 8192 for each in script.asked[begun:]] == [6, *range(SLOTS)]
+        shards.end()
+
+
 def shards_that_are_read_ahead():
     """In the order in which they are expected, into all slots that are free; each is read once."""
     with scripted("at once") as script:
@@ -420,6 +434,7 @@ SCENARIOS = [
     shards_whose_changes_nobody_counts,
     shards_that_outgrow_the_slots,
     shards_that_cannot_be_read,
+    a_slot_whose_shard_could_not_be_read,
     shards_that_are_read_ahead,
     bytes_in_scratch_files,
     bytes_that_are_moved_in_part,
