@@ -1,5 +1,6 @@
 """Partitioned parameters of the core, read by one rank and by several, and scenarios in which a missing wait shows."""
 
+import tempfile
 from dataclasses import replace
 
 import numpy as np
@@ -20,6 +21,7 @@ from offload_core.step.state_lock import StateLock
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import ThreadRank, _Group, run_ranks
 from tests.support.locking_pipeline import LockingPipeline
+from tests.support.scripted_disk import scripted
 
 SIZES = (40, 1, 200, 77, 33)
 
@@ -191,6 +193,18 @@ def parameters_that_are_read_after_updates():
     assert run(Model(CONFIG, FakeDevice()), ROUNDS, at_once=True) == expected(ROUNDS, CONFIG)
 
 
+def parameters_on_disk():
+    """Shards that lie with their states are read as the last update leaves them, whenever transfers end."""
+    on_disk = {"offload_param": "nvme", "offload_optimizer": "nvme", "nvme_path": tempfile.gettempdir()}
+    config = replace(CONFIG, nvme_host_bytes=0, reduce_bucket_size=64, **on_disk)
+    for order in ("late", "at once", 0):
+        for fields in ({}, {"prefetch_bucket_size": 100, "max_live_parameters": 150}):
+            with scripted(order):
+                model = Model(replace(config, **fields), FakeDevice())
+                assert run(model, ROUNDS, at_once=bool(fields)) == expected(ROUNDS, config)
+                model.pipeline.buckets.close()
+
+
 def parameters_of_ranks():
     for offload_param in (None, "cpu"):
         config = replace(CONFIG, offload_param=offload_param, reduce_bucket_size=64)
@@ -213,6 +227,7 @@ def a_task_among_the_gathers():
 SCENARIOS = [
     a_gather_that_fails,
     parameters_that_are_read_after_updates,
+    parameters_on_disk,
     parameters_of_ranks,
     a_task_among_the_gathers,
 ]

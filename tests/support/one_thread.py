@@ -51,6 +51,8 @@ class ThreadsOfRanks(threading.local, Threads):
 
 
 class _Thread:
+    is_here = True
+
     def __init__(self, threads: Threads) -> None:
         self.threads = threads
         self.queue: deque[tuple[_Late, object]] = deque()
@@ -75,7 +77,8 @@ class _Thread:
             self.busy = False
 
     def close(self) -> None:
-        pass
+        while self.queue and not self.busy:
+            self.do_next()
 
 
 class _Late(Future):

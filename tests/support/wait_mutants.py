@@ -19,7 +19,8 @@ from typing import Any
 WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
          "wait_for", "await_param", "wait_event", "wait_stream", "record_stream",
          "_await_arrival", "_abort", "await_values", "await_values_of_garbage", "flush",
-         "finish_publications", "finish_states", "withdraw", "recall"}  # fmt: skip
+         "finish_publications", "finish_states", "withdraw", "recall",
+         "error", "_await_left", "_await_arrived"}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
 
 
