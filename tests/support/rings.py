@@ -244,8 +244,8 @@ def blocks_that_are_read_ahead():
         blocks = Blocks(script, n=9)
         blocks.step()
         for _ in range(3):
-            blocks.rest()
             blocks.ring.expect(blocks.order)
+            blocks.rest()
             begun = len(script.asked)
             for bucket in blocks.order:
                 asked = len(script.asked)
