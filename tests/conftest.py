@@ -162,6 +162,9 @@ def needs_accelerator(item: pytest.Item) -> bool:
 
 
 SAMPLED = {
+    "test_one_call_that_fails_is_one_error_at_most_and_changes_no_bit": 4,
+    "test_a_disk_that_goes_on_failing_breaks_the_training_until_a_checkpoint_is_loaded": 3,
+    "test_a_call_that_comes_back_short_is_gone_on_with_or_is_an_error": 3,
     "test_twelve_steps_equal_those_in_place": 3,
     "test_updating_in_backward_gives_the_same_bits": 4,
     "test_thirty_steps_are_ten_saved_and_twenty_by_as_many_ranks_or_fewer": 1,

@@ -370,8 +370,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
         try:
             self._state_lock.change("zero_grad()", self.parts.intake.discard)
-        finally:  # those of a backward that broke off would be added to the next ones, after a load
-            super().zero_grad(set_to_none)
+        except Exception:
+            if not self.parts.pipeline.health.usable:  # those of a backward that broke off must not wait for a load
+                super().zero_grad(set_to_none)
+            raise
+        super().zero_grad(set_to_none)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

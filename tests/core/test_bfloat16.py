@@ -80,10 +80,10 @@ def slow(processor, monkeypatch):
 def test_info_shows_it(slow, monkeypatch, capsys):
     monkeypatch.setattr(info, "measure_bandwidths", lambda threads: machine.Bandwidths(1e9, 2e9))
     monkeypatch.setattr(kernels, "bind_workers", lambda cpus: None)
-    info.run(info.argparse.Namespace(json=False))
+    info.run(info.argparse.Namespace(json=False, nvme_path=None))
     [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("bf16 ")]
     assert line.split(maxsplit=1)[1].startswith(f"{LACKS}: in PyTorch a matrix product takes 20 to 500 times as long")
-    info.run(info.argparse.Namespace(json=True))
+    info.run(info.argparse.Namespace(json=True, nvme_path=None))
     assert json.loads(capsys.readouterr().out)["why bf16 is slow"] == LACKS
 
 

@@ -497,7 +497,7 @@ def shown(alone, monkeypatch, tmp_path, capsys):
         monkeypatch.setattr(info, "measure_bandwidths", lambda threads: machine.Bandwidths(1e9, 2e9))
         monkeypatch.setattr(kernels, "bind_workers", lambda cpus: None)
         for json_ in (False, True):
-            info.run(info.argparse.Namespace(json=json_))
+            info.run(info.argparse.Namespace(json=json_, nvme_path=None))
         text, _, data = capsys.readouterr().out.rpartition("\n{")
         return text, json.loads("{" + data)
 
