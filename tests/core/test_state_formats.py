@@ -235,7 +235,7 @@ def test_a_model_that_does_not_fit_is_told_the_first_format_that_would():
     with pytest.raises(HostMemoryError) as error:
         plan.check(plan.host_bytes - saved - 1)
     assert "state_format='8bit', master_dtype='bfloat16' it would fit" not in str(error.value)
-    assert "nvme_path='/on/a/disk' it would fit, in " in str(error.value)
+    assert "nvme_path='/folder/on/a/disk' it would fit, in " in str(error.value)
     narrow = BucketTerms(OffloadConfig(state_format="8bit"), planned_device(1, addressable=False))
     assert [setting for setting, _ in Planner(narrow).plan(specs_of(1000)).savings] == [
         "state_format='8bit', master_dtype='bfloat16'"

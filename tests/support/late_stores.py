@@ -18,7 +18,9 @@ NAMES = ("late", "disk", "nvme", "half nvme")
 """``nvme`` is ``disk``, and in torch's stage 3 shards that a configuration has in host memory lie on disk with their
 states; ``half nvme``: small models have a part of both in host memory."""
 
-over_all_stores = pytest.mark.parametrize("store", ["memory", "late", "disk"], indirect=True)
+over_all_stores = pytest.mark.parametrize(
+    "store", ["memory", "late", pytest.param("disk", marks=pytest.mark.slow)], indirect=True
+)
 """A law of one test that is to hold with other stores, too. With ``--store late`` all laws are checked so."""
 states_on_disk_too = pytest.mark.parametrize("store", ["memory", "disk"], indirect=True)
 """A law that is to hold with states on disk, too. With ``--store disk`` all laws are checked so."""
