@@ -41,7 +41,7 @@ def settings(folder: str) -> dict[str, Any]:
     """The configuration: what it holds in memory follows from the bucket size and `max_live_parameters`."""
     return {
         "stage": 3,
-        "lr": 1e-4,
+        "lr": 1e-6,  # the rate of a first step, before a warm-up
         "offload_optimizer": "nvme",
         "offload_param": "nvme",
         "nvme_path": folder,
@@ -75,10 +75,10 @@ def expected(gpt: GPTConfig, config: dict[str, Any], steps: int, tokens: int) ->
     flops = 2 * x.shape[0] * weight.numel() / seconds
     step = predict(terms, specs, Speeds(dram=dram, disk=disk, flops=flops), tokens=tokens)
     states = Planner(terms).traffic(specs)[0].disk_write
-    making = 3 * states / disk
+    making = 6 * states / disk  # parameters are made, cut, read and written with their states
     return (
         f"{numel:,} parameters, {format_bytes(states)} of disk in {config['nvme_path']} ({disk / 1e9:.1f} GB/s): about "
-        f"{making / 60:.0f} minutes to make the model, and {step.seconds / 60:.1f} for each of {steps} steps. "
+        f"{making:.0f} s to make the model, and {step.seconds:.0f} s for each of {steps} steps. "
         "Ctrl-C ends it and frees the disk."
     )
 
@@ -96,7 +96,7 @@ def main() -> None:
         "--nvme-path", default=tempfile.gettempdir(), help="the folder on a disk (default: that of temporary files)"
     )
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--context", type=int, default=128, help="bytes of text a step")
+    parser.add_argument("--context", type=int, default=32, help="bytes of text a step")
     args = parser.parse_args()
     config = settings(args.nvme_path)
     print(expected(SIZES[args.size], config, args.steps, args.context), flush=True)
