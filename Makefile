@@ -21,7 +21,7 @@ help:
 	@echo "make train       train a small GPT (FRONTEND=jax, PYTHON=python3.12, ARGS=--help)"
 	@echo "make demo        train GPT-2 124M, for a GPU"
 	@echo "make demo-disk   train 3 B parameters in 4 GiB of memory, on a disk"
-	@echo "make test        the tests, in six minutes; make quick runs a few, test-all and soak more"
+	@echo "make test        the tests, in eight minutes; make quick runs a few, test-all and soak more"
 	@echo "make lint docs bench wheel pins check-pins clean: see CONTRIBUTING.md"
 
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
@@ -39,7 +39,7 @@ demo-disk: $(VENV)/.has-torch $(BUILD_STAMP)
 quick: setup
 	$(TEST) -m quick $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
 
-# Every law and behaviour once, in six minutes.
+# Every law and behaviour once, in eight minutes.
 test: setup
 	$(TEST) -m "not slow and not soak" $(ARGS)
 
