@@ -350,6 +350,7 @@ def test_a_store_is_closed_once_with_its_pipeline_and_by_nobody_before(monkeypat
     assert len(closed) == 2
 
 
+@pytest.mark.states_in_memory
 def test_a_split_master_weight_is_only_in_a_store_whose_memory_stays():
     config = OffloadConfig(op_order="torch", stage=3, offload_param="cpu", param_persistence_threshold=0)
     spec = ParamSpec("p", 1000, BFLOAT16, partitioned=True)
