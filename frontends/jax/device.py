@@ -23,14 +23,13 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
 from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
+from offload_core.memory.pinning import Pinning
 
 from .device_parts import computed
+from .memory_kinds import in_host_memory, on_cpu, start_to_host
 from .runs import cut_run, split_places
 
 _ALIGNMENT = 64
-DEVICE_MEMORY = "device"
-HOST_MEMORY = "pinned_host"
-"""JAX's memory kind of ``offload_param="cpu"``."""
 _PATIENCE = 50
 """Milliseconds to wait for the runtime to let go of a buffer, before another one is allocated."""
 
@@ -39,7 +38,7 @@ class ArrayMemory:
     """The part of the core's protocols that is the same for all of JAX's arrays: they cannot be written in place."""
 
     updates_in_place = False
-    pinning = None
+    pinning: Pinning | None = None
 
     def host_array(self, tensor: Any) -> HostArray:
         raise TypeError("these parameters are not in host memory")
@@ -89,11 +88,6 @@ class JaxDevice(ArrayMemory):
         return computed(matrices, host, lambda owner: device)
 
 
-def on_cpu(array: jax.Array) -> bool:
-    """True if the array lies on a CPU device."""
-    return next(iter(array.devices())).platform == "cpu"
-
-
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:
     """Return the bytes that can still be allocated on these devices together, equally on each.
 
@@ -105,41 +99,13 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
     return len(stats) * min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
 
 
-def in_host_memory(array: jax.Array) -> bool:
-    """True if the array lies in host memory, where ``offload_param="cpu"`` puts parameters."""
-    return array.sharding.memory_kind == HOST_MEMORY
-
-
-def beside_its_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Return the sharding with host memory in place of its devices' own, if they have any."""
-    device: jax.Device = next(iter(sharding.addressable_devices))
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
-
-
-def in_device_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
-    """Return the sharding with its devices' own memory in place of host memory."""
-    return sharding if sharding.memory_kind in (None, DEVICE_MEMORY) else sharding.with_memory_kind(DEVICE_MEMORY)
-
-
-def lies_as(value: Any, like: Any) -> bool:
-    """True if both are arrays, cut alike over the same devices; the kinds of memory may differ."""
-    if not (isinstance(value, jax.Array) and isinstance(like, jax.Array)):
-        return False
-    of_value, kind = value.sharding, like.sharding.memory_kind
-    if kind is not None and of_value.memory_kind != kind:
-        of_value = of_value.with_memory_kind(kind)
-    return value.shape == like.shape and of_value.is_equivalent_to(like.sharding, like.ndim)
-
-
 def read(array: jax.Array, start: int, stop: int) -> np.ndarray:
     """Return elements ``[start, stop)`` of a flattened array. It lies on one device, or replicated on several."""
     if in_host_memory(array) or on_cpu(array):
         return np.asarray(array).reshape(-1)[start:stop]
-    # Cut on the device, because an array keeps the host copy that NumPy made of it.
     array = array.addressable_data(0)
     place = jax.device_put(split_places([start])[0], array.sharding)
-    return np.asarray(_cut(array, place, stop - start))
+    return np.asarray(start_to_host(_cut(array, place, stop - start)))
 
 
 @partial(jax.jit, static_argnums=2)

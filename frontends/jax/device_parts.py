@@ -13,6 +13,8 @@ from offload_core.device.protocols import Matrices
 from offload_core.rules import DevicePart
 from offload_core.rules.muon import NewtonSchulz
 
+from .memory_kinds import start_to_host
+
 
 def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], jax.Device]) -> Event:
     """Start to compute with matrices of a host array; the event puts the results in their place.
@@ -22,11 +24,9 @@ def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], ja
     """
     with jax.transfer_guard("allow"):
         made = [
-            _compute(jax.device_put(matrix.reshape(matrices.shape), device_of(row.owner)), matrices.part)
+            start_to_host(_compute(jax.device_put(matrix.reshape(matrices.shape), device_of(row.owner)), matrices.part))
             for matrix, row in zip(matrices.in_(host), matrices.rows, strict=True)
         ]
-    for result in made:
-        result.copy_to_host_async()
 
     def finish() -> None:
         for matrix, result in zip(matrices.in_(host), made, strict=True):

@@ -32,10 +32,12 @@ from ..rules.adam import Adam, AdamHyper
 from ..support.bfloat16 import why_bfloat16_is_slow
 from ..support.launchers import place_on_machine
 from ..support.processors import Share, available_cpus, nodes_of_ranks, share_near
-from ..support.topology import Topology, pci_devices
+from ..support.topology import Topology, cache_bytes, pci_devices
 
-_MEASURED = 16 * 2**20
-"""Elements of each array that is streamed: more than the caches hold."""
+_MEASURED = 256 * 2**20
+"""The least bytes that are streamed."""
+_BEYOND_CACHES = 6
+"""So many times the bytes that caches hold are streamed: arrays in a cache seem faster than memory is."""
 _RUNS = 5
 _ON_DISK = 2**30
 """The most bytes that are written to a disk, and then read."""
@@ -57,11 +59,12 @@ class Bandwidths:
 
 
 def measure_bandwidths(threads: int) -> Bandwidths:
-    """Measure the bandwidths. It takes about 270 MB and a second."""
-    memory = HostMemory(threads)
-    arrays = [memory.allocate("measurement", _MEASURED, FLOAT32.numpy) for _ in range(4)]
+    """Measure the bandwidths, which takes about a second, and 270 MB or six times the processors' cache."""
+    memory, n_bytes = HostMemory(threads), max(_MEASURED, min(_BEYOND_CACHES * cache_bytes(), available_bytes() // 4))
+    numel = n_bytes // (4 * FLOAT32.itemsize)
+    arrays = [memory.allocate("measurement", numel, FLOAT32.numpy) for _ in range(4)]
     grad, master, *moments = map(kernels.address, arrays)
-    segments = kernels.segments_of([{"grad": grad, "master": master, "moments": moments, "numel": _MEASURED}])
+    segments = kernels.segments_of([{"grad": grad, "master": master, "moments": moments, "numel": numel}])
     scalars = np.array([Adam("torch").scalars(AdamHyper(1e-3), 1, None, grad_scale=1.0)], kernels.SCALARS)
 
     def update() -> None:

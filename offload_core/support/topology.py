@@ -79,6 +79,17 @@ def node_of_device(address: str, root: Path | None = None) -> int | None:
     return node if node in Topology.read(root).nodes else None
 
 
+def cache_bytes(root: Path | None = None) -> int:
+    """The bytes that this machine's caches of the last level hold together; 0: unknown."""
+    caches: dict[int, dict[str, int]] = {}
+    for folder in (root or SYSFS).glob("devices/system/cpu/cpu[0-9]*/cache/index[0-9]*"):
+        level, size = _text(folder / "level"), _text(folder / "size")
+        if level.isdecimal() and size.removesuffix("K").isdecimal():
+            kibibytes = int(size.removesuffix("K"))
+            caches.setdefault(int(level), {})[_text(folder / "shared_cpu_list")] = kibibytes * 1024
+    return sum(caches[max(caches)].values()) if caches else 0
+
+
 def numbers(text: str) -> frozenset[int]:
     """Return the numbers in a list such as ``0-3,8``; none if the text is no such list."""
     found: set[int] = set()

@@ -20,7 +20,7 @@ ROOMS = {
         device_parts ranks stage3 registration intake state_views state_io parts state_dicts steps optimizer files
         model_changes engine deepspeed_weights
         integrations""",
-    "frontends.jax": """launch context numbers words runs device_parts device tree mesh loss_scale gradients placement
+    "frontends.jax": """launch context numbers words runs memory_kinds device_parts device tree mesh loss_scale gradients placement
         differentiate updates optax_bridge leaf_rules files offloaded""",
     "bench": """record markdown plots fits headers peers harness train disk_demo screens losses parts formats
         optimizers gpu report run""",

@@ -15,7 +15,7 @@ from offload_core.memory.pinning import Cuda
 from offload_core.native import kernels
 from offload_core.support import launchers, processors, topology
 from offload_core.support.processors import choose, nodes_of_ranks, share_near
-from offload_core.support.topology import Topology, node_of_device, numbers, pci_devices, ranges
+from offload_core.support.topology import Topology, cache_bytes, node_of_device, numbers, pci_devices, ranges
 from tests.support import sysfs
 from tests.support.launched import BATCH, OPEN_MPI, SLURM, TORCHRUN
 from tests.support.processes import ROOT, environment_of
@@ -100,6 +100,19 @@ def test_devices_have_a_node_and_a_link(tmp_path):
         ("0000:e0:00.0", "10de:20b0", None, None),
         ("0000:e1:00.0", "10de:20b0", 1, "PCIe 1 x8"),
     ]
+
+
+def test_caches_of_the_last_level_count_once_for_each_group_that_shares_one(tmp_path):
+    assert cache_bytes(one_node(tmp_path)) == 0
+    for cpu in range(4):
+        shared = "0-1" if cpu < 2 else "2-3"
+        for level, size, cpus in [(1, "48K", cpu), (2, "2048K", cpu), (3, "32768K", shared)]:
+            folder = f"devices/system/cpu/cpu{cpu}/cache/index{level}"
+            said = {"level": level, "size": size, "shared_cpu_list": cpus}
+            write(tmp_path, {f"{folder}/{name}": text for name, text in said.items()})
+    assert cache_bytes(tmp_path) == 2 * 32 * 2**20
+    write(tmp_path, {"devices/system/cpu/cpu3/cache/index3/size": "unknown"})
+    assert cache_bytes(tmp_path) == 2 * 32 * 2**20
 
 
 # --- the choice --------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from frontends.jax import RankGradients, ScaledGradients, wrap
+from frontends.jax import RankGradients, ScaledGradients, memory_kinds, wrap
 from frontends.jax.mesh.axis import LoneDevice
 from frontends.jax.mesh.places import Places
 from frontends.jax.placement import placement
@@ -117,6 +117,26 @@ def test_gradients_that_differ_in_dtype_share_a_bucket(device):
     for i in range(3):
         grads = {**random_tree(30 + i, jnp.bfloat16), "embed": random_tree(30 + i)["embed"]}
         assert_same_tree(there.update(grads), here.update(jax.tree.map(np.asarray, grads)))
+    assert_same_tree(there.to_pytree(), here.to_pytree())
+
+
+def test_copies_to_pinned_host_memory_have_the_same_bits(monkeypatch):
+    """As a GPU's arrays are copied: the CPU has this kind of memory, too."""
+    monkeypatch.setattr(memory_kinds, "on_cpu", lambda array: False)
+    fields = {"param_dtype": "bfloat16", "reduce_bucket_size": 100, "gradient_clipping": 0.5}
+    kinds, start = [], jax.device_put
+
+    def device_put(array, to=None, **options):
+        kinds.append(getattr(to, "memory_kind", None))
+        return start(array, to, **options)
+
+    params = random_tree(4)
+    there, here = on_accelerator(params, **fields), direct(params, **fields)
+    monkeypatch.setattr(jax, "device_put", device_put)
+    for i in range(3):
+        grads = random_tree(40 + i, jnp.bfloat16)
+        assert_same_tree(there.update(grads), here.update(jax.tree.map(np.asarray, grads)))
+    assert "pinned_host" in kinds
     assert_same_tree(there.to_pytree(), here.to_pytree())
 
 

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from frontends.jax import gathered, wrap
-from frontends.jax.device import in_host_memory
+from frontends.jax.memory_kinds import in_host_memory
 from frontends.jax.mesh.device import JaxMeshDevice
 from frontends.jax.mesh.tensors import Donated
 from frontends.jax.placement import placement

@@ -17,7 +17,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.threads import uninterrupted
 
-from ..device import in_host_memory, lies_as
+from ..memory_kinds import in_host_memory, lies_as
 from ..optax_bridge.rule_words import WORDS
 from ..optax_bridge.state import state_of, states_of
 from ..placement.placement import Placement

@@ -29,6 +29,7 @@ from offload_core.support.worker import Background
 from ..device import ArrayMemory, free_bytes, read
 from ..device_parts import computed
 from ..launch import meeting
+from ..memory_kinds import pinning_for, start_to_host
 from ..runs import split_places
 from . import programs
 from .axis import REPLICATED, Ranks
@@ -56,6 +57,7 @@ class JaxMeshDevice(ArrayMemory):
 
     def __init__(self, axis: Ranks, *, native: bool = False, threads: int = 1) -> None:
         self.axis = axis
+        self.pinning = pinning_for(axis.devices[axis.ranks[0]])
         self.ranks = axis.ranks
         self.world_size = axis.world_size
         self.sizes = MeshSizes(len(axis.ranks), summed=axis.world_size > 1)
@@ -137,12 +139,11 @@ class JaxMeshDevice(ArrayMemory):
 
     def _receive(self, shards: Sequence[jax.Array], out: np.ndarray, what: str) -> Event:
         """Start the copies of this process's shards to the host."""
-        for shard in shards:
-            shard.copy_to_host_async()
+        copies = [start_to_host(shard) for shard in shards]
 
         def finish() -> None:
             with meeting(self.ranks[0], what):
-                hosts = [np.asarray(shard) for shard in shards]
+                hosts = [np.asarray(copy) for copy in copies]
             parts = out.reshape(len(hosts), -1)
             rows = [(kernels.address(a), kernels.address(b), a.size) for a, b in zip(hosts, parts, strict=True)]
             kernels.cast(kernels.spans_of(rows), BY_NUMPY[hosts[0].dtype], FLOAT32, threads=self._threads)

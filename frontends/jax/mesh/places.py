@@ -35,6 +35,7 @@ class Places(ArrayMemory):
 
     def __init__(self, devices: Sequence[jax.Device], processes: Collectives, *, threads: int = 1) -> None:
         self.places = [JaxMeshDevice(LoneDevice(device), threads=threads) for device in devices]
+        self.pinning = self.places[0].pinning
         self.collectives = processes
         self.sizes = MeshSizes(1, summed=False)
         self.trace = Trace(processes.rank, processes.world_size)

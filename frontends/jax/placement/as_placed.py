@@ -20,7 +20,8 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.plans.at_once import Held, held_shards
 from offload_core.ranks.collectives import Collectives, SingleRank
 
-from ..device import JaxDevice, ParameterBuffers, beside_its_device, in_device_memory
+from ..device import JaxDevice, ParameterBuffers
+from ..memory_kinds import beside_its_device, in_device_memory
 from ..mesh.axis import MeshAxis
 from ..mesh.places import Places
 from ..mesh.processes import JaxProcesses

@@ -13,7 +13,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.errors import ConfigError, ParameterError, StateError
 
 from ..context import without_context_mesh
-from ..device import in_device_memory
+from ..memory_kinds import in_device_memory
 from ..mesh.axis import REPLICATED, MeshAxis
 from ..mesh.gather import Gathering, Shard
 from ..mesh.programs import ordered_mean

@@ -20,7 +20,7 @@ from offload_core.layout.partition import ParamSpec, round_up, shard_unit
 from offload_core.layout.regions import InMemory
 from offload_core.plans.at_once import SHARDS, Held, held_shards
 
-from ..device import HOST_MEMORY, beside_its_device, in_host_memory
+from ..memory_kinds import HOST_MEMORY, beside_its_device, in_host_memory
 from ..mesh.axis import REPLICATED, MeshAxis
 from ..mesh.device import JaxMeshDevice
 from ..mesh.sharded_device import ShardedMeshDevice

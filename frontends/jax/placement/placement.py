@@ -16,7 +16,7 @@ from offload_core.memory.near import work_near
 from offload_core.memory.pinning import DRIVERS
 from offload_core.plans.at_once import Held
 
-from ..device import on_cpu
+from ..memory_kinds import on_cpu
 from ..mesh.axis import MeshAxis
 from ..tree.wrapped_tree import Leaf
 from .as_placed import AsPlaced

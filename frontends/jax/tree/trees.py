@@ -13,7 +13,7 @@ from jax.sharding import SingleDeviceSharding
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError
 
-from ..device import in_host_memory, on_cpu
+from ..memory_kinds import start_to_host
 
 Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""
@@ -178,8 +178,8 @@ def is_key(leaf: Any) -> bool:
 def to_numpy(leaf: Any) -> Any:
     if is_key(leaf):
         leaf = jax.random.key_data(leaf)
-    if isinstance(leaf, jax.Array) and not on_cpu(leaf) and not in_host_memory(leaf):
-        leaf = leaf.copy()  # for an array keeps the host copy that NumPy makes of it
+    if isinstance(leaf, jax.Array):
+        leaf = start_to_host(leaf)  # an array would keep the host copy that NumPy makes of it
     return np.array(leaf) if is_array(leaf) else leaf
 
 

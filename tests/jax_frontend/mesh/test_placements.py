@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import gather_params, wrap
-from frontends.jax.device import lies_as
+from frontends.jax.memory_kinds import lies_as
 from frontends.jax.mesh.places import Places
 from frontends.jax.placement import as_placed, placement
 from frontends.jax.placement.as_placed import AsPlaced
