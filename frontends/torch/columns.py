@@ -14,7 +14,8 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .internals import TensorGuards, no_read
-from .tensors import DTYPE, TakenGradient, memory_order
+from .placed import Placed, local_of
+from .tensors import DTYPE, memory_order
 
 _of: Any = torch.Tensor
 _GRADIENT, _DEVICE, _LAYOUT, _VERSION = (p.__get__ for p in (_of.grad, _of.device, _of.layout, _of._version))
@@ -53,8 +54,10 @@ class Columns:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self.params: list[torch.Tensor] = []
-        self.taken: list[TakenGradient] = []
+        self.taken: list[torch.Tensor] = []
         """The stand-in for each parameter's gradient."""
+        self._placed: dict[int, Placed] = {}
+        """The placements of parameters that are placed on a mesh."""
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[torch.Size] = []
         self._orders: dict[int, list[int]] = {}
@@ -69,24 +72,39 @@ class Columns:
         self._plain_alone: list[Likeness] = []
         """For each parameter, a gradient that came alone and was plain."""
 
-    def add(self, param: torch.Tensor, taken: TakenGradient) -> None:
-        order = memory_order(param)
+    def add(self, param: torch.Tensor, taken: torch.Tensor, placed: Placed | None) -> None:
+        values, index = local_of(param), len(self.params)
+        order = memory_order(values)
         if order is not None:
-            self._orders[len(self.params)] = order
+            self._orders[index] = order
         self.params.append(param)
         self.taken.append(taken)
-        self._dtypes.append(param.dtype)
-        self._shapes.append(param.shape)
+        if placed is not None:
+            self._placed[index] = placed
+        self._dtypes.append(values.dtype)
+        self._shapes.append(values.shape)
         self._unchanged.forget()
         self._plain_alone.append(Likeness())
-        with no_read():
-            self._versions.append(param._version)
-            self._addresses.append(param.data_ptr())
+        self._versions.append(0)
+        self._addresses.append(0)
+        self.note(index)
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The tensors that hold this process's values: the parameters, or the local tensors of DTensors."""
+        return [*map(local_of, self.params)] if self._placed else self.params
+
+    def own(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return this process's part of a gradient of the parameter."""
+        placed = self._placed.get(index)
+        return gradient if placed is None else placed.own(gradient)
 
     def unchanged(self) -> bool:
         """True if each parameter has the size, type, device and memory order that it had."""
-        params = self.params
+        params = self.values
         with no_read():
+            if not all(placed.holds(self.params[i]) for i, placed in self._placed.items()):
+                return False
             if self._unchanged.holds(params):
                 return True
             others = [param for i, param in enumerate(params) if i not in self._orders]
@@ -171,8 +189,8 @@ class Columns:
     def note(self, index: int) -> None:
         """Record that the parameter now matches its master weights."""
         with no_read():
-            self._versions[index] = self.params[index]._version
-            self._addresses[index] = self.params[index].data_ptr()
+            self._versions[index] = self._version(index)
+            self._addresses[index] = local_of(self.params[index]).data_ptr()
 
     def note_all(self) -> None:
         """Record that all parameters now match their master weights."""
@@ -192,16 +210,25 @@ class Columns:
 
     def _as_they_are(self) -> tuple[list[float], list[int]]:
         with no_read():
+            if self._placed:
+                return [*map(self._version, range(len(self.params)))], [*map(torch.Tensor.data_ptr, self.values)]
             return list(map(_VERSION, self.params)), list(map(torch.Tensor.data_ptr, self.params))
+
+    def _version(self, index: int) -> int:
+        """A number that grows with each write. Torch counts a write to a DTensor there, and not at its local tensor."""
+        param = self.params[index]
+        return param._version + (local_of(param)._version if index in self._placed else 0)
 
     def count_writes(self, indices: Iterable[int]) -> None:
         """Tell autograd that the update wrote these parameters. The recorded versions rise, too, so that only writes by
         others differ from them."""
         written = [*indices]
         increment_version([self.params[i] for i in written])
+        if self._placed:
+            increment_version([local_of(self.params[i]) for i in written if i in self._placed])
         versions = self._versions
-        if len(written) == len(versions):
+        if len(written) == len(versions) and not self._placed:
             versions[:] = [version + 1 for version in versions]
         else:
             for i in written:
-                versions[i] += 1
+                versions[i] += 1 + (i in self._placed)

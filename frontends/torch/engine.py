@@ -31,6 +31,7 @@ from .files.export import export_safetensors
 from .groups import in_model
 from .model_changes import ModelChanges, check_present
 from .optimizer import OffloadedOptimizer, class_for
+from .placed import is_placed
 from .ranks.collectives import default_group
 from .tensors import TORCH_DTYPES
 from .values import packed_values
@@ -102,7 +103,7 @@ class Engine(nn.Module):
                 )
         elif not isinstance(params, torch.Tensor):
             params = in_model(model, params)
-        group = default_group(process_group)
+        group = process_group if any(map(is_placed, model.parameters())) else default_group(process_group)
         self.optimizer = class_for(config, overrides).of_engine(
             model, params, config, group, overrides, all_of_it=all_of_it
         )
@@ -470,7 +471,7 @@ class Engine(nn.Module):
         self.optimizer.close()
 
 
-_AVERAGERS = {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"}
+_AVERAGERS = {"DistributedDataParallel", "FullyShardedDataParallel"}
 """Classes of torch, by name: their import takes long, and some builds of torch lack it."""
 
 

@@ -16,8 +16,9 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_lock import changes
 
 from .compiled import compiler_of_calls, untraced
+from .placed import local_of
 from .registration import Registration, Slot
-from .tensors import TakenGradient, check_gradient, flat_like
+from .tensors import check_gradient, flat_like
 
 
 @dataclass(eq=False)
@@ -94,16 +95,16 @@ class Intake:
 
         def accumulated(param: torch.Tensor) -> None:
             intake, gradient = this(), param.grad
-            if intake is not None and gradient is not slot.taken:
+            if intake is not None and gradient is not slot.stand_in:
                 arrive = intake._arrive if compiler_of_calls() is None else intake._arrive_untraced
                 arrive(slot, gradient, first=True)
-            elif slot.taken.requires_grad:  # create_graph=True attached its graph to the stand-in: use a new one
+            elif slot.stand_in.requires_grad:  # create_graph=True attached its graph to the stand-in: use a new one
                 slot.taken.when_added(None)
-                slot.taken = TakenGradient(param, slot.name)
+                slot.replace_stand_in()
                 slot.taken.when_added(added)
                 if intake is not None:
-                    intake._columns.taken[slot.index] = slot.taken
-                param.grad = slot.taken
+                    intake._columns.taken[slot.index] = slot.stand_in
+                param.grad = slot.stand_in
 
         def added(gradient: torch.Tensor) -> None:
             intake = this()
@@ -123,10 +124,10 @@ class Intake:
     @changes("backward()")
     def _arrive(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
-        i = slot.index
+        i, gradient = slot.index, slot.own(gradient)
         plain = self._columns.plain_alone(i, gradient)
         if not (plain or self._columns.fit({i: gradient})):
-            check_gradient(slot.name, slot.param, gradient)
+            check_gradient(slot.name, slot.values, gradient)
             self._registration.check_unchanged()
         if self._pipeline.scaler is not None and not self._backward.runs.locked():
             raise GradientError(
@@ -143,7 +144,7 @@ class Intake:
             self._deferred[i], self.fresh = gradient, True
         else:
             as_it_is = plain and self._direct
-            self._take({i: gradient if as_it_is else flat_like(gradient, slot.param)})
+            self._take({i: gradient if as_it_is else flat_like(gradient, slot.values)})
         self._arrived[i] = self._arrived.get(i, 0) + 1
         if self._backward.average if self._backward.runs.locked() else self._averages_plain(slot):
             self._averaged[i] = self._averaged.get(i, 0) + 1
@@ -278,18 +279,18 @@ class Intake:
             }
         if not asked:
             return
-        given = {i: gradient for i, gradient in asked.items() if gradient is not None and i not in left_out}
+        given = {i: columns.own(i, g) for i, g in asked.items() if g is not None and i not in left_out}
         plain = columns.plain(given)
         if not (plain or columns.fit(given)):
             slots = [*self._slots.values()]
             for i, gradient in given.items():
-                check_gradient(slots[i].name, slots[i].param, gradient)
+                check_gradient(slots[i].name, slots[i].values, gradient)
         self._drop([i for i in asked if not self._continues(i, given.get(i))] if self._deferred else asked)
         if plain and self._direct:
             self._take(given)
         else:  # one by one, so that each can leave
             for i, gradient in given.items():
-                self._take({i: flat_like(gradient, columns.params[i])})
+                self._take({i: flat_like(gradient, local_of(columns.params[i]))})
 
     def end_micro_step(self, *, boundary: bool, may_be_empty: bool) -> None:
         """End an engine's micro-step in the pipeline.

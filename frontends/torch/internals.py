@@ -4,6 +4,8 @@
 new version of torch that changes them is met in these two files.
 """
 
+from typing import Any
+
 import torch
 from torch._C._dynamo.guards import TensorGuards as TensorGuards
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
@@ -54,3 +56,28 @@ def storage_of(tensor: torch.Tensor) -> int | None:
 def storage_users(tensor: torch.Tensor) -> int:
     """Return the number of references to a tensor's storage: its own, one of this call, and those of other tensors."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+# --- placed tensors (DTensor) -----------------------------------------------------------------------------
+
+
+def local_tensor(placed: Any) -> torch.Tensor:
+    """Return a DTensor's local tensor itself; ``to_local()`` makes another one, which autograd follows."""
+    tensor: torch.Tensor = placed._local_tensor
+    return tensor
+
+
+def around(local: torch.Tensor, like: Any) -> torch.Tensor:
+    """Return a DTensor with this local tensor, placed as ``like``. ``from_local`` would compute with it."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    with no_read():
+        meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    spec = DTensorSpec(like.device_mesh, tuple(like.placements), tensor_meta=meta)
+    return DTensor(local, spec, requires_grad=False)
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that a mesh was cut from; itself if it was cut from none."""
+    return mesh._get_root_mesh()

@@ -36,6 +36,7 @@ from .groups import (
 from .internals import NO_BACKWARD, backward_number
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
+from .placed import ranks_of
 from .registration import NamedParam, Slot, named_in, named_params
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
 from .state_views import plain_entries
@@ -172,11 +173,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._gave_way = False
         self.awaited = AwaitedStates()
         """The states that a loaded file named and did not hold."""
-        self._ranks = frozenset(() if process_group is None else dist.get_process_group_ranks(process_group))
+        named = named_in(self.param_groups)
+        members = () if process_group is None else dist.get_process_group_ranks(process_group)
+        self._ranks = frozenset(members or ranks_of(param for _, param, _ in trained(named)) or ())
         config = replace(self.config, op_order=self.config.op_order or "torch")
         self._foundation = made = Foundation.of(
             self,
-            named := named_in(self.param_groups),
+            named,
             config,
             process_group,
             model,

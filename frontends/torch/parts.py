@@ -15,7 +15,8 @@ from offload_core.step.pipeline import Pipeline
 
 from .casting import Casts
 from .intake import Intake
-from .ranks.device_ranks import device_for
+from .placed import check_alone, group_of, ranks_of
+from .ranks.device_ranks import device_for, device_of_placed
 from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen, named_in
 from .stage3.construction import check_finished, check_takes_none
 from .stage3.leaf_modules import leaf_modules
@@ -132,7 +133,12 @@ class Foundation:
         casts = casts or Casts(config, model)
         if model is not None:
             scaler = scaler_for(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
-        pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
+        ranks = ranks_of(params)
+        if ranks is None:
+            pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
+        else:
+            check_alone(params, process_group=process_group, stage=config.stage)
+            pipeline = Pipeline(config, device_of_placed(device, group_of(ranks), config), scaler)
         partitioned = None
         if model is not None and config.takes_apart(pipeline.device.world_size):
             partitioned = PartitionedModel(model, device, process_group, pipeline, casts)

@@ -33,9 +33,11 @@ from .data_writes import DataWrites, data_of
 from .internals import no_read
 from .overlaps import check_apart, tensors_of
 from .pending import await_values_of_garbage, can_wait, forget, have_been_written, make_pending
+from .placed import Placed, count_once, is_placed, local_of
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
 from .tensors import (
+    ELEMENT_TYPES,
     TORCH_DTYPES,
     TakenGradient,
     cast_param,
@@ -74,6 +76,9 @@ class Slot:
     param: torch.Tensor
     index: int
     taken: TakenGradient
+    stand_in: torch.Tensor
+    """What stands in ``p.grad`` for a gradient that has left: ``taken``, or a DTensor of which it is the local tensor.
+    """
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
     owner: "weakref.ref[Owner]"
@@ -81,10 +86,26 @@ class Slot:
     """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
     data_writes: DataWrites | None = None
     """The watch of writes through ``param.data``; None if the rank holds a shard."""
+    placed: Placed | None = None
+    """The parameter's placement on a mesh (DTensor); None: it is this process's alone, or partitioned."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The tensor that holds this process's values: the parameter, or a DTensor's local tensor."""
+        return local_of(self.param)
+
+    def replace_stand_in(self) -> None:
+        """Make another stand-in; autograd has attached a graph to the one that was."""
+        self.taken = TakenGradient(self.values, self.name)
+        self.stand_in = self.taken if self.placed is None else self.placed.around(self.taken)
+
+    def own(self, value: Any) -> Any:
+        """Return this process's part of a gradient or a state of the parameter."""
+        return value if self.placed is None else self.placed.own(value)
 
     def release(self) -> None:
         """Remove the stand-in from the parameter."""
-        if self.param.grad is self.taken:
+        if self.param.grad is self.stand_in:
             self.param.grad = None
 
 
@@ -199,15 +220,25 @@ class Registration:
         """
         for name, param, _ in named:
             check_param(name, param)
-        known = ((slot.name, slot.param) for slot in self.slots.values())
-        check_apart([(name, param) for name, param, _ in named], (*known, *tensors_of(model)))
+        known = ((slot.name, slot.values) for slot in self.slots.values())
+        others = ((name, local_of(tensor)) for name, tensor in tensors_of(model))
+        check_apart([(name, local_of(param)) for name, param, _ in named], (*known, *others))
+        placed, counted = self._placed(named)
         pipeline, parted = self._pipeline, self._partitioned
         targets = [self._casts.of_param(param) for _, param, _ in named]
         specs = [
             replace(
-                spec_of(name, p, g, target, parted is not None and parted.parameters.takes(p)),
+                spec_of(
+                    name,
+                    local_of(p),
+                    g,
+                    target,
+                    parted is not None and parted.parameters.takes(p),
+                    placed[p].part if p in placed else None,
+                ),
                 rule=rules[g],
-                matrix=_matrix(rules[g], name, p),
+                matrix=_matrix(rules[g], name, p, placed.get(p)),
+                counted=counted.get(id(p), True),
             )
             for (name, p, g), target in zip(named, targets, strict=True)
         ]
@@ -233,7 +264,7 @@ class Registration:
         )
         first = len(pipeline.params)
         cut = parted.parameters.cut(trained) if parted else {}
-        tensors = [cut[p].shard if p in cut else flat(p) for _, p, _ in named]
+        tensors = [cut[p].shard if p in cut else flat(local_of(p)) for _, p, _ in named]
         pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         if parted is not None:
             for i, (_, param, _) in enumerate(named):
@@ -244,30 +275,53 @@ class Registration:
         for i, (name, param, _) in enumerate(named):
             if not specs[i].partitioned and (target := targets[i]) is not None:
                 cast_param(param, TORCH_DTYPES[target])
+            taken, at = TakenGradient(local_of(param), name), placed.get(param)
             slot = Slot(
                 name,
                 param,
                 first + i,
-                TakenGradient(param, name),
-                memory_order(param),
+                taken,
+                taken if at is None else at.around(taken),
+                memory_order(local_of(param)),
                 self._owner,
                 partitioned=specs[i].partitioned,
                 data_writes=None
-                if specs[i].partitioned
+                if specs[i].partitioned or at is not None
                 else DataWrites(param, self._used, partial(_let_go_of, self._flat, self._replaced, first + i)),
+                placed=at,
             )
-            self._flat.append(_NOWHERE if slot.partitioned else flat(data_of(param)))
-            self.columns.add(param, slot.taken)
+            self._flat.append(_NOWHERE if slot.partitioned else _whole(slot))
+            self.columns.add(param, slot.stand_in, at)
             self.slots[param] = slot
             OWNED[id(param)] = slot
             new.append(slot)
         return new
 
+    def _placed(self, named: Sequence[NamedParam]) -> tuple[dict[torch.Tensor, Placed], dict[int, bool]]:
+        """The placements of those of these parameters that are placed on a mesh, and whether this process counts each
+        parameter, by ``id``; all processes agree on them."""
+        placed = {p: Placed.of(name, p, memory_order(local_of(p))) for name, p, _ in named if is_placed(p)}
+        for name, param, _ in named:
+            target = self._casts.of_param(param)
+            if param in placed and target not in (None, ELEMENT_TYPES[param.dtype]):
+                raise ParameterError(
+                    f"parameter {name!r} is a DTensor of {param.dtype}, and param_dtype asks for {target}; expected no "
+                    "param_dtype: MixedPrecisionPolicy(param_dtype=...) of fully_shard says what it computes in, or "
+                    "cast the model before it is placed"
+                )
+        device = self._pipeline.device
+        counted: dict[int, bool] = {}
+        if device.world_size == 1 and device.collectives.world_size > 1:
+            plain = [(name, param) for name, param, _ in named]
+            by_id = {id(param): known for param, known in placed.items()}
+            counted = self._pipeline.buckets.run(partial(count_once, device.collectives, plain, by_id))
+        return placed, counted
+
     def _take_over(self, named: Sequence[NamedParam]) -> None:
         """Have earlier optimizers give way that have states of these parameters."""
         earlier = earlier_owners(named, self._owner(), self.slots)
         device = self._pipeline.device
-        if device.world_size > 1:
+        if device.collectives.world_size > 1:
             what = "who takes over from an earlier optimizer"
             known = self._pipeline.buckets.run(partial(combine, device.collectives, what, same=[bool(earlier)]))
             if not known.alike.all():
@@ -342,11 +396,13 @@ class Registration:
             return False
         grown = False
         for slot in self.slots.values():
-            before, param = slot.taken.shape, slot.param
+            before, param = slot.taken.shape, slot.values
             dtype = TORCH_DTYPES[self._pipeline.params[slot.index].dtype]
             larger = param.dim() == len(before) and all(map(ge, param.shape, before)) and param.shape != before
             same = param.shape == before and memory_order(param) == slot.order
             if not (larger or same) or (param.dtype, param.device) != (dtype, self._device):
+                return False
+            if slot.placed is not None and not (same and slot.placed.holds(slot.param)):
                 return False
             grown |= larger
         return grown
@@ -356,7 +412,14 @@ class Registration:
         if self.columns.unchanged():
             return
         for slot in self.slots.values():
-            spec, param = self._pipeline.params[slot.index], slot.param
+            if slot.placed is not None and not slot.placed.holds(slot.param):
+                lies = f"{list(slot.param.placements)}" if is_placed(slot.param) else "plain"  # type: ignore[attr-defined]
+                raise ParameterError(
+                    f"parameter {slot.name!r} is placed as {lies}, and was {list(slot.placed.placements)} on "
+                    f"{slot.placed.mesh} when its states were made; expected no change: shard and redistribute the "
+                    "model before wrap(), or wrap it anew"
+                )
+            spec, param = self._pipeline.params[slot.index], slot.values
             got = (param.numel(), param.dtype, param.device)
             expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
             reordered = not (slot.order is None and param.is_contiguous()) and memory_order(param) != slot.order
@@ -437,7 +500,7 @@ class Registration:
         whole = [
             param for param in (*(param for _, param in trained), *others) if parted is None or param not in parted
         ]
-        gradients = [slot.param.grad for slot in self.slots.values() if slot.param.grad is not slot.taken]
+        gradients = [slot.param.grad for slot in self.slots.values() if slot.param.grad is not slot.stand_in]
         held = {
             PARAMETERS: memory_of_all(whole),
             GRADIENTS: memory_of_all(gradient for gradient in gradients if gradient is not None),
@@ -482,7 +545,7 @@ class Registration:
 
 def _whole(slot: Slot) -> torch.Tensor:
     """The memory of a parameter that is not partitioned."""
-    return flat(data_of(slot.param))  # autograd must not count the pipeline's writes; follow_update counts each once
+    return flat(data_of(slot.values))  # autograd must not count the pipeline's writes; follow_update counts each once
 
 
 def _let_go_of(memory: list[torch.Tensor], replaced: set[int], index: int) -> None:
@@ -510,12 +573,19 @@ def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> di
     for name, param, g in named:
         if not param.requires_grad and is_offloadable(param):
             with suppress(ParameterError):  # it cannot be trained so, and is refused when it is unfrozen
-                found[id(param)] = _matrix(rules[g], name, param)
+                found[id(param)] = _matrix(rules[g], name, param, None)
     return {key: matrix for key, matrix in found.items() if matrix is not None}
 
 
-def _matrix(rule: Rule, name: str, param: torch.Tensor) -> Matrix | None:
-    return rule.matrix(name, param.shape, in_order=memory_order(param) is None)
+def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placed | None) -> Matrix | None:
+    matrix = rule.matrix(name, param.shape, in_order=memory_order(local_of(param)) is None)
+    if matrix is not None and placed is not None and not placed.part.is_whole:
+        raise ParameterError(
+            f"parameter {name!r} is a DTensor of which this process has {placed.part}, and {rule} needs whole "
+            "matrices; expected another optimizer for it ({'params': ..., 'optimizer': 'adamw'}), or wrap() of a model "
+            "without fully_shard and tensor parallelism, whose stages 1 to 3 bring matrices together"
+        )
+    return matrix
 
 
 def check_new(

@@ -10,6 +10,7 @@ import torch
 
 from offload_core.errors import StateError
 from offload_core.layout.regions import InMemory
+from offload_core.ranks.collectives import merged
 from offload_core.rules import MASTER, STATE_NAMES, Rule
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
@@ -110,7 +111,7 @@ class TorchStates:
 
     def hold(self, slot: Slot) -> None:
         """Add the parameter's states."""
-        self.views.hold(slot.param, state_views(self._pipeline, slot.index, slot.param))
+        self.views.hold(slot.param, state_views(self._pipeline, slot.index, slot.values, slot.placed))
 
     def assign(self, states: Mapping[Any, Any]) -> None:
         """As ``optimizer.state = states``."""
@@ -124,7 +125,7 @@ class TorchStates:
         slot, held = self._registration.slots[param], self.views[param]
         rule = self._states.rule(slot.index)
         if entry := counted(entry, rule):
-            entry = own_part(self._pipeline, slot.index, param, entry)
+            entry = own_part(self._pipeline, slot, entry)
             check_entry(slot.name, held.shape, entry, rule.state_names)
         self._pipeline.state_lock.change("an assignment to optimizer.state", self._registration.flush)
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
@@ -150,7 +151,7 @@ class TorchStates:
             if slot is None:
                 check_entry("?", param.shape, entry, rules[param].state_names)
             else:
-                entry = own_part(self._pipeline, slot.index, param, entry)
+                entry = own_part(self._pipeline, slot, entry)
                 check_entry(slot.name, self.views[param].shape, entry, self._states.rule(slot.index).state_names)
             own[param] = entry
         return own
@@ -203,15 +204,27 @@ class TorchStates:
         """As ``OffloadedAdamW.whole_states``."""
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
-        whole = self._states.whole_states(slot.index, names, tensor=tensor)
-        return {name: shaped_like(torch.from_numpy(state), param) for name, state in whole.items()}
+        found = self._states.whole_states(slot.index, names, tensor=tensor)
+        states = {name: shaped_like(torch.from_numpy(state), slot.values) for name, state in found.items()}
+        if slot.placed is None or slot.placed.part.is_whole:
+            return states
+        return {name: self._joined(slot, name, state) for name, state in states.items()}
+
+    def _joined(self, slot: Slot, name: str, state: torch.Tensor) -> torch.Tensor:
+        """A state of a placed parameter, put together of all processes' parts."""
+        assert slot.placed is not None
+        part, own = slot.placed.part, state.contiguous().numpy()
+        parts = [(part.index, own)] if self._pipeline.params[slot.index].counted else []
+        what = f"parameter {slot.name!r}: {name} of all processes"
+        join = partial(merged, self._pipeline.device.collectives, part.shape, own.dtype, parts, what)
+        return torch.from_numpy(self._pipeline.buckets.run(join))
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes
         that they had when they were made."""
         found = {}
         for param, slot in self._registration.slots.items():
-            if param.dtype is not torch.float32 and not self._states.own_masters(slot.index, flat(param)):
+            if param.dtype is not torch.float32 and not self._states.own_masters(slot.index, flat(slot.values)):
                 run = self._states.whole_states(slot.index, ("master",))["master"]
                 found[param] = shaped(torch.from_numpy(run), cast(InMemory, self._states.elements(slot.index)))
         return found
@@ -227,17 +240,19 @@ class TorchStates:
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """As ``OffloadedAdamW.load_master``."""
         slot = self._registration.slots[param]
-        master = flat_like(values.to("cpu", torch.float32), param).numpy()
+        own = slot.own(values)
+        master = flat_like(own.to("cpu", torch.float32), slot.values).numpy()
         self._states.set_states(slot.index, {"master": master})
         with gathered_parameters(param, modifier_rank=0), torch.no_grad():
-            param.copy_(values)
+            slot.values.copy_(own)
         self._registration.note(slot)
 
 
-def own_part(pipeline: Pipeline, index: int, param: torch.Tensor, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_part(pipeline: Pipeline, slot: Slot, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of whole states; parts are returned as they are."""
     if pipeline.device.world_size == 1:
-        return entry
+        return {name: slot.own(value) for name, value in entry.items()}
+    index, param = slot.index, slot.param
 
     def part(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:

@@ -14,6 +14,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
 from .internals import DISPATCH_ALONE, no_read, parse_to
+from .placed import Placed, local_of
 from .ranks.device import as_torch
 from .rule_words import WORDS
 from .tensors import TORCH_DTYPES, flat_like, memory, shaped_like
@@ -145,12 +146,15 @@ class Encoded:
 
     Args:
         own: this process's part of the state.
-        param: the parameter, if this is its whole state; None: it is a part, one-dimensional.
+        param: the parameter, or a DTensor's local tensor, if this is its whole state; None: it is a part,
+            one-dimensional.
+        placed: the DTensor's placement.
     """
 
-    def __init__(self, own: StateRun, param: torch.Tensor | None) -> None:
+    def __init__(self, own: StateRun, param: torch.Tensor | None, placed: Placed | None) -> None:
         self._own = own
         self._param = param
+        self._placed = placed
         self.shape = torch.Size([own.size]) if param is None else param.shape
 
     def read(self) -> torch.Tensor:
@@ -159,7 +163,8 @@ class Encoded:
         self._own.read(0, memory(run))
         if self._param is None:
             return run.as_subclass(DecodedPart)
-        return shaped_like(run, self._param).as_subclass(DecodedState)
+        values = shaped_like(run, self._param).as_subclass(DecodedState)
+        return values if self._placed is None else self._placed.around(values)
 
     def write(self, value: torch.Tensor) -> None:
         """Take these values, each rounded to nearest."""
@@ -176,6 +181,7 @@ class Views(Kept):
         encoded: states that have no view. Each read makes a copy.
         changing: called before states change.
         rule: the parameter's update rule.
+        placed: the parameter's placement, if it is a DTensor; its states are DTensors, too.
     """
 
     def __init__(
@@ -185,8 +191,10 @@ class Views(Kept):
         encoded: Mapping[str, Encoded],
         changing: Callable[[], None],
         rule: Rule,
+        placed: Placed | None,
     ) -> None:
         super().__init__({**views, **encoded})
+        self._placed = placed
         self.shape = shape
         self.held = frozenset(self)
         """The names of the optimizer's states; other entries are the user's."""
@@ -200,13 +208,15 @@ class Views(Kept):
 
     def put(self, name: str, value: Any) -> None:
         """Give a state these values; a number becomes the value of every element."""
-        target = super().__getitem__(name)
-        value = torch.as_tensor(value)
+        target, value = super().__getitem__(name), self._own(value)
         with torch.no_grad():
             if isinstance(target, Encoded):
                 target.write(value.expand(target.shape))
             else:
-                target.copy_(value)
+                local_of(target).copy_(value)
+
+    def _own(self, value: Any) -> torch.Tensor:
+        return torch.as_tensor(value if self._placed is None else self._placed.own(value))
 
     def __delitem__(self, name: str) -> None:
         if name not in self.held:
@@ -219,8 +229,8 @@ class Views(Kept):
         if name not in self.held:
             super().__setitem__(name, value)
             return
-        value = torch.as_tensor(value)
-        expected = super().__getitem__(name).shape
+        value, target = self._own(value), super().__getitem__(name)
+        expected = target.shape if isinstance(target, Encoded) else local_of(target).shape
         if value.shape != expected:
             raise StateError(f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(expected)}")
         self._changing()
@@ -251,8 +261,13 @@ class Views(Kept):
         return dict, (dict(self),)
 
 
-def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
-    """The states of a parameter, and the number of its updates."""
+def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Placed | None = None) -> Views:
+    """The states of a parameter, and the number of its updates.
+
+    Args:
+        param: the tensor that holds its values here.
+        placed: its placement, if it is the local tensor of a DTensor.
+    """
     views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.counts.steps[index])}
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
@@ -260,7 +275,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     alone = pipeline.device.world_size == 1
     for name, own in access.local_runs(index).items():
         if own.view is None:
-            encoded[name] = Encoded(own, param if alone else None)
+            encoded[name] = Encoded(own, param if alone else None, placed)
         else:
             run = as_torch(own.view)
             views[name] = shaped_like(run, param) if alone else run
@@ -268,9 +283,11 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor) -> Views:
     if 0 in shape:  # a parameter of no elements, or none of them this rank's
         views |= {name: torch.empty(shape, device="cpu") for name in rule.state_names if name != MASTER}
     kind = HostState if alone else StatePart
-    shared = {name: view.as_subclass(kind) for name, view in views.items()}
+    shared: dict[str, torch.Tensor] = {name: view.as_subclass(kind) for name, view in views.items()}
+    if placed is not None:
+        shared |= {name: placed.around(view) for name, view in shared.items() if name != "step"}
     changing = partial(pipeline.state_lock.change, "an assignment to optimizer.state", access.will_change, [index])
-    return Views(shape, shared, encoded, changing, rule)
+    return Views(shape, shared, encoded, changing, rule, placed)
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

@@ -14,10 +14,11 @@ from offload_core.device.exchange_sizes import REFUSED_DEVICES
 from offload_core.dtypes import BFLOAT16, BYTE, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
-from offload_core.layout.regions import InMemory
+from offload_core.layout.regions import Elements, InMemory
 
 from .compiled import COMPILED
 from .internals import DISPATCH_ALONE, NO_BACKWARD, backward_number, no_read
+from .placed import Placed, is_placed, local_of
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -88,12 +89,23 @@ _WRAPPERS = re.compile(rf"\b({COMPILED}|_checkpoint_wrapped_module)\.")
 
 
 def spec_of(
-    name: str, param: torch.Tensor, group: int, target: ElementType | None = None, partitioned: bool = False
+    name: str,
+    param: torch.Tensor,
+    group: int,
+    target: ElementType | None = None,
+    partitioned: bool = False,
+    elements: Elements | None = None,
 ) -> ParamSpec:
-    """Return the core's description of a parameter; ``target``: the element type that it will be cast to."""
+    """Return the core's description of a parameter.
+
+    Args:
+        param: the tensor that holds its values here.
+        target: the element type that it will be cast to; None: its own.
+        elements: of the parameter that ``param`` has; None: all, in their order in memory.
+    """
     dtype = target or ELEMENT_TYPES[param.dtype]
     plain = _WRAPPERS.sub("", name)
-    return ParamSpec(name, param.numel(), dtype, group, elements_of(param), partitioned, seed_name=plain)
+    return ParamSpec(name, param.numel(), dtype, group, elements or elements_of(param), partitioned, seed_name=plain)
 
 
 def elements_of(tensor: torch.Tensor) -> InMemory:
@@ -109,11 +121,15 @@ def check_param(name: str, param: torch.Tensor) -> None:
         raise ParameterError(
             f"parameter {name!r} has no shape yet; {expected}: run one forward of the lazy module first"
         )
+    if is_placed(param):
+        local = local_of(param)
+        check_param(name, local)
+        Placed.of(name, param, memory_order(local))
+        return
     if is_traceable_wrapper_subclass(param):
         raise ParameterError(
             f"parameter {name!r} is a {type(param).__name__}, whose values are in other tensors; {expected}: freeze it "
-            "if it is quantised (requires_grad_(False)), and train adapters; do without fully_shard and tensor "
-            "parallelism, wrap(model, stage=3) shards parameters itself"
+            "if it is quantised (requires_grad_(False)), and train adapters"
         )
     if param.is_inference():
         raise ParameterError(f"parameter {name!r} was made in inference mode and cannot train; {expected}")
@@ -184,7 +200,7 @@ def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' memory, counting each storage once."""
     storages = {}
     with no_read():
-        for tensor in tensors:
+        for tensor in map(local_of, tensors):
             if tensor.layout is not torch.strided:  # values, and int64 indices of each
                 storages[-id(tensor)] = tensor._nnz() * (tensor.element_size() + 8 * tensor.dim())
                 continue

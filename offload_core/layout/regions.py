@@ -117,6 +117,46 @@ class InMemory:
         return f"{list(self.shape)}" + ("" if self.order is None else f" in memory order {list(self.order)}")
 
 
+class Box:
+    """The elements of a box of a dense array, in the order in which they lie in memory; the base of front ends' parts
+    of parameters.
+
+    Attributes:
+        shape: the array's.
+        box: the ``(begin, end)`` of the part in each dimension.
+        order: the permutation of dimensions that makes the part C-contiguous; None: the identity.
+    """
+
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    order: tuple[int, ...] | None = None
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return tuple(high - low for low, high in self.box)
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """The part, as an index of the array."""
+        return tuple(slice(low, high) for low, high in self.box)
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.local_shape)
+
+    @property
+    def is_whole(self) -> bool:
+        return self.local_shape == self.shape
+
+    def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
+        box = None if self.is_whole else tuple(self.box[d] for d in self.order or range(len(self.box)))
+        return [(0, Region(self.shape, start, numel, self.order, box))]
+
+    def __str__(self) -> str:
+        part = "" if self.is_whole else f"[{', '.join(f'{low}:{high}' for low, high in self.box)}]"
+        return f"{list(self.shape)}{part}" + ("" if self.order is None else f" in memory order {list(self.order)}")
+
+
 def common(sources: Sequence[Region], target: Region) -> np.ndarray:
     """The elements that are in a source and in ``target``, as runs, in the order of the sources.
 

@@ -1,6 +1,7 @@
 """The protocols of collectives on host memory, and the group of one rank."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -60,6 +61,29 @@ def merge(sum_integers: Callable[[np.ndarray, str], None], words: np.ndarray, wh
     """
     for start in range(0, words.size, _PIECE_WORDS):
         sum_integers(words[start : start + _PIECE_WORDS], what)
+
+
+def merged(
+    collectives: Collectives,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    parts: Iterable[tuple[tuple[slice, ...], np.ndarray]],
+    what: str,
+) -> np.ndarray:
+    """Return a whole array, put together of the parts that each process has. All processes must call this.
+
+    Args:
+        parts: this process's, by index. No two processes may give the same part.
+        what: names the data in the errors of :class:`Collectives`.
+    """
+    n_bytes = math.prod(shape) * dtype.itemsize
+    words = np.zeros(-(-n_bytes // 8), np.int64)
+    whole = words.view(np.uint8)[:n_bytes].view(dtype).reshape(shape)
+    for index, part in parts:
+        whole[index] = part
+    if collectives.world_size > 1:
+        merge(collectives.sum_integers, words, what)
+    return whole
 
 
 class SingleRank:

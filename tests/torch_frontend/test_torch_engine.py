@@ -743,15 +743,6 @@ def test_parameters_that_are_replaced_after_wrap_are_an_error_that_says_so():
         engine.step()
 
 
-@pytest.mark.usefixtures("group")
-def test_parameters_in_shards_of_others_are_refused():
-    """DTensors: their values are in other tensors, of which the kernels would know nothing."""
-    sharded = fully_shard(make())
-    expect_refusal(ParameterError, "the model is of type FSDPModule, which averages", sharded, unchanged=False)
-    with pytest.raises(ParameterError, match=r"is a DTensor, whose values are in other tensors; .*fully_shard"):
-        OffloadedAdamW(sharded.parameters())
-
-
 DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
 
 

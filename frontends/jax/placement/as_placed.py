@@ -18,7 +18,7 @@ from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
 from offload_core.plans.at_once import Held, held_shards
-from offload_core.ranks.collectives import Collectives, SingleRank
+from offload_core.ranks.collectives import Collectives, SingleRank, merged
 
 from ..device import JaxDevice, ParameterBuffers
 from ..memory_kinds import beside_its_device, in_device_memory
@@ -26,7 +26,7 @@ from ..mesh.axis import MeshAxis
 from ..mesh.places import Places
 from ..mesh.processes import JaxProcesses
 from ..mesh.tensors import Donated, MeshGradient, MeshParameter
-from ..tree.shards import local_shards, merged, of_parts, on_devices
+from ..tree.shards import local_shards, of_parts, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf
 from .functions import Compiled, Compute, on_one_device, on_several_devices

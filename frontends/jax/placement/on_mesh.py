@@ -19,6 +19,7 @@ from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec, round_up, shard_unit
 from offload_core.layout.regions import InMemory
 from offload_core.plans.at_once import SHARDS, Held, held_shards
+from offload_core.ranks.collectives import merged
 
 from ..memory_kinds import HOST_MEMORY, beside_its_device, in_host_memory
 from ..mesh.axis import REPLICATED, MeshAxis
@@ -26,7 +27,6 @@ from ..mesh.device import JaxMeshDevice
 from ..mesh.sharded_device import ShardedMeshDevice
 from ..mesh.tensors import Donated, MeshGradient, MeshParameter, ShardedParameter
 from ..tree.shard_layout import ShardLayout
-from ..tree.shards import merged
 from ..tree.trees import to_numpy
 from ..tree.wrapped_tree import Leaf
 from .functions import RankFunctions

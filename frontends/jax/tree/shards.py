@@ -1,23 +1,20 @@
 """The shards of an array, as its sharding cuts it: the part of the array in each, and the devices that hold it."""
 
 import functools
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import numpy as np
 
-from offload_core.layout.regions import Region
-from offload_core.ranks.collectives import Collectives, merge
+from offload_core.layout import regions
 
 Box = tuple[tuple[int, int], ...]
 """The ``(begin, end)`` of a part of an array in each dimension."""
 
 
 @dataclass(frozen=True)
-class Shard:
+class Shard(regions.Box):
     """A part of an array, and the devices of this process that hold it; the core's ``Elements`` of a parameter that is
     this part."""
 
@@ -30,29 +27,6 @@ class Shard:
     """The one of them whose gradient is read. Shards of many arrays are spread over the devices that hold them."""
     counted: bool
     """False: another process counts its elements in norms, and saves them."""
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        return tuple(high - low for low, high in self.box)
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        """The part, as an index of the array."""
-        return tuple(slice(low, high) for low, high in self.box)
-
-    @property
-    def numel(self) -> int:
-        return int(np.prod(self.local_shape, dtype=np.int64))
-
-    @property
-    def is_whole(self) -> bool:
-        return self.local_shape == self.shape
-
-    def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
-        return [(0, Region(self.shape, start, numel, None, None if self.is_whole else self.box))]
-
-    def __str__(self) -> str:
-        return f"{list(self.shape)}" + ("" if self.is_whole else f"[{', '.join(f'{a}:{b}' for a, b in self.box)}]")
 
 
 @functools.lru_cache(maxsize=4096)
@@ -86,29 +60,6 @@ def of_parts(shape: tuple[int, ...], sharding: jax.sharding.Sharding, parts: Map
 
     with jax.transfer_guard("allow"):  # JAX takes a put of this call for an implicit one
         return jax.make_array_from_callback(shape, sharding, part)
-
-
-def merged(
-    collectives: Collectives,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    parts: Iterable[tuple[tuple[slice, ...], np.ndarray]],
-    what: str,
-) -> np.ndarray:
-    """Return a whole array, put together of the parts that each process has. All processes must call this.
-
-    Args:
-        parts: this process's, by index. No two processes may give the same part.
-        what: names the data in the errors of :class:`Collectives`.
-    """
-    n_bytes = math.prod(shape) * dtype.itemsize
-    words = np.zeros(-(-n_bytes // 8), np.int64)
-    whole = words.view(np.uint8)[:n_bytes].view(dtype).reshape(shape)
-    for index, part in parts:
-        whole[index] = part
-    if collectives.world_size > 1:
-        merge(collectives.sum_integers, words, what)
-    return whole
 
 
 def _box(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:

@@ -182,6 +182,14 @@ class DeviceRanks(HostRanks):
             raise CollectiveError.of(self.ranks[0], what, error) from error
 
 
+class PlacedParts(HostRanks):
+    """Each process updates its own parts of placed parameters, and sends them nowhere; ``processes`` decide together."""
+
+    def __init__(self, memory: TorchDevice, processes: TorchRanks) -> None:
+        super().__init__(memory, processes=processes)
+        self.close = processes.close  # type: ignore[method-assign]
+
+
 def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart: bool = False) -> HostRanks:
     """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank). The pool's
     threads work near it from now on.
@@ -212,6 +220,23 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
         publishing = another() if config.update_in_backward and not apart else None
         return DeviceRanks(memory, collectives, group, native=native, publishing=publishing)
     return HostRanks(memory, collectives, native=native)
+
+
+def device_of_placed(device: torch.device, group: Any, config: OffloadConfig) -> HostRanks:
+    """The core's ``Device`` for placed parameters: each process updates its own, and the group decides each update.
+
+    Args:
+        group: the processes that have parameters; None: this one alone.
+
+    Raises as :func:`device_for` does.
+    """
+    memory, drivers = memory_of(device), drivers_of(device)
+    work_near(config, [device.index] if drivers else (), drivers)
+    if group is None:
+        return HostRanks(memory)
+    processes = TorchRanks(group)
+    check_start(processes, replace(config, op_order=config.op_order or "torch"))
+    return PlacedParts(memory, processes)
 
 
 def _moves(group: Any, device: torch.device) -> bool:

@@ -1,0 +1,280 @@
+"""Parameters that somebody else has placed on a mesh (DTensor): the part of each that this process holds, and the
+processes that decide updates together.
+
+FSDP2 (``fully_shard``), tensor parallelism (``parallelize_module``) and expert parallelism place parameters so. Each
+process has master weights and states for its own part, its *local* tensor. A part may lie on several processes
+(``Replicate``, HSDP): each of them updates it, to the same bits, and one of them counts it in the norm and saves it.
+"""
+
+import hashlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from offload_core.errors import ConfigError, ParameterError
+from offload_core.layout.regions import Box
+from offload_core.ranks.collectives import Collectives
+from offload_core.ranks.consistency import combine, fingerprint
+
+from .internals import around, local_tensor, no_read, root_mesh
+
+_OTHERWISE = "expected Shard and Replicate alone: redistribute the parameter before the optimizer is made"
+_STRIDED = "_StridedShard"
+_DIGEST_BYTES = 5
+
+
+def placed_type() -> Any:
+    """Return the class of placed tensors; None: nobody has imported it, so there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return None if module is None else getattr(module, "DTensor", None)
+
+
+def is_placed(tensor: Any) -> bool:
+    """True for a DTensor."""
+    kind = placed_type()
+    return kind is not None and isinstance(tensor, kind)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that holds this process's values: a DTensor's local tensor, or the tensor itself."""
+    return local_tensor(tensor) if is_placed(tensor) else tensor
+
+
+@dataclass(frozen=True)
+class Part(Box):
+    """The part of a parameter that this process holds, as the core's ``Elements``."""
+
+    shape: tuple[int, ...]
+    box: tuple[tuple[int, int], ...]
+    order: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """A placed parameter, as it lay when its states were made.
+
+    Attributes:
+        like: the parameter's placement on its mesh, in torch's words.
+        part: this process's elements.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    like: Any
+    part: Part
+
+    @classmethod
+    def of(cls, name: str, param: Any, order: Sequence[int] | None) -> "Placed":
+        """Read the placement of a parameter.
+
+        Args:
+            order: the memory order of its local tensor (``tensors.memory_order``).
+
+        Raises:
+            ParameterError: its elements are no box of the parameter, or are sums over processes.
+        """
+        mesh, placements = param.device_mesh, tuple(param.placements)
+        with no_read():
+            shape, local = tuple(param.shape), tuple(local_of(param).shape)
+        box = _box(name, shape, mesh, placements)
+        part = Part(shape, box, None if order is None else tuple(order))
+        if part.local_shape != local:
+            raise ParameterError(
+                f"parameter {name!r} has a local tensor of shape {local} on this process, expected "
+                f"{part.local_shape}, as {list(placements)} cut {shape} over a mesh of {tuple(mesh.shape)}: its "
+                "elements would be taken for others"
+            )
+        return cls(mesh, placements, param, part)
+
+    def holds(self, param: Any) -> bool:
+        """True if the parameter still lies as it did."""
+        return (
+            is_placed(param)
+            and tuple(param.placements) == self.placements
+            and (param.device_mesh is self.mesh or param.device_mesh == self.mesh)
+        )
+
+    def own(self, value: Any) -> Any:
+        """Return this process's part of a value that belongs to the parameter.
+
+        It is a DTensor, which is redistributed if it lies otherwise (a ``Partial`` gradient is summed); or a whole
+        tensor; others are returned as they are.
+        """
+        if is_placed(value):
+            if not self.holds(value):
+                value = value.redistribute(device_mesh=self.mesh, placements=self.placements)
+            return local_of(value)
+        if isinstance(value, torch.Tensor) and not self.part.is_whole and tuple(value.shape) == self.part.shape:
+            return value[self.part.index]
+        return value
+
+    def around(self, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor, placed as the parameter, with this local tensor; it may be in another memory."""
+        return around(local, self.like)
+
+
+def _box(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    cuts: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    later: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    for i, placement in enumerate(placements):
+        kind = type(placement).__name__
+        if kind == "Replicate":
+            continue
+        if kind not in ("Shard", _STRIDED):
+            raise ParameterError(f"parameter {name!r} is placed as {placement} on its mesh; {_OTHERWISE}")
+        cut = mesh.size(i), mesh.get_local_rank(i)
+        if kind == _STRIDED:  # cut after those to its right, as FSDP2 cuts what tensor parallelism has cut
+            later[placement.dim].append(cut)
+            inner = [mesh.size(j) for j in range(i + 1, len(placements)) if placements[j].is_shard(placement.dim)]
+            if placement.split_factor != int(np.prod(inner, dtype=np.int64)):
+                raise ParameterError(f"parameter {name!r} is placed as {list(placements)}; {_OTHERWISE}")
+        else:
+            cuts[placement.dim].append(cut)
+    box = [(0, n) for n in shape]
+    for dim in {*cuts, *later}:
+        for n, place in (*cuts[dim], *later[dim]):
+            low, high = box[dim]
+            each = -(-(high - low) // n)
+            box[dim] = min(low + place * each, high), min(low + (place + 1) * each, high)
+    return tuple(box)
+
+
+# --- the processes ---------------------------------------------------------------------------------------------
+
+
+def ranks_of(params: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
+    """Return the ranks of torch's default group that these parameters lie on, of which this process is one; None: none
+    of them is placed.
+
+    Raises:
+        ParameterError: parameters lie on meshes that have no mesh in common.
+    """
+    meshes = {id(param.device_mesh): param.device_mesh for param in params if is_placed(param)}  # type: ignore[attr-defined]
+    if not meshes:
+        return None
+    everyone = {id(mesh): frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes.values()}
+    largest = max(everyone.values(), key=len)
+    if any(not ranks <= largest for ranks in everyone.values()):
+        roots = [root_mesh(mesh) for mesh in meshes.values()]
+        if any(root is not roots[0] and root != roots[0] for root in roots):
+            raise ParameterError(
+                f"parameters lie on meshes that are not parts of one: {' and '.join(map(str, meshes.values()))}; "
+                'expected submeshes of one, as init_device_mesh(...)["dp"] and ["tp"] are, whose ranks decide each '
+                "update together"
+            )
+        largest = frozenset(roots[0].mesh.flatten().tolist())
+    return tuple(sorted(largest))
+
+
+_GROUPS: dict[tuple[int, ...], Any] = {}
+"""Groups that were made for meshes; torch's registry owns them until ``destroy_process_group()``."""
+
+
+def group_of(ranks: Sequence[int]) -> Any:
+    """Return a process group of these ranks; None: this process alone. All of them must call this."""
+    if len(ranks) == 1:
+        return None
+    if tuple(ranks) == tuple(range(dist.get_world_size())):
+        return dist.group.WORLD
+    known = _GROUPS.get(tuple(ranks))
+    if known is None or not _is_alive(known):
+        known = dist.new_group([*ranks], backend="gloo", use_local_synchronization=True)
+        _GROUPS[tuple(ranks)] = known
+    return known
+
+
+def _is_alive(group: Any) -> bool:
+    try:
+        return bool(dist.get_process_group_ranks(group))
+    except (KeyError, ValueError, RuntimeError):
+        return False
+
+
+def check_alone(params: Iterable[torch.Tensor], *, process_group: Any, stage: int) -> None:
+    """Raise :class:`ConfigError` if an argument would partition what is placed already."""
+    if not any(map(is_placed, params)):
+        return
+    if process_group is not None:
+        raise ConfigError(
+            "process_group with DTensor parameters (fully_shard, parallelize_module); expected none: their meshes say "
+            "which process has which elements"
+        )
+    if stage == 3:
+        raise ConfigError(
+            "stage=3 of a model whose parameters are DTensors (fully_shard, parallelize_module); expected no stage: "
+            "fully_shard shards the parameters; or wrap the model without it, and stage=3 shards them"
+        )
+
+
+def count_once(
+    collectives: Collectives, named: Sequence[tuple[str, torch.Tensor]], placed: Mapping[int, Placed]
+) -> dict[int, bool]:
+    """Agree which of the processes that hold the same elements counts them.
+
+    Args:
+        named: all parameters that are taken on, placed and others, in one order on all processes.
+        placed: by the parameter's ``id``. Others are the same on all processes, as a part that all of them hold.
+
+    Returns:
+        By the parameter's ``id``: True if this process counts its elements.
+
+    Raises (on all processes):
+        ParameterError: processes have different parameters, one of them has placed a parameter that is plain on
+            another, or plain ones have different values.
+    """
+    kinds, parts = [], []
+    for name, param in named:
+        known = placed.get(id(param))
+        with no_read():
+            kinds.append(f"{name} {tuple(param.shape)} {param.dtype} " + (_words(known) if known else "plain"))
+        parts.append(fingerprint(str(known.part.box)) if known else _digest(param))
+    what = "the placement of parameters"
+    mine = fingerprint("\n".join(kinds))
+    known_to_all = combine(collectives, what, of_each=[mine, len(named)]).of_each
+    if (known_to_all != known_to_all[0]).any():
+        each = [fingerprint(kind) for kind in kinds]
+        n = int(known_to_all[:, 1].min())
+        rows = combine(collectives, what, of_each=each[:n]).of_each
+        differs = np.flatnonzero((rows != rows[0]).any(axis=0))
+        if differs.size:
+            i = int(differs[0])
+            got = "a DTensor" if id(named[i][1]) in placed else "a plain tensor"
+            raise ParameterError(
+                f"parameter {named[i][0]!r} is {got} here ({kinds[i]}), and differs on another process; expected every "
+                "process to have the same parameters, placed alike"
+            )
+        raise ParameterError(
+            f"{len(named)} parameters here and {int(known_to_all[:, 1].max())} on another process; expected the same "
+            "on all"
+        )
+    rows = combine(collectives, what, of_each=parts).of_each
+    counted = {}
+    for i, (name, param) in enumerate(named):
+        if id(param) not in placed and (rows[:, i] != rows[0, i]).any():
+            raise ParameterError(
+                f"parameter {name!r} is a plain tensor beside DTensors, and processes have different values of it; "
+                "expected it to be the same on all of them, or a DTensor that says which process has which elements "
+                "(DTensor.from_local)"
+            )
+        holders = np.flatnonzero(rows[:, i] == rows[collectives.rank, i])
+        counted[id(param)] = int(holders[i % len(holders)]) == collectives.rank
+    return counted
+
+
+def _words(placed: Placed) -> str:
+    return f"DTensor {list(placed.placements)} on a mesh of {tuple(placed.mesh.shape)}"
+
+
+def _digest(param: torch.Tensor) -> int:
+    """A fingerprint of a tensor's values."""
+    with no_read():
+        values = param.detach().to("cpu").contiguous().view(-1)
+        values = values.view(torch.uint8) if values.numel() else values
+    digest = hashlib.blake2b(values.numpy(), digest_size=_DIGEST_BYTES)  # type: ignore[arg-type]
+    return int.from_bytes(digest.digest())
