@@ -28,6 +28,7 @@ from .casting import warn_if_slow
 from .compiled import run_compiled_modules, untraced
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
+from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait
 from .groups import in_model
 from .model_changes import ModelChanges, check_present
 from .optimizer import OffloadedOptimizer, class_for
@@ -118,6 +119,8 @@ class Engine(nn.Module):
         self.module = model
         """The wrapped module."""
         self._changes = ModelChanges(model, self.optimizer)
+        self._gathering_waits = have_gathering_wait(model)
+        """False if FSDP2 gathers parameters without a wait for their updates."""
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = self._have_compiled_modules_wait()
@@ -250,7 +253,7 @@ class Engine(nn.Module):
         """True if readers of a parameter can be made to wait. Code that is compiled around the engine cannot: it reads
         parameters in ways that nothing can catch."""
         self._compiled = self._have_compiled_modules_wait()
-        return not self._traced and not pending.compiled_code_reads
+        return not self._traced and self._gathering_waits and not pending.compiled_code_reads
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
@@ -287,11 +290,14 @@ class Engine(nn.Module):
         """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.
 
         As in ``DistributedDataParallel``, all ranks must do the same, gradients are summed in the parameters' own
-        element type, and each rank keeps a whole gradient of the model. On one rank this has no effect.
+        element type, and each rank keeps a whole gradient of the model. On one rank this has no effect. Modules of
+        FSDP2 keep their gradients themselves (``set_requires_gradient_sync``).
 
         Raises:
             StateError: in stages 2 and 3, which keep no whole gradients.
         """
+        if sharded := fsdp_modules(self.module):
+            return gradients_stay(sharded)
         if self.offload_config.stage != 1:
             raise StateError(
                 f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage=1, or "

@@ -26,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from .compiled import Around, allow_hooks, asked_once, breaks_graph, is_compiling, is_scripted, is_traced, untraced
 from .internals import no_read
+from .placed import placed_type
 
 _WAITS: dict[int, Callable[[], None]] = {}
 """The function to call before a pending parameter is read, by the parameter's ``id``."""
@@ -105,6 +106,10 @@ class PendingParameter(_Pending, nn.Parameter):
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
         return nn.Parameter(data, requires_grad)  # a new object has values
+
+
+_PENDING: dict[type, type] = {nn.Parameter: PendingParameter}
+"""The class that pending parameters have, by their own class."""
 
 
 _IN_SHARDS: dict[type, type] = {}
@@ -202,7 +207,8 @@ compiled_code_reads = False
 
 def can_wait(param: torch.Tensor) -> bool:
     """Return whether readers of the parameter can be made to wait."""
-    return own_class_of(param) is nn.Parameter
+    own = own_class_of(param)
+    return own is nn.Parameter or own is placed_type()
 
 
 def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_modules: bool = False) -> None:
@@ -218,7 +224,13 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
         if before_modules:
             _BEFORE_MODULES.add(id(param))
             _watch_modules()
-        param.__class__ = PendingParameter
+        own = own_class_of(param)
+        if own not in _PENDING:
+            members = {"own_class": own}
+            _PENDING[own] = types.new_class(
+                f"Pending{own.__name__}", (_Pending, own), exec_body=lambda space: space.update(members)
+            )
+        param.__class__ = _PENDING[own]
     else:
         wait()
 

@@ -183,7 +183,7 @@ class DeviceRanks(HostRanks):
 
 
 class PlacedParts(HostRanks):
-    """Each process updates its own parts of placed parameters, and sends them nowhere; ``processes`` decide together."""
+    """Each process updates its own parts of placed parameters and sends them nowhere; ``processes`` decide together."""
 
     def __init__(self, memory: TorchDevice, processes: TorchRanks) -> None:
         super().__init__(memory, processes=processes)

@@ -1,0 +1,69 @@
+"""The engine's ways with FSDP2 (``fully_shard``). It gathers parameters from its own view of their memory, where torch
+shows no read, so each gathering waits for the updates of its parameters."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch import nn
+
+from .pending import await_all
+
+
+def fsdp_modules(model: nn.Module) -> list[Any]:
+    """Return the modules that ``fully_shard`` was called on."""
+    return [module for module in model.modules() if _is_sharded(module)]
+
+
+def _is_sharded(module: nn.Module) -> bool:
+    return any(kind.__name__ == "FSDPModule" and kind.__module__.startswith("torch.") for kind in type(module).__mro__)
+
+
+def have_gathering_wait(model: nn.Module) -> bool:
+    """Have each gathering of parameters wait for their updates. Return False if this version of torch gathers in a way
+    that is not known; then every update must have ended before a forward."""
+    for module in fsdp_modules(model):
+        groups = _groups(module)
+        if groups is None:
+            return False
+        for group in groups:
+            if not hasattr(group.unshard, "waits_for_updates"):
+                group.unshard = _waiting(group, group.unshard)
+    return True
+
+
+def _groups(module: Any) -> list[Any] | None:
+    """The groups of parameters that a module gathers together."""
+    try:
+        state = module._get_fsdp_state()
+        groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+        found = [group for group in groups if group is not None]
+        for group in found:
+            [each.sharded_param for each in group.fsdp_params]
+            group.unshard
+    except AttributeError:
+        return None
+    return found
+
+
+def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(unshard)
+    def wait_and_unshard(*args: Any, **kwargs: Any) -> Any:
+        await_all(each.sharded_param for each in group.fsdp_params)
+        return unshard(*args, **kwargs)
+
+    wait_and_unshard.waits_for_updates = True  # type: ignore[attr-defined]
+    return wait_and_unshard
+
+
+@contextmanager
+def gradients_stay(modules: list[Any]) -> Iterator[None]:
+    """Keep the gradients of the backwards inside whole on each rank; the next backward outside reduces all of them."""
+    for module in modules:
+        module.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for module in modules:
+            module.set_requires_gradient_sync(True, recurse=False)
