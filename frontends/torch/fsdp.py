@@ -41,7 +41,6 @@ def _groups(module: Any) -> list[Any] | None:
         found = [group for group in groups if group is not None]
         for group in found:
             [each.sharded_param for each in group.fsdp_params]
-            group.unshard
     except AttributeError:
         return None
     return found
