@@ -249,9 +249,10 @@ def count_once(
                 f"parameter {named[i][0]!r} is {got} here ({kinds[i]}), and differs on another process; expected every "
                 "process to have the same parameters, placed alike"
             )
+        numbers = sorted({*known_to_all[:, 1].tolist()})
         raise ParameterError(
-            f"{len(named)} parameters here and {int(known_to_all[:, 1].max())} on another process; expected the same "
-            "on all"
+            f"{len(named)} parameters here, and {' or '.join(map(str, numbers))} on each process; expected the same on "
+            "all"
         )
     rows = combine(collectives, what, of_each=parts).of_each
     counted = {}

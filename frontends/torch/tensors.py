@@ -126,6 +126,11 @@ def check_param(name: str, param: torch.Tensor) -> None:
         check_param(name, local)
         Placed.of(name, param, memory_order(local))
         return
+    if getattr(param, "_fsdp_flattened", False):
+        raise ParameterError(
+            f"parameter {name!r} belongs to FullyShardedDataParallel (FSDP1), which has a part of it here that nothing "
+            "describes; expected fully_shard (FSDP2), or wrap() of the module without it"
+        )
     if is_traceable_wrapper_subclass(param):
         raise ParameterError(
             f"parameter {name!r} is a {type(param).__name__}, whose values are in other tensors; {expected}: freeze it "
