@@ -141,6 +141,20 @@ def await_all(params: Iterable[torch.Tensor | None]) -> None:
             await_values(param)
 
 
+_ORDERED: set[int] = set()
+"""Placed parameters (DTensors), by ``id``, whose copies to the device the stream of a reader waits for."""
+
+
+def await_placed(params: Iterable[torch.Tensor]) -> bool:
+    """Wait for those of these parameters that an update still writes. Return True if this thread's stream may still
+    wait for the copy of one to the device, since this call or since an earlier read."""
+    asked = [*params]
+    await_all(asked)
+    ids = {*map(id, asked)} & _ORDERED
+    _ORDERED.difference_update(ids)
+    return bool(ids)
+
+
 class AwaitsInside(Around):
     """Runs a compiled module when no update writes a parameter inside it ([Note: compiled modules] in ``compiled.py``).
 
@@ -221,6 +235,7 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
     """
     if can_wait(param):
         _WAITS[id(param)] = wait
+        _ORDERED.discard(id(param))
         if before_modules:
             _BEFORE_MODULES.add(id(param))
             _watch_modules()
@@ -260,6 +275,8 @@ def await_values_of_garbage(param: torch.Tensor) -> None:
         wait = _WAITS.get(id(param))
         if wait is not None:  # None: a signal handler has waited for it just now
             wait()
+        if param.own_class is placed_type():
+            _ORDERED.add(id(param))
         forget(param)
 
 
