@@ -251,6 +251,27 @@ def test_tests_are_counted_as_far_as_they_came():
     assert parts.outcomes_of("laws", "tests/b.py::test_z SKIPPED (no)", "", 9.0)[1]
 
 
+def test_tests_are_counted_that_ran_in_several_processes():
+    words = (
+        "2 workers [3 items]\n\ntests/a.py::test_x[a b, 0] \ntests/a.py::test_y \n"
+        "[gw1] [ 33%] FAILED tests/a.py::test_y \n"
+        "[gw0] [ 66%] PASSED tests/a.py::test_x[a b, 0] \n[gw10] [100%] SKIPPED tests/b.py::test_z \n"
+        "=== short test summary ===\nSKIPPED [1] tests/b.py:3: no\nFAILED tests/a.py::test_y - assert 0\n"
+    )
+    rows, missing, notes = parts.outcomes_of("laws", words, "exit status 1", 9.0)
+    assert {row["metric"]: row["p50"] for row in rows} == {"passed": 1, "failed": 1, "skipped": 1, "time": 9.0}
+    assert missing == [record.missing("laws", "exit status 1")]
+    assert notes == ["laws: tests/a.py::test_y failed"]
+
+
+def test_a_rehearsal_runs_tests_of_the_files_that_a_gpu_runs():
+    assert FULL.tests.keys() == TINY.tests.keys()
+    for name, arguments in FULL.tests.items():
+        files = [argument for argument in arguments if argument.startswith("tests/")]
+        assert all((ROOT / file).is_file() for file in files), name
+        assert {argument for argument in TINY.tests[name] if argument.startswith("tests/")} <= set(files), name
+
+
 def test_the_models_that_are_tried_grow():
     for sizes in (FULL, TINY):
         numels = [gpt.numel for gpt in sizes.ladder.values()]
