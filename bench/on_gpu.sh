@@ -6,7 +6,8 @@
 #     c  the largest model that trains under 32 GB of device memory
 #     d  JAX beside optax, on the device and with its states in pinned_host; on a mesh where there are several
 # Every result goes to OUT_DIR/results.jsonl as soon as it is there; a second call goes on from there. Options, such as
-# --again and --only WORDS: python3 -m bench.gpu --help. It builds the kernels if they have not been built.
+# --again and --only WORDS: python3 -m bench.gpu --help. It builds the kernels if they have not been built. With
+# pytest-xdist, PYTEST_ADDOPTS="-n 8" runs the tests in eight processes.
 # PyTorch and JAX must be installed (another Python: PYTHON=...), and missing pure wheels (cffi, pycparser, pytest,
 # hypothesis, psutil, ...) on PYTHONPATH. Ends non-zero where something failed or the time was up.
 set -euo pipefail

@@ -139,13 +139,14 @@ def where(records: Records) -> list[str]:
     def all_of(key: str) -> str:
         return " and ".join(dict.fromkeys(str(record[key]) for record in records.values()))
 
+    commits = dict.fromkeys(each for record in records.values() for each in record.get("commits", [record["commit"]]))
     days = dict.fromkeys(record["date"].partition("T")[0] for record in records.values())
     sizes = dict.fromkeys(f"{record['memory'] / 2**30:.1f} GiB" for record in records.values())
     known = {name: version for record in records.values() for name, version in record["versions"].items()}
     packages = ", ".join(f"{name} {version}" for name, version in known.items())
     return [
-        f"On {all_of('machine')}, {' and '.join(sizes)} of memory; {' and '.join(days)}, commit {all_of('commit')}; "
-        f"{packages}."
+        f"On {all_of('machine')}, {' and '.join(sizes)} of memory; {' and '.join(days)}, "
+        f"commit {' and '.join(commits)}; {packages}."
     ]
 
 
@@ -328,13 +329,14 @@ def found(records: Records, part: str, name: str) -> Record | None:
     return next((ratio for ratio in records.get(part, {"ratios": []})["ratios"] if ratio["name"] == name), None)
 
 
-def meanings(records: Records) -> list[str]:
-    """Return the sentences of :data:`MEANINGS`, and one on the parts that were not measured."""
+def meanings(records: Records, on_a_gpu: bool = False) -> list[str]:
+    """Return the sentences of :data:`MEANINGS`, and one on GPUs."""
     known = [(each, found(records, each.part, each.ratio)) for each in MEANINGS]
     said = [f"- {each.sentence.format(number(ratio['p50']))}" for each, ratio in known if ratio]
     return [
         *said,
-        "- On a GPU copies over the link come on top, unless compute hides them. `python -m offload_core plan` "
+        "- On a GPU copies over the link come on top, unless compute hides them"
+        f"{': [steps on a GPU](#on-a-gpu)' if on_a_gpu else ''}. `python -m offload_core plan` "
         "estimates a step of your machine, and `make bench` measures it.",
         "- Not everything went as we wanted: [the last section](#targets-missed) lists the targets that were missed.",
     ]
@@ -391,16 +393,18 @@ def document(
     """Return the complete report, with links to each part's pictures; or without the rows and settings, which are at
     ``rest``."""
     parts = [*(part for part in ABOUT if part in records), *(part for part in records if part not in ABOUT)]
+    on_a_gpu = bool(gpu) and list(gpu) != [NOT_ON_GPU]
+    but = "all but [those on a GPU](#on-a-gpu)" if on_a_gpu else "all"
     lines = [
         "# Performance",
         "",
         "Training steps, updates and memory, measured beside the libraries that do the same. A step is forward, "
-        "backward and update; all ran on the processors of one machine:",
+        f"backward and update; {but} ran on the processors of one machine:",
         "",
         section(records, page=""),
         "In words:",
         "",
-        *meanings(records),
+        *meanings(records, on_a_gpu),
         *([FORMATS] if rest else []),
         "",
         "## How to read the figures",
@@ -447,7 +451,9 @@ def on_gpu(path: Path | None, rest: str = "") -> list[str]:
     the shortest."""
     if path is None:
         return [NOT_ON_GPU]
-    return [*figures.figures(read(path), in_short=not rest), *([rest] if rest else [])]
+    in_short = not rest
+    records = figures.shown(read(path), in_short)
+    return [*figures.figures(records, in_short), "", *where(records), *([rest] if rest else [])]
 
 
 def is_on_gpu(records: Records) -> bool:

@@ -1,26 +1,43 @@
 """The tables of what was measured on an accelerator, for the README and docs/performance.md."""
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bench.gpu.parts import BESIDE, OF_JAX
 from bench.gpu.results import DOES_NOT_FIT, TRAINED, Record, is_absent
 from bench.markdown import cell, number, table
 from bench.parts.torch_contenders import DS_2, FSDP2, FUSED, LATE, ON_HOST, OURS, TORCHAO
+from offload_core.commands.model_shapes import GPTConfig
 
 Rows = Iterable[Mapping[str, Any]]
 
 
 IN_SHORT = (FUSED, OURS, LATE, ON_HOST, DS_2, FSDP2, TORCHAO)
 """The contenders that the README names."""
+CHANGED_SINCE = {
+    ("gpu_jax", "0a20d9e7278f"): (
+        "Commit 0a20d9e copied JAX's gradients to the host through pageable memory, at 1.4 GB/s where the link has 55. "
+        "Commit 15d0106 copies them through pinned memory. It has not been measured since."
+    ),
+}
+"""Remarks on figures of a part and a commit that a later commit means to change."""
+
+
+def shown(records: Mapping[str, Record], in_short: bool = False) -> dict[str, Record]:
+    """Return the parts that have tables. ``in_short`` leaves JAX out."""
+    return {part: records[part] for part in _TABLES if part in records and not (in_short and part == "gpu_jax")}
 
 
 def figures(records: Mapping[str, Record], in_short: bool = False) -> list[str]:
     """Return lines on steps beside others, the largest models and JAX, as far as they were measured. ``in_short``
-    leaves JAX out."""
-    made = {part: make for part, make in _TABLES.items() if part in records and not (in_short and part == "gpu_jax")}
-    parts = [make(records[part], IN_SHORT if in_short else ()) for part, make in made.items()]
-    lines = [line for each in parts if each for line in ["", *each]]
+    leaves JAX and some contenders out."""
+    lines = []
+    for part, record in shown(records, in_short).items():
+        if made := _TABLES[part](record, IN_SHORT if in_short else ()):
+            remarks = [CHANGED_SINCE[part, commit] for commit in record["commits"] if (part, commit) in CHANGED_SINCE]
+            lines += ["", *made, *(line for remark in remarks for line in ("", remark))]
     return lines[1:]
 
 
@@ -56,23 +73,68 @@ def _steps(record: Record, only: Sequence[str]) -> list[str]:
     rows, context = record["rows"], record["config"].get("context", 0)
     windows = sorted({row["micro_batch"] for row in rows if row["metric"] == "total"})
     if not windows:
-        return _absent(record)
+        return _absent(record, only or BESIDE)
     head = [f"on {accelerator(record)}", *(f"a step of {n * context:,} tokens" for n in windows), "device", "host"]
     lines = []
     for name in (name for name in _names(record) if name in only or not only):
         times = [_cell(_median(rows, "total", name=name, micro_batch=n), "ms") for n in windows]
         lines.append([name, *times, *_memory(rows, name=name, micro_batch=windows[0])])
-    return [*table(head, lines), *_absent(record)]
+    words = ["", " ".join(filter(None, [_model(record["config"]), _beside(rows, windows, context), _counts(rows)]))]
+    return [*table(head, lines), *words, *_absent(record, only or BESIDE)]
 
 
-def _absent(record: Record) -> list[str]:
-    """Return a line for each contender that never ran."""
+def _model(config: Mapping[str, Any]) -> str:
+    if "gpt" not in config:
+        return ""
+    kept = "with" if config["activation_checkpointing"] else "without"
+    return (
+        f"The model is a GPT of {GPTConfig(**config['gpt']).numel:,} bf16 parameters, {kept} activation checkpointing."
+    )
+
+
+def _beside(rows: Rows, windows: Sequence[int], context: int) -> str:
+    """Return a sentence on our times beside AdamW on the device and beside DeepSpeed, as far as they were measured."""
+    times = {
+        name: {n: ms for n in windows if (ms := _median(rows, "total", name=name, micro_batch=n)) is not None}
+        for name in (OURS, FUSED, DS_2)
+    }
+    measured = [n for n in windows if all(n in of for of in times.values() if of)]
+    said = [
+        (OURS, FUSED, "takes {} of the time of PyTorch's fused AdamW on the device"),
+        (DS_2, OURS, "is {} times as fast as DeepSpeed"),
+    ]
+    words = [
+        sentence.format(" and ".join(number(times[top][n] / times[bottom][n]) for n in measured))
+        for top, bottom, sentence in said
+        if times[top] and times[bottom]
+    ]
+    of = " and ".join(f"{n * context:,}" for n in measured)
+    return f"With {of} tokens a step, {OURS} {', and '.join(words)}." if measured and words else ""
+
+
+def _counts(rows: Rows) -> str:
+    """Return a sentence on the number of steps behind a time."""
+    totals = [row for row in rows if row["metric"] == "total"]
+    steps = {row["n"] for row in totals}
+    rounds = set(Counter((row["name"], row["micro_batch"]) for row in totals).values())
+    return f"A time is the median of {_spread(steps, 'step')}, in {_spread(rounds, 'round')}."
+
+
+def _spread(counts: set[int], what: str) -> str:
+    least, most = min(counts), max(counts)
+    return f"{least if least == most else f'{least} to {most}'} {what}{'s' * (most > 1)}"
+
+
+def _absent(record: Record, expected: Sequence[str]) -> list[str]:
+    """Return a line for each contender that could not run, and one for those that the time did not suffice for."""
     ran = {row["name"] for row in record["rows"]}
     why = {each["name"]: each["why"] for each in record["missing"] if each["name"] not in ran}
     words = [
         f"- {name} {'was not installed' if is_absent(said) else f'could not run: {cell(said)}'}."
         for name, said in why.items()
     ]
+    left = [name for name in expected if name not in ran and name not in why]
+    words += [f"- Not measured yet: {'; '.join(left)}."] if left else []
     return ["", *words] if words else []
 
 
@@ -108,7 +170,7 @@ def _jax(record: Record, only: Sequence[str]) -> list[str]:
     steps = table(["in JAX", "a step", "device", "host"], lines) if lines else []
     ratios = [[row["name"], number(row["p50"])] for row in rows if row["metric"] == "ratio"]
     sharded = ["", *table(["in JAX, parameters sharded over all devices, and on one", ""], ratios)] if ratios else []
-    return [*steps, *sharded, *_absent(record)] if lines or ratios else []
+    return [*steps, *sharded, *_absent(record, OF_JAX)] if lines or ratios else []
 
 
 _TABLES = {"gpu_step": _steps, "gpu_largest": _largest, "gpu_jax": _jax}

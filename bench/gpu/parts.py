@@ -39,6 +39,8 @@ OF_JAX = (jax_step.OURS, *jax_step.OTHERS, contenders.LATE)
 THREE_STEPS = (1, 1)
 SHARDED = "JAX on one device and on a mesh of all"
 _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
+_OF_A_WORKER = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.+?) *$", re.MULTILINE)
+"""A line of pytest-xdist, which names the outcome first."""
 
 
 # --- (a) ---------------------------------------------------------------------------------------------------------
@@ -60,8 +62,8 @@ def tests(session: Session) -> None:
 
 
 def outcomes_of(name: str, words: str, why: str, seconds: float) -> Read:
-    """Return the outcomes of pytest, also of a run that was cut off."""
-    found = dict(_OUTCOME.findall(words))
+    """Return the outcomes of pytest, in one process or in several, also of a run that was cut off."""
+    found = dict(_OUTCOME.findall(_OF_A_WORKER.sub(r"\2 \1", words)))
     of = {kind: [test for test, outcome in found.items() if outcome in kind] for kind in ("PASSED", "FAILED ERROR")}
     skipped = len(found) - sum(map(len, of.values()))
     counts = {"passed": len(of["PASSED"]), "failed": len(of["FAILED ERROR"]), "skipped": skipped}

@@ -25,7 +25,8 @@ def lines(path: Path) -> list[Record]:
 
 
 def joined(records: Iterable[Record]) -> dict[str, Record]:
-    """Return the measurements of each part as one record. If several have one name, the last counts."""
+    """Return the measurements of each part as one record, with their commits. If several have one name, the last
+    counts."""
     last = {(each["bench"], each["measurement"]): each for each in records}
     parts: dict[str, Record] = {}
     for (part, _), each in last.items():
@@ -33,6 +34,7 @@ def joined(records: Iterable[Record]) -> dict[str, Record]:
         whole = parts.setdefault(part, {**each, **lists, "versions": {}, "config": {}})
         for key in lists:
             whole[key] = [*whole[key], *(one for one in each[key] if one not in whole[key])]
+        whole["commits"] = list(dict.fromkeys([*whole.get("commits", ()), each["commit"]]))
         if "trial" in each:
             whole["trials"] = [*whole.get("trials", ()), {**each["trial"], "outcome": each["outcome"]}]
         for key in ("versions", "config"):

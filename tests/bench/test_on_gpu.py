@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from bench import record, report
 from bench.gpu import figures, host_memory, parts, results
 from bench.gpu.parts import BESIDE, LARGEST, OF_JAX, PARTS
 from bench.gpu.sizes import FULL, TINY
-from bench.parts.torch_contenders import DS_2, FUSED, OURS, TORCHAO
+from bench.parts.torch_contenders import DS_2, FSDP2, FUSED, OURS, TORCHAO
 from offload_core.support.processors import available_cpus
 from tests.support import simulated
 
@@ -192,10 +194,47 @@ def test_the_tables_have_the_median_of_rounds_and_who_was_absent(written):
     lines = figures.figures(report.read(written))
     assert "| on a card (32 GiB) | a step of 2,000 tokens | device | host |" in lines
     assert f"| {OURS} | 250 ms | 7 GB | 5 GB |" in lines
+    assert "A time is the median of 1 step, in 2 rounds." in lines
+    [left] = [line for line in lines if line.startswith("- Not measured yet: ")]
+    assert FSDP2 in left
+    assert not any(name in left.split("; ") for name in (DS_2, TORCHAO, OURS))
     assert f"- {DS_2} was not installed." in lines
     assert f"- {TORCHAO} could not run: RuntimeError: no stream." in lines
     assert "| under 32 GB of device memory | the largest that trains | device | host | does not fit |" in lines
     assert f"| {OURS} | 9 B | 7 GB | 5 GB | 10 B: host memory |" in lines
+
+
+def test_a_sentence_compares_steps_with_adamw_on_the_device_and_with_deepspeed(tmp_path):
+    path = tmp_path / "card.jsonl"
+    gpt = {"layers": 48, "width": 1600, "heads": 25, "vocabulary": 50304, "positions": 1024}
+    config = {"context": 1000, "gpt": gpt, "activation_checkpointing": True}
+    for windows, times in ((2, (100.0, 50.0, 200.0)), (8, (400.0, 500.0, 600.0))):
+        for name, ms in zip((OURS, FUSED, DS_2), times, strict=True):
+            measured(path, "gpu_step", f"{name}, {windows}", *steps(name, ms, windows), config=config)
+    [words] = [line for line in figures.figures(report.read(path)) if line.startswith("The model is")]
+    assert words == (
+        "The model is a GPT of 1,557,686,400 bf16 parameters, with activation checkpointing. With 2,000 and 8,000 "
+        "tokens a step, offload-core takes 2 and 0.800 of the time of PyTorch's fused AdamW on the device, and is 2 "
+        "and 1.50 times as fast as DeepSpeed. A time is the median of 1 step, in 1 round."
+    )
+    measured(path, "gpu_step", f"{OURS}, 9", *steps(OURS, 900.0, 9), config=config)  # the others did not come so far
+    measured(path, "gpu_step", f"{OURS}, again", *steps(OURS, 900.0, 9, number=2), config=config)
+    [more] = [line for line in figures.figures(report.read(path)) if line.startswith("The model is")]
+    assert more == words.replace("in 1 round.", "in 1 to 2 rounds.")
+
+
+def test_figures_of_a_commit_that_was_changed_since_say_so_until_all_are_measured_again(tmp_path, monkeypatch):
+    path = tmp_path / "card.jsonl"
+    monkeypatch.setattr(figures, "CHANGED_SINCE", {("gpu_jax", "old"): "Changed since."})
+    for commit, names, old in (("old", ("a", "b"), True), ("new", ("a",), True), ("new", ("b",), False)):
+        monkeypatch.setattr(record, "commit", lambda commit=commit: commit)
+        for name in names:
+            measured(path, "gpu_jax", name, *steps(OURS, 1.0, size=name))
+        known = report.read(path)
+        assert ("Changed since." in figures.figures(known)) == old
+        assert "Changed since." not in figures.figures(known, in_short=True)
+        commits = {("old", "a"): "old", ("new", "a"): "new and old", ("new", "b"): "new"}[commit, names[0]]
+        assert f"commit {commits};" in report.where(known)[0]
 
 
 def test_what_failed_is_measured_again_and_what_is_absent_or_does_not_fit_is_not(written):
@@ -218,12 +257,17 @@ def test_the_pages_get_the_newest_run_on_a_gpu_and_no_rehearsal(written, tmp_pat
         assert f"| {OURS} | 250 ms | 7 GB | 5 GB |" in page
 
 
-def test_the_pages_say_that_no_gpu_has_run_it_as_long_as_there_is_no_record():
-    none = report.newest_on_gpu(report.RESULTS) is None
-    for page in ("README.md", "docs/index.md"):
-        assert ("have never run on a GPU" in (ROOT / page).read_text()) == none, page
-    assert (report.NOT_ON_GPU in report.README.read_text()) == none
-    assert (report.NOT_ON_GPU in report.PERFORMANCE.read_text()) == none
+def test_the_pages_say_what_a_gpu_has_run():
+    passed = [path for path in report.RESULTS.glob("gpu-*/tests.txt") if " failed" not in path.read_text()]
+    known = [re.findall(r"^PASSED (\S+?)::", path.read_text(), re.MULTILINE) for path in passed]
+    tests = Counter(max(known, key=len))
+    for page in ("README.md", "docs/index.md", "docs/reliability.md"):
+        assert f" {tests.total()} tests" in (ROOT / page).read_text(), page
+    for name, count in tests.items():
+        assert re.search(rf"`{name}`[^`]*\b{count}\b", (ROOT / "docs" / "reliability.md").read_text()), name
+    assert report.NOT_ON_GPU not in report.README.read_text() + report.PERFORMANCE.read_text()
+    for page in (ROOT / "README.md", *(ROOT / "docs").rglob("*.md")):
+        assert "have never run on a GPU" not in page.read_text(), page
 
 
 @pytest.mark.parametrize(
@@ -249,6 +293,27 @@ def test_tests_are_counted_as_far_as_they_came():
     assert missing == [record.missing("laws", "took longer than its 9 s")]
     assert notes == ["laws: tests/a.py::test_y failed"]
     assert parts.outcomes_of("laws", "tests/b.py::test_z SKIPPED (no)", "", 9.0)[1]
+
+
+def test_tests_are_counted_that_ran_in_several_processes():
+    words = (
+        "2 workers [3 items]\n\ntests/a.py::test_x[a b, 0] \ntests/a.py::test_y \n"
+        "[gw1] [ 33%] FAILED tests/a.py::test_y \n"
+        "[gw0] [ 66%] PASSED tests/a.py::test_x[a b, 0] \n[gw10] [100%] SKIPPED tests/b.py::test_z \n"
+        "=== short test summary ===\nSKIPPED [1] tests/b.py:3: no\nFAILED tests/a.py::test_y - assert 0\n"
+    )
+    rows, missing, notes = parts.outcomes_of("laws", words, "exit status 1", 9.0)
+    assert {row["metric"]: row["p50"] for row in rows} == {"passed": 1, "failed": 1, "skipped": 1, "time": 9.0}
+    assert missing == [record.missing("laws", "exit status 1")]
+    assert notes == ["laws: tests/a.py::test_y failed"]
+
+
+def test_a_rehearsal_runs_tests_of_the_files_that_a_gpu_runs():
+    assert FULL.tests.keys() == TINY.tests.keys()
+    for name, arguments in FULL.tests.items():
+        files = [argument for argument in arguments if argument.startswith("tests/")]
+        assert all((ROOT / file).is_file() for file in files), name
+        assert {argument for argument in TINY.tests[name] if argument.startswith("tests/")} <= set(files), name
 
 
 def test_the_models_that_are_tried_grow():
