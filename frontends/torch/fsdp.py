@@ -59,8 +59,8 @@ def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _order_after_updates(group: Any) -> None:
-    """Have the group's streams run after the copies that this thread's stream waits for now. FSDP2 lets them wait for it
-    at the beginning of a forward only."""
+    """Have the group's streams run after the copies that this thread's stream waits for now. FSDP2 lets them wait for
+    that stream at the beginning of a forward only."""
     if group.device.type == "cpu":
         return
     copied = torch.accelerator.current_stream(group.device).record_event()
