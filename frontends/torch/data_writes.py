@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .placed import is_placed, placed_type
+
 _DATA: Any = torch.Tensor.data
 _WATCHED: "weakref.WeakValueDictionary[int, DataWrites]" = weakref.WeakValueDictionary()
 """The watches, by the ``id`` of their parameter."""
@@ -35,7 +37,7 @@ class DataWrites:
         used: "set[DataWrites] | None" = None,
         replaced: Callable[[], None] = lambda: None,
     ) -> None:
-        _watch_parameters()
+        _watch(placed_type() if is_placed(param) else nn.Parameter)
         self._used = used
         self.replaced = replaced
         self._tensors: list[tuple[torch.Tensor, int]] = []
@@ -103,9 +105,10 @@ def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
 
 
 @functools.cache
-def _watch_parameters() -> None:
-    """Have parameters tell of the use of their ``data``, once there is one to watch."""
-    nn.Parameter.data = property(_read, _assign)  # type: ignore[assignment]
+def _watch(kind: Any) -> None:
+    """Have parameters of a class (``nn.Parameter``, DTensor) tell of the use of their ``data``, once there is one to
+    watch."""
+    kind.data = property(_read, _assign)
 
 
 def _read(param: torch.Tensor) -> torch.Tensor:

@@ -286,7 +286,7 @@ class Registration:
                 self._owner,
                 partitioned=specs[i].partitioned,
                 data_writes=None
-                if specs[i].partitioned or at is not None
+                if specs[i].partitioned
                 else DataWrites(param, self._used, partial(_let_go_of, self._flat, self._replaced, first + i)),
                 placed=at,
             )
