@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 from frontends.torch.ranks import pinning
 from offload_core.support import topology
 from tests.support import simulated
+from tests.support.simulated import collectives
 
 pytestmark = pytest.mark.gpu
 
@@ -283,3 +287,39 @@ def test_the_driver_gives_the_address_under_which_the_system_has_the_device():
         if Path("/sys/bus/pci/devices").exists():
             assert address in [found.address for found in topology.pci_devices()]
     assert driver.pci_address(torch.cuda.device_count()) is None
+
+
+# --- FSDP2 -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def alone(accelerator):
+    """A process group of this process, with the backend that moves the device's memory."""
+    backend = "nccl"
+    if accelerator == simulated.NAME:
+        collectives.register()
+        backend = collectives.BACKEND
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("fields", [{}, {"gradient_clipping": 0.05}, {"update_in_backward": True}], ids=str)
+def test_under_fsdp2_the_bits_are_those_of_the_model_without_it_and_gradients_leave(fields, accelerator):
+    fields = {"lr": 1e-2, "reduce_bucket_size": 100_000, **fields}
+    plain, model = wrap(deep(6, accelerator), **fields), deep(6, accelerator)
+    mesh = DeviceMesh(accelerator, [0])
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    engine = wrap(model, **fields)
+    for seed in range(6):
+        for each in (plain, engine):
+            each.backward(each(rows(seed, accelerator)).pow(2).mean())
+        gradients = [param.grad for param in model.parameters()]
+        assert all(type(gradient._local_tensor).__name__ == "TakenGradient" for gradient in gradients)
+        assert plain.step() == engine.step()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert same_bits(p, q.to_local())
+        assert engine.optimizer.state[q]["exp_avg"].to_local().device.type == "cpu"
