@@ -9,7 +9,7 @@ process has master weights and states for its own part, its *local* tensor. A pa
 import hashlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -212,31 +212,28 @@ def check_alone(params: Iterable[torch.Tensor], *, process_group: Any, stage: in
         )
 
 
-def count_once(
-    collectives: Collectives, named: Sequence[tuple[str, torch.Tensor]], placed: Mapping[int, Placed]
-) -> dict[int, bool]:
+def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor, Placed | None]]) -> list[bool]:
     """Agree which of the processes that hold the same elements counts them.
 
     Args:
-        named: all parameters that are taken on, placed and others, in one order on all processes.
-        placed: by the parameter's ``id``. Others are the same on all processes, as a part that all of them hold.
+        held: the name, the tensor and the placement of each parameter that is taken on, in one order on all processes.
+            One without a placement is the same on all processes, as a part that all of them hold.
 
     Returns:
-        By the parameter's ``id``: True if this process counts its elements.
+        True for each parameter whose elements this process counts.
 
     Raises (on all processes):
         ParameterError: processes have different parameters, one of them has placed a parameter that is plain on
             another, or plain ones have different values.
     """
     kinds, parts = [], []
-    for name, param in named:
-        known = placed.get(id(param))
+    for name, param, known in held:
         with no_read():
             kinds.append(f"{name} {tuple(param.shape)} {param.dtype} " + (_words(known) if known else "plain"))
         parts.append(fingerprint(str(known.part.box)) if known else _digest(param))
     what = "the placement of parameters"
     mine = fingerprint("\n".join(kinds))
-    known_to_all = combine(collectives, what, of_each=[mine, len(named)]).of_each
+    known_to_all = combine(collectives, what, of_each=[mine, len(held)]).of_each
     if (known_to_all != known_to_all[0]).any():
         each = [fingerprint(kind) for kind in kinds]
         n = int(known_to_all[:, 1].min())
@@ -244,27 +241,27 @@ def count_once(
         differs = np.flatnonzero((rows != rows[0]).any(axis=0))
         if differs.size:
             i = int(differs[0])
-            got = "a DTensor" if id(named[i][1]) in placed else "a plain tensor"
+            got = "a plain tensor" if held[i][2] is None else "a DTensor"
             raise ParameterError(
-                f"parameter {named[i][0]!r} is {got} here ({kinds[i]}), and differs on another process; expected every "
+                f"parameter {held[i][0]!r} is {got} here ({kinds[i]}), and differs on another process; expected every "
                 "process to have the same parameters, placed alike"
             )
         numbers = sorted({*known_to_all[:, 1].tolist()})
         raise ParameterError(
-            f"{len(named)} parameters here, and {' or '.join(map(str, numbers))} on each process; expected the same on "
+            f"{len(held)} parameters here, and {' or '.join(map(str, numbers))} on each process; expected the same on "
             "all"
         )
     rows = combine(collectives, what, of_each=parts).of_each
-    counted = {}
-    for i, (name, param) in enumerate(named):
-        if id(param) not in placed and (rows[:, i] != rows[0, i]).any():
+    counted = []
+    for i, (name, _, known) in enumerate(held):
+        if known is None and (rows[:, i] != rows[0, i]).any():
             raise ParameterError(
                 f"parameter {name!r} is a plain tensor beside DTensors, and processes have different values of it; "
                 "expected it to be the same on all of them, or a DTensor that says which process has which elements "
                 "(DTensor.from_local)"
             )
         holders = np.flatnonzero(rows[:, i] == rows[collectives.rank, i])
-        counted[id(param)] = int(holders[i % len(holders)]) == collectives.rank
+        counted.append(int(holders[i % len(holders)]) == collectives.rank)
     return counted
 
 
@@ -274,8 +271,7 @@ def _words(placed: Placed) -> str:
 
 def _digest(param: torch.Tensor) -> int:
     """A fingerprint of a tensor's values."""
-    with no_read():
-        values = param.detach().to("cpu").contiguous().view(-1)
-        values = values.view(torch.uint8) if values.numel() else values
+    values = param.detach().to("cpu").contiguous().view(-1)  # waits for an earlier optimizer's update
+    values = values.view(torch.uint8) if values.numel() else values
     digest = hashlib.blake2b(values.numpy(), digest_size=_DIGEST_BYTES)  # type: ignore[arg-type]
     return int.from_bytes(digest.digest())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from offload_core.disk.shards import OnDisk
+from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
@@ -107,6 +108,25 @@ class Slot:
         """Remove the stand-in from the parameter."""
         if self.param.grad is self.stand_in:
             self.param.grad = None
+
+
+@dataclass(frozen=True, eq=False)
+class _New:
+    """A parameter that is about to get states."""
+
+    name: str
+    param: torch.Tensor
+    group: int
+    target: ElementType | None
+    """The element type that it is cast to; None: it keeps its own."""
+    placed: Placed | None
+    counted: bool = True
+    """False: another process counts its elements in the norm, and saves them."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """As :attr:`Slot.values`."""
+        return local_of(self.param)
 
 
 @dataclass(frozen=True)
@@ -223,25 +243,9 @@ class Registration:
         known = ((slot.name, slot.values) for slot in self.slots.values())
         others = ((name, local_of(tensor)) for name, tensor in tensors_of(model))
         check_apart([(name, local_of(param)) for name, param, _ in named], (*known, *others))
-        placed, counted = self._placed(named)
         pipeline, parted = self._pipeline, self._partitioned
-        targets = [self._casts.of_param(param) for _, param, _ in named]
-        specs = [
-            replace(
-                spec_of(
-                    name,
-                    local_of(p),
-                    g,
-                    target,
-                    parted is not None and parted.parameters.takes(p),
-                    placed[p].part if p in placed else None,
-                ),
-                rule=rules[g],
-                matrix=_matrix(rules[g], name, p, placed.get(p)),
-                counted=counted.get(id(p), True),
-            )
-            for (name, p, g), target in zip(named, targets, strict=True)
-        ]
+        news = self._new(named)
+        specs = [self._spec(new, rules[new.group]) for new in news]
         if parted is not None:
             for spec, (_, param, _) in zip(specs, named, strict=True):
                 parted.parameters.check_cut(spec, param)
@@ -253,7 +257,7 @@ class Registration:
         plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
         device = pipeline.device
         self._take_over(named)
-        processes = min(local_processes(), device.world_size)
+        processes = min(local_processes(), device.collectives.world_size)
         check_memory(
             pipeline.buckets.terms,
             plan,
@@ -264,58 +268,64 @@ class Registration:
         )
         first = len(pipeline.params)
         cut = parted.parameters.cut(trained) if parted else {}
-        tensors = [cut[p].shard if p in cut else flat(local_of(p)) for _, p, _ in named]
+        tensors = [cut[new.param].shard if new.param in cut else flat(new.values) for new in news]
         pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         if parted is not None:
             for i, (_, param, _) in enumerate(named):
                 if param in cut:
                     parted.parameters.train(cut[param], first + i)
             parted.keep_shards(cut.values())
-        new = []
-        for i, (name, param, _) in enumerate(named):
-            if not specs[i].partitioned and (target := targets[i]) is not None:
-                cast_param(param, TORCH_DTYPES[target])
-            taken, at = TakenGradient(local_of(param), name), placed.get(param)
-            slot = Slot(
-                name,
-                param,
-                first + i,
-                taken,
-                taken if at is None else at.around(taken),
-                memory_order(local_of(param)),
-                self._owner,
-                partitioned=specs[i].partitioned,
-                data_writes=None
-                if specs[i].partitioned
-                else DataWrites(param, self._used, partial(_let_go_of, self._flat, self._replaced, first + i)),
-                placed=at,
-            )
-            self._flat.append(_NOWHERE if slot.partitioned else _whole(slot))
-            self.columns.add(param, slot.stand_in, at)
-            self.slots[param] = slot
-            OWNED[id(param)] = slot
-            new.append(slot)
-        return new
+        return [self._hold(new, spec, first + i) for i, (new, spec) in enumerate(zip(news, specs, strict=True))]
 
-    def _placed(self, named: Sequence[NamedParam]) -> tuple[dict[torch.Tensor, Placed], dict[int, bool]]:
-        """The placements of those of these parameters that are placed on a mesh, and whether this process counts each
-        parameter, by ``id``; all processes agree on them."""
-        placed = {p: Placed.of(name, p, memory_order(local_of(p))) for name, p, _ in named if is_placed(p)}
-        for name, param, _ in named:
+    def _new(self, named: Sequence[NamedParam]) -> list["_New"]:
+        """These parameters with their placements. All processes agree on which of them counts each one's elements."""
+        news = []
+        for name, param, group in named:
+            placed = Placed.of(name, param, memory_order(local_of(param))) if is_placed(param) else None
             target = self._casts.of_param(param)
-            if param in placed and target not in (None, ELEMENT_TYPES[param.dtype]):
+            if placed is not None and target not in (None, ELEMENT_TYPES[param.dtype]):
                 raise ParameterError(
                     f"parameter {name!r} is a DTensor of {param.dtype}, and param_dtype asks for {target}; expected no "
                     "param_dtype: MixedPrecisionPolicy(param_dtype=...) of fully_shard says what it computes in, or "
                     "cast the model before it is placed"
                 )
+            news.append(_New(name, param, group, target, placed))
         device = self._pipeline.device
-        counted: dict[int, bool] = {}
         if device.world_size == 1 and device.collectives.world_size > 1:
-            plain = [(name, param) for name, param, _ in named]
-            by_id = {id(param): known for param, known in placed.items()}
-            counted = self._pipeline.buckets.run(partial(count_once, device.collectives, plain, by_id))
-        return placed, counted
+            held = [(new.name, new.param, new.placed) for new in news]
+            counted = self._pipeline.buckets.run(partial(count_once, device.collectives, held))
+            news = [replace(new, counted=counts) for new, counts in zip(news, counted, strict=True)]
+        return news
+
+    def _spec(self, new: "_New", rule: Rule) -> ParamSpec:
+        in_shards = self._partitioned is not None and self._partitioned.parameters.takes(new.param)
+        part = None if new.placed is None else new.placed.part
+        spec = spec_of(new.name, new.values, new.group, new.target, in_shards, part)
+        return replace(spec, rule=rule, matrix=_matrix(rule, new.name, new.param, new.placed), counted=new.counted)
+
+    def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
+        """Hold a parameter that the pipeline has taken on."""
+        if not spec.partitioned and new.target is not None:
+            cast_param(new.param, TORCH_DTYPES[new.target])
+        taken = TakenGradient(new.values, new.name)
+        let_go = partial(_let_go_of, self._flat, self._replaced, index)
+        slot = Slot(
+            new.name,
+            new.param,
+            index,
+            taken,
+            taken if new.placed is None else new.placed.around(taken),
+            memory_order(new.values),
+            self._owner,
+            partitioned=spec.partitioned,
+            data_writes=None if spec.partitioned else DataWrites(new.param, self._used, let_go),
+            placed=new.placed,
+        )
+        self._flat.append(_NOWHERE if slot.partitioned else _whole(slot))
+        self.columns.add(new.param, slot.stand_in, new.placed)
+        self.slots[new.param] = slot
+        OWNED[id(new.param)] = slot
+        return slot
 
     def _take_over(self, named: Sequence[NamedParam]) -> None:
         """Have earlier optimizers give way that have states of these parameters."""

@@ -140,7 +140,7 @@ class Steps:
                 raise ConfigError(f"parameter group {g}: {error}") from None
         if grouping.without_states:
             # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
-            parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.device.world_size == 1)
+            parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.device.collectives.world_size == 1)
             grouping = registration.grouping(groups)
         registration.check_unchanged()
         parts.intake.take_present(grouping.left_out, boundary=boundary)
