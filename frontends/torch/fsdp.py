@@ -6,10 +6,9 @@ from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import nn
 
-from .pending import await_placed
+from .pending import await_all
 
 
 def fsdp_modules(model: nn.Module) -> list[Any]:
@@ -50,22 +49,11 @@ def _groups(module: Any) -> list[Any] | None:
 def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(unshard)
     def wait_and_unshard(*args: Any, **kwargs: Any) -> Any:
-        if await_placed(each.sharded_param for each in group.fsdp_params):
-            _order_after_updates(group)
+        await_all(each.sharded_param for each in group.fsdp_params)
         return unshard(*args, **kwargs)
 
     wait_and_unshard.waits_for_updates = True  # type: ignore[attr-defined]
     return wait_and_unshard
-
-
-def _order_after_updates(group: Any) -> None:
-    """Have the group's streams run after the copies that this thread's stream waits for now. FSDP2 lets them wait for
-    that stream at the beginning of a forward only."""
-    if group.device.type == "cpu":
-        return
-    copied = torch.accelerator.current_stream(group.device).record_event()
-    for stream in (group.comm_ctx.all_gather_copy_in_stream, group.comm_ctx.all_gather_stream):
-        stream.wait_event(copied)
 
 
 @contextmanager

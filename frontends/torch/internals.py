@@ -62,8 +62,11 @@ def storage_users(tensor: torch.Tensor) -> int:
 
 
 def local_tensor(placed: Any) -> torch.Tensor:
-    """Return a DTensor's local tensor itself; ``to_local()`` makes another one, which autograd follows."""
-    tensor: torch.Tensor = placed._local_tensor
+    """Return a DTensor's local tensor itself, without a wait if it is pending; ``to_local()`` makes another one, which
+    autograd follows."""
+    from torch.distributed.tensor import DTensor
+
+    tensor: torch.Tensor = DTensor._local_tensor.__get__(placed)  # type: ignore[attr-defined]
     return tensor
 
 

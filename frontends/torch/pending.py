@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from .compiled import Around, allow_hooks, asked_once, breaks_graph, is_compiling, is_scripted, is_traced, untraced
-from .internals import no_read
+from .internals import local_tensor, no_read
 from .placed import placed_type
 
 _WAITS: dict[int, Callable[[], None]] = {}
@@ -108,6 +108,18 @@ class PendingParameter(_Pending, nn.Parameter):
         return nn.Parameter(data, requires_grad)  # a new object has values
 
 
+def _read_local(param: Any) -> torch.Tensor:
+    await_values(param)
+    return local_tensor(param)
+
+
+def _replace_local(param: Any, local: torch.Tensor) -> None:
+    await_values(param)
+    param._local_tensor = local
+
+
+_WAITING_LOCAL = property(_read_local, _replace_local)
+"""The local tensor of a pending DTensor: ``to_local``, ``full_tensor`` and FSDP2 read it past torch's functions."""
 _PENDING: dict[type, type] = {nn.Parameter: PendingParameter}
 """The class that pending parameters have, by their own class."""
 
@@ -139,20 +151,6 @@ def await_all(params: Iterable[torch.Tensor | None]) -> None:
     for param in params:
         if param is not None and id(param) in _BEFORE_MODULES:
             await_values(param)
-
-
-_ORDERED: set[int] = set()
-"""Placed parameters (DTensors), by ``id``, whose copies to the device the stream of a reader waits for."""
-
-
-def await_placed(params: Iterable[torch.Tensor]) -> bool:
-    """Wait for those of these parameters that an update still writes. Return True if this thread's stream may still
-    wait for the copy of one to the device, since this call or since an earlier read."""
-    asked = [*params]
-    await_all(asked)
-    ids = {*map(id, asked)} & _ORDERED
-    _ORDERED.difference_update(ids)
-    return bool(ids)
 
 
 class AwaitsInside(Around):
@@ -235,13 +233,12 @@ def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_module
     """
     if can_wait(param):
         _WAITS[id(param)] = wait
-        _ORDERED.discard(id(param))
         if before_modules:
             _BEFORE_MODULES.add(id(param))
             _watch_modules()
         own = own_class_of(param)
         if own not in _PENDING:
-            members = {"own_class": own}
+            members = {"own_class": own, "_local_tensor": _WAITING_LOCAL}
             _PENDING[own] = types.new_class(
                 f"Pending{own.__name__}", (_Pending, own), exec_body=lambda space: space.update(members)
             )
@@ -275,8 +272,6 @@ def await_values_of_garbage(param: torch.Tensor) -> None:
         wait = _WAITS.get(id(param))
         if wait is not None:  # None: a signal handler has waited for it just now
             wait()
-        if param.own_class is placed_type():
-            _ORDERED.add(id(param))
         forget(param)
 
 

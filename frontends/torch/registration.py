@@ -672,5 +672,7 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
 
 
 def _make_readers_wait(slot: Slot, pipeline: Pipeline) -> None:
-    wait = partial(pipeline.state_lock.run, pipeline.await_param, slot.index)
+    # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
+    on_host = slot.placed is not None
+    wait = partial(pipeline.state_lock.run, pipeline.await_param, slot.index, on_host=on_host)
     make_pending(slot.param, wait, before_modules=True)

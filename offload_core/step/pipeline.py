@@ -436,8 +436,11 @@ class Pipeline:
         self.early.recall()
         self.last_step.flush(tensors)
 
-    def await_param(self, param: int) -> None:
+    def await_param(self, param: int, *, on_host: bool = False) -> None:
         """Order the device's work that this thread asks for from now on after the parameter's update.
+
+        Args:
+            on_host: wait until the parameter has been written, for readers on any stream.
 
         Raises the error of the updates, and among ranks :class:`StateError` where it was sent early, for a
         step that is still to come.
@@ -453,7 +456,7 @@ class Pipeline:
             # Readers hold the lock, but no change goes on, so that a signal handler may save while they wait.
             self.state_lock.change("a read of a parameter", self.early.withdraw)
         try:
-            self.updates.await_param(param)
+            self.updates.await_param(param, on_host=on_host)
         except BaseException:
             self.state_lock.change("a read of a parameter", self.last_step.finish)
             raise

@@ -293,8 +293,8 @@ class Updates:
 
     # --- its end ---------------------------------------------------------------------------------------
 
-    def await_param(self, param: int) -> None:
-        """Order the device's work that this thread asks for from now on after the parameter's update.
+    def await_param(self, param: int, *, on_host: bool) -> None:
+        """As :meth:`Pipeline.await_param`.
 
         Raises the errors of the updates.
         """
@@ -302,7 +302,11 @@ class Updates:
             written = work.written
             if written is not None:
                 with self._buckets.trace.span(COMPUTE, "wait", work.bucket.index):
-                    written.result().order()
+                    arrived = written.result()
+                    if on_host:
+                        arrived.wait()
+                    else:
+                        arrived.order()
 
     def update_of(self, param: int) -> Event:
         """The end of the parameter's updates that were asked for so far."""

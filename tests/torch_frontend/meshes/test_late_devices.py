@@ -7,7 +7,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from frontends.torch import OffloadedAdamW, fsdp, pending, wrap
+from frontends.torch import OffloadedAdamW, fsdp, wrap
+from offload_core.step.pipeline import Pipeline
 from tests.support import simulated
 from tests.support.processes import on_ranks
 from tests.support.simulated import collectives
@@ -100,14 +101,13 @@ def test_a_gathering_that_does_not_wait_is_noticed():
         device = device_of(rank)
         before = trained("cpu", rank)
         noticed = {}
-        for name, owner, attribute, instead in (
-            ("no wait", fsdp, "await_placed", lambda params: False),
-            ("streams that do not follow", fsdp, "_order_after_updates", lambda group: None),
+        ordered = Pipeline.await_param
+        for name, instead in (
+            ("no wait", lambda pipeline, param, on_host: None),
+            ("the reader's stream alone waits", lambda pipeline, param, on_host: ordered(pipeline, param)),
         ):
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(owner, attribute, instead)
-                if name == "no wait":
-                    patch.setattr(pending, "_before_forward", lambda module, args: None)
+                patch.setattr(Pipeline, "await_param", instead)
                 noticed[name] = False
                 for seed in range(1, 9):
                     with simulated.delays(seed=seed + rank, kernel=200, copy=2000):

@@ -159,6 +159,30 @@ def test_a_placed_parameter_can_wait_and_its_first_read_waits(mesh):
     assert waited == [1]
 
 
+READS = {
+    "to_local()": lambda p: p.to_local(),
+    "full_tensor()": lambda p: p.full_tensor(),
+    "redistribute()": lambda p: p.redistribute(placements=[Replicate()]),
+    "its local tensor": lambda p: p._local_tensor,
+    "its data": lambda p: p.data + 0,
+    "a function": lambda p: torch.sum(p),
+    "a state dict": lambda p: nn.ParameterList([p]).state_dict()["0"] + 0,
+}
+
+
+@pytest.mark.parametrize("in_graph", [False, True])
+@pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
+def test_each_way_to_read_a_placed_parameter_waits(mesh, read, in_graph):
+    param, waited = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Shard(0)])), []
+    pending.make_pending(param, lambda: waited.append(1))
+    with torch.set_grad_enabled(in_graph):
+        read(param)
+    assert waited == [1]
+    pending.make_pending(param, lambda: waited.append(2))
+    param._local_tensor = torch.zeros(16)
+    assert (waited, local_of(param).sum()) == ([1, 2], 0)
+
+
 @pytest.mark.parametrize("how", ["forward", "unshard", "prefetch"])
 def test_fsdps_gathering_waits_for_each_of_its_parameters(mesh, how):
     model = make(mesh)
