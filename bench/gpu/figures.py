@@ -18,8 +18,9 @@ IN_SHORT = (FUSED, OURS, LATE, ON_HOST, DS_2, FSDP2, TORCHAO)
 """The contenders that the README names."""
 CHANGED_SINCE = {
     ("gpu_jax", "0a20d9e7278f"): (
-        "Commit 0a20d9e copied JAX's gradients to the host through pageable memory, at 1.4 GB/s where the link has 55. "
-        "Commit 15d0106 copies them through pinned memory. It has not been measured since."
+        "JAX's step of 124 M parameters was measured at commit 0a20d9e, which copied gradients to the host through "
+        "pageable memory, at 1.4 GB/s where the link has 55. Commit 15d0106 copies them through pinned memory: an update "
+        "of 69 M parameters, which took 221 ms, takes 41 ms. The step has not been measured since."
     ),
 }
 """Remarks on figures of a part and a commit that a later commit means to change."""
