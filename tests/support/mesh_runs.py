@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from frontends.torch import OffloadedAdamW, wrap
-from tests.support.meshes import Sharded, blocks_of, local, local_gradient, places, whole
+from tests.support.meshes import Sharded, local, local_gradient, places, whole
 from tests.support.torch_models import same_bits
 
 STEPS, LR, DECAY = 20, 1e-2, 0.1
@@ -285,7 +285,3 @@ def spoiled(model: nn.Module, spoil: bool) -> Any:
 
 def embedding_of(model: nn.Module) -> nn.Module:
     return (model.model if hasattr(model, "model") else model).embed_tokens
-
-
-def all_blocks(model: nn.Module) -> list[nn.Module]:
-    return [*blocks_of(model)]

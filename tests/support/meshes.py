@@ -19,8 +19,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
-from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 WORLD = 4
 VOCABULARY, WIDTH, HEADS, LENGTH, N_EXPERTS = 64, 64, 4, 8, 8
@@ -48,6 +46,48 @@ class Feed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down_proj(F.gelu(self.up_proj(x)))
+
+
+class Experts(nn.Module):
+    """Each projection is one tensor of all experts, as in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(N_EXPERTS, 2 * WIDTH, WIDTH) / 8)
+        self.down_proj = nn.Parameter(torch.randn(N_EXPERTS, WIDTH, WIDTH) / 8)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Rows, the experts of each, and their shares in its result."""
+        return mixed(self.gate_up_proj, self.down_proj, 0, x, chosen, shares)
+
+
+def mixed(
+    ups: torch.Tensor, downs: torch.Tensor, first: int, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+) -> torch.Tensor:
+    """The sum of what these experts, numbered from ``first`` on, make of the rows that chose them.
+
+    All of them compute something, if only of no rows: else ranks would reduce other gradients.
+    """
+    out = torch.zeros_like(x)
+    for i, (up_of_one, down) in enumerate(zip(ups, downs, strict=True)):
+        row, place = torch.where(chosen == first + i)
+        gate, up = F.linear(x[row], up_of_one).chunk(2, dim=-1)
+        made = F.linear(F.silu(gate) * up, down) * shares[row, place, None]
+        out = out.index_add(0, row, made.to(out.dtype))
+    return out
+
+
+class Mixture(nn.Module):
+    """Two of the experts for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, N_EXPERTS, bias=False), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.flatten(0, -2)
+        shares, chosen = self.gate(rows).float().softmax(-1).topk(2, dim=-1)
+        return self.experts(rows, chosen, shares / shares.sum(-1, keepdim=True)).view_as(x)
 
 
 class Block(nn.Module):
@@ -95,6 +135,8 @@ class Uneven(nn.Module):
 
 
 def _of_transformers(name: str) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM  # slow to import
+
     sizes = {"vocab_size": VOCABULARY, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2,
              "num_attention_heads": HEADS, "num_key_value_heads": HEADS, "max_position_embeddings": 32}  # fmt: skip
     if name == "mixtral":
@@ -103,17 +145,9 @@ def _of_transformers(name: str) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
-def _block_of_experts() -> nn.Module:
-    sizes = {"hidden_size": WIDTH, "intermediate_size": WIDTH}
-    block = MixtralSparseMoeBlock(MixtralConfig(**sizes, num_local_experts=N_EXPERTS, num_experts_per_tok=2))
-    for param in block.parameters():
-        nn.init.normal_(param, std=0.1)
-    return block
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": GPT,
-    "gpt of experts": partial(GPT, _block_of_experts),
+    "gpt of experts": partial(GPT, Mixture),
     "llama": partial(_of_transformers, "llama"),
     "mixtral": partial(_of_transformers, "mixtral"),
     "uneven": Uneven,
@@ -261,27 +295,17 @@ def _parallelize(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _spread(experts: nn.Module, mesh: DeviceMesh) -> None:
-    """Give each rank of the mesh some of the experts. They are given the tokens of all, and their outputs are summed.
-
-    All experts of a rank compute something, if only of no tokens: else ranks would reduce other gradients.
-    """
+    """Give each rank of the mesh some of the experts. They are given the rows of all, and their outputs are summed."""
     for name, param in [*experts.named_parameters()]:
         spread = distribute_tensor(param.detach(), mesh, [Shard(0)], src_data_rank=None)
         setattr(experts, name, nn.Parameter(spread))
-    n_here = N_EXPERTS // mesh.size()
-    first = n_here * mesh.get_local_rank()
+    first = N_EXPERTS // mesh.size() * mesh.get_local_rank()
 
     def forward(x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
-        x, shares, chosen = (_Gathered.apply(each, mesh) for each in (x, shares, chosen))
         weights = (experts.gate_up_proj, experts.down_proj)
         ups, downs = (w.to_local() if isinstance(w, DTensor) else w for w in weights)
-        out = torch.zeros_like(x)
-        for i in range(n_here):
-            token, place = torch.where(chosen == first + i)
-            gate, up = F.linear(x[token], ups[i]).chunk(2, dim=-1)
-            made = F.linear(F.silu(gate) * up, downs[i])
-            out = out.index_add(0, token, (made * shares[token, place, None]).to(out.dtype))
-        return _Summed.apply(out, mesh)
+        x, chosen, shares = (_Gathered.apply(each, mesh) for each in (x, chosen, shares))
+        return _Summed.apply(mixed(ups, downs, first, x, chosen, shares), mesh)
 
     experts.forward = forward
 

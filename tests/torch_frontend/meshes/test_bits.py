@@ -1,6 +1,7 @@
 """Without clipping, every rank has the bits of torch's fused AdamW on its own shards, in every mesh."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -11,34 +12,33 @@ from tests.support.meshes import WORLD, Sharded
 from tests.support.processes import on_ranks
 
 CASES = [
-    *(Sharded(model, mesh) for model in ("gpt", "llama", "mixtral") for mesh in ("fsdp", "hsdp", "tp", "fsdp x tp")),
-    *(Sharded(model, "experts") for model in ("gpt of experts", "mixtral")),
+    *(Sharded("gpt", mesh) for mesh in ("fsdp", "hsdp", "tp", "fsdp x tp")),
+    Sharded("gpt of experts", "experts"),
     *(Sharded("uneven", mesh) for mesh in ("fsdp", "hsdp")),
     *(Sharded("gpt", mesh, columns=True) for mesh in ("fsdp", "fsdp x tp")),
     *(Sharded("gpt", narrow=narrow, reshard=False) for narrow in (torch.float32, torch.bfloat16)),
-    Sharded("llama", "fsdp x tp", narrow=torch.bfloat16),
+    Sharded("gpt", "fsdp x tp", narrow=torch.bfloat16),
     Sharded("gpt of experts", "experts", reshard=False, narrow=torch.float32),
 ]
 QUICK = [
-    (Sharded("gpt", "fsdp", reshard=False), "wrap"),
-    (Sharded("uneven", "fsdp"), "early"),
+    (Sharded("uneven", "fsdp"), "wrap"),
     (Sharded("gpt", "hsdp"), "plain"),
     (Sharded("gpt", "tp"), "early"),
     (Sharded("gpt", "fsdp x tp"), "wrap"),
-    (Sharded("gpt of experts", "experts"), "wrap"),
+    (Sharded("gpt of experts", "experts"), "early"),
 ]
 
 
 def compared(cases, steps, reference=TorchsOnLocals):
     """A run of each case and way beside a reference, on this rank."""
-    return each((f"{how}, {way}", lambda: len(beside(how, way, reference, steps))) for how, way in cases)  # noqa: B023
+    return each((f"{how}, {way}", partial(beside, how, way, reference, steps)) for how, way in cases)
 
 
 @pytest.mark.quick
 def test_a_few_steps_on_each_kind_of_mesh_have_the_bits_of_torchs_fused_adamw():
     @on_ranks(WORLD)
     def found(rank):
-        return compared(QUICK, 4)
+        return compared(QUICK, 3)
 
     for results in no_errors(found):
         assert len(results) == len(QUICK)
@@ -52,18 +52,23 @@ class OffOnRank2(Torchs):
         return found
 
 
-@pytest.mark.parametrize("reference", [TorchsOnLocals, OneProcess])
-def test_torchs_own_optimizer_passes_and_a_moment_that_is_off_in_one_bit_is_noticed_on_all_ranks(reference):
+@pytest.mark.slow
+def test_torchs_own_optimizer_passes_and_a_moment_that_is_off_in_one_bit_is_noticed_on_all_ranks():
+    """The harness itself, with either reference."""
+    uneven = Sharded("uneven", "fsdp")
+
     @on_ranks(WORLD)
     def found(rank):
-        cases = [(how, Torchs) for how, _ in QUICK]
-        passed = compared(cases, 3, reference)
-        return passed, compared([(Sharded("uneven", "fsdp"), OffOnRank2)], 3, reference)
+        passed = compared([(how, Torchs) for how, _ in QUICK], 3)
+        one = compared([(uneven, Torchs)], 3, OneProcess)
+        return passed, one, [compared([(uneven, OffOnRank2)], 3, each) for each in (TorchsOnLocals, OneProcess)]
 
-    no_errors([passed for passed, _ in found])
-    for _, (_, errors) in found:
-        [said] = errors.values()
-        assert re.search(r"AssertionError: step 1: rank 2: exp_avg_sq of embed_tokens.weight.* differ \(\d\)", said), said
+    no_errors([passed for passed, _, _ in found])
+    no_errors([one for _, one, _ in found])
+    for _, _, off in found:
+        for _, errors in off:
+            [said] = errors.values()
+            assert re.search(r"AssertionError: step 1: rank 2: exp_avg_sq of embed_tokens.weight.* differ \(\d\)", said)
 
 
 @pytest.mark.slow
@@ -74,4 +79,4 @@ def test_twenty_steps_have_the_bits_of_torchs_fused_adamw(how):
         return compared([(how, way) for way in WAYS], STEPS)
 
     for results in no_errors(found):
-        assert set(results.values()) == {STEPS}
+        assert {len(reports) for reports in results.values()} == {STEPS}
