@@ -117,8 +117,9 @@ class Ours:
         loss.backward() if self.engine is None else self.engine.backward(loss)
 
     def step(self) -> None:
-        self.optimizer.step() if self.engine is None else self.engine.step()
-        self.optimizer.zero_grad()
+        run = self.optimizer if self.engine is None else self.engine
+        run.step()
+        run.zero_grad()
 
     @property
     def report(self) -> Any:
