@@ -7,9 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from frontends.torch.ranks import device_ranks
 from tests.support.mesh_runs import STEPS, WAYS, OneProcess, Torchs, TorchsOnLocals, beside, each, no_errors
 from tests.support.meshes import WORLD, Sharded
 from tests.support.processes import on_ranks
+from tests.support.slow_torch_device import SlowTorchDevice
 
 CASES = [
     *(Sharded("gpt", mesh) for mesh in ("fsdp", "hsdp", "tp", "fsdp x tp")),
@@ -50,6 +52,18 @@ class OffOnRank2(Torchs):
         if dist.get_rank() == 2 and found["exp_avg_sq"].numel():
             found["exp_avg_sq"].view(torch.int32).flatten()[-1] ^= 1
         return found
+
+
+def test_gathering_waits_for_updates_that_are_late():
+    """Parameters are NaN until they arrive."""
+
+    @on_ranks(WORLD)
+    def found(rank):
+        device_ranks.memory_of = lambda device: SlowTorchDevice(0.005 * (1 + rank))
+        cases = [Sharded("uneven", "fsdp"), Sharded("gpt", "fsdp", reshard=False), Sharded("gpt", "fsdp x tp")]
+        return compared([(how, "wrap") for how in cases], 3)
+
+    no_errors(found)
 
 
 @pytest.mark.slow
