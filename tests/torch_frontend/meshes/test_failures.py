@@ -2,6 +2,7 @@
 
 import os
 import signal
+from datetime import timedelta
 
 import pytest
 import torch
@@ -96,6 +97,7 @@ def test_a_rank_that_is_lost_before_a_step_is_the_same_error_each_time(way):
         assert same, "parameters changed"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["early", "wrap"])
 def test_a_rank_that_is_lost_in_backward_is_torchs_error_there_and_ours_at_the_step(way):
     @on_ranks(WORLD, killed=[1])
@@ -107,6 +109,7 @@ def test_a_rank_that_is_lost_in_backward_is_torchs_error_there_and_ours_at_the_s
         if rank == 1:
             Failing(model, lambda: os.kill(os.getpid(), signal.SIGKILL))
         loss = model.loss(1)
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=10))  # of ranks whose neighbours in torch's ring live
         return errors_of(lambda: ours.backward(loss), 1), errors_of(ours.step, 2)
 
     for rank in (0, 2, 3):
