@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,11 +255,108 @@ def each(cases: Iterable[tuple[str, Callable[[], Any]]]) -> tuple[dict[str, Any]
     return results, errors
 
 
+def every_sum(cases: Iterable[tuple[Sharded, str, dict[str, Any]]]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run :func:`accumulated` with each of these arguments, as :func:`each` does."""
+    return each((f"{how}, {way}, {fields}", partial(accumulated, how, way, **fields)) for how, way, fields in cases)
+
+
 def no_errors(found: Sequence[tuple[dict[str, Any], dict[str, str]]]) -> list[dict[str, Any]]:
     """The results of ranks that ran :func:`each`."""
     errors = {f"rank {rank}, {name}": said for rank, (_, of_one) in enumerate(found) for name, said in of_one.items()}
     assert not errors, "\n".join(f"{name}: {said}" for name, said in errors.items())
     return [results for results, _ in found]
+
+
+def accumulated(
+    how: Sharded, way: str, *, steps: int = 4, deferred: bool = False, own: bool = False, kept: bool = False
+) -> None:
+    """Train beside torch's on the local shards, with two micro-steps an update.
+
+    Args:
+        deferred: FSDP2 itself sums the gradients of both, and reduces once.
+        own: ``gradient_accumulation_steps=2``.
+        kept: FSDP2 keeps gathered parameters in their modules from the first micro-step to the second.
+    """
+    model, other = how.make(), how.make()
+    ours, theirs = Ours(model, way, {"gradient_accumulation_steps": 2} if own else {}), TorchsOnLocals(other)
+    for step in range(steps):
+        for i in range(2):
+            for run, of_run in ((ours, model), (theirs, other)):
+                if deferred:
+                    of_run.set_requires_gradient_sync(i == 1)
+                if kept:
+                    of_run.set_reshard_after_backward(i == 1)
+                loss = of_run.loss(2 * step + i)
+                run.backward(loss if own and run is ours else loss / 2)
+            if way != "plain" and not deferred:  # torch's own p.grad may sum Partial gradients before they are reduced
+                theirs.take()
+            if own or i == 1:
+                ours.step()
+        theirs.step()
+        with said(f"step {step}"):
+            assert_same(ours, theirs, other)
+    ours.close()
+
+
+def skipping(how: Sharded, way: str, fields: dict[str, Any], spoiler: int, steps: int = 4) -> list[Any]:
+    """Train beside torch's on the local shards, with an infinity in the second step on one rank. Return the words of
+    the reports."""
+    model, other = how.make(), how.make()
+    ours, theirs = Ours(model, way, fields), TorchsOnLocals(other)
+    told = []
+    for step in range(steps):
+        for run, of_run in ((ours, model), (theirs, other)):
+            with spoiled(of_run, step == 1 and dist.get_rank() == spoiler):
+                run.backward(of_run.loss(step))
+            run.step()
+        told.append((ours.report.updated, ours.report.skipped, ours.report.loss_scale, ours.report.clip_coefficient))
+        with said(f"step {step}"):
+            assert_same(ours, theirs, other)
+    ours.close()
+    return told
+
+
+SCALED = {"loss_scale": "dynamic", "initial_loss_scale": 2.0**10}
+"""Powers of two: a scaled run has the bits of one that is not."""
+HALVED = (2.0**10, 2.0**10, 2.0**9, 2.0**9)
+"""The loss scales of four steps, of which the second overflowed."""
+HIGH = {"gradient_clipping": 1e6}
+"""Clips nothing, and has gradients examined."""
+
+
+def assert_skipped_once(results: Sequence[dict[str, Any]], why: str, scales: Sequence[float]) -> None:
+    """All ranks skipped the second of four steps, for this reason."""
+    assert all(each == results[0] for each in results)
+    for name, told in results[0].items():
+        updated, skipped, scale, clip = zip(*told, strict=True)
+        assert updated == (True, False, True, True), name
+        assert skipped == (None, why, None, None), name
+        assert scale == tuple(scales), name
+        assert set(clip) == {1.0}, name
+
+
+CLIP = 1.04
+"""Some steps of the models of ``meshes.py`` are clipped by it, and some are not."""
+
+
+def compared(
+    cases: Iterable[tuple[Sharded, Any]], steps: int, reference: Any = TorchsOnLocals, **options: Any
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Run :func:`beside` with each model and way, as :func:`each` does."""
+    return each((f"{how}, {way}", partial(beside, how, way, reference, steps, **options)) for how, way in cases)
+
+
+def clipped(cases: Iterable[tuple[Sharded, Any]], steps: int) -> tuple[dict[str, Any], dict[str, str]]:
+    """Norms and coefficients of clipped runs beside one process."""
+    results, errors = compared(cases, steps, OneProcess, clipping=CLIP)
+    return {n: [(r.grad_norm, r.clip_coefficient) for r in reports] for n, reports in results.items()}, errors
+
+
+def assert_some_clipped(results: Sequence[dict[str, Any]]) -> None:
+    """All ranks have the same norms and coefficients, and some of these are less than 1."""
+    assert all(each == results[0] for each in results)
+    for name, steps in results[0].items():
+        assert any(coefficient < 1 for _, coefficient in steps), name
 
 
 @contextmanager

@@ -1,14 +1,13 @@
 """Without clipping, every rank has the bits of torch's fused AdamW on its own shards, in every mesh."""
 
 import re
-from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from frontends.torch.ranks import device_ranks
-from tests.support.mesh_runs import STEPS, WAYS, OneProcess, Torchs, TorchsOnLocals, beside, each, no_errors
+from tests.support.mesh_runs import STEPS, WAYS, OneProcess, Torchs, TorchsOnLocals, compared, no_errors
 from tests.support.meshes import WORLD, Sharded
 from tests.support.processes import on_ranks
 from tests.support.slow_torch_device import SlowTorchDevice
@@ -22,28 +21,6 @@ CASES = [
     Sharded("gpt", "fsdp x tp", narrow=torch.bfloat16),
     Sharded("gpt of experts", "experts", reshard=False, narrow=torch.float32),
 ]
-QUICK = [
-    (Sharded("uneven", "fsdp"), "wrap"),
-    (Sharded("gpt", "hsdp"), "plain"),
-    (Sharded("gpt", "tp"), "early"),
-    (Sharded("gpt", "fsdp x tp"), "wrap"),
-    (Sharded("gpt of experts", "experts"), "early"),
-]
-
-
-def compared(cases, steps, reference=TorchsOnLocals):
-    """A run of each case and way beside a reference, on this rank."""
-    return each((f"{how}, {way}", partial(beside, how, way, reference, steps)) for how, way in cases)
-
-
-@pytest.mark.quick
-def test_a_few_steps_on_each_kind_of_mesh_have_the_bits_of_torchs_fused_adamw():
-    @on_ranks(WORLD)
-    def found(rank):
-        return compared(QUICK, 3)
-
-    for results in no_errors(found):
-        assert len(results) == len(QUICK)
 
 
 class OffOnRank2(Torchs):
@@ -54,6 +31,7 @@ class OffOnRank2(Torchs):
         return found
 
 
+@pytest.mark.slow
 def test_gathering_waits_for_updates_that_are_late():
     """Parameters are NaN until they arrive."""
 
@@ -73,7 +51,7 @@ def test_torchs_own_optimizer_passes_and_a_moment_that_is_off_in_one_bit_is_noti
 
     @on_ranks(WORLD)
     def found(rank):
-        passed = compared([(how, Torchs) for how, _ in QUICK], 3)
+        passed = compared([(how, Torchs) for how in CASES[:6]], 3)
         one = compared([(uneven, Torchs)], 3, OneProcess)
         return passed, one, [compared([(uneven, OffOnRank2)], 3, each) for each in (TorchsOnLocals, OneProcess)]
 

@@ -7,13 +7,21 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.mesh_runs import STEPS, WAYS, OneProcess, Ours, beside, each, no_errors, together
+from tests.support.mesh_runs import (
+    STEPS,
+    WAYS,
+    OneProcess,
+    Ours,
+    assert_some_clipped,
+    clipped,
+    each,
+    no_errors,
+    together,
+)
 from tests.support.meshes import WORLD, Sharded, local, places, whole
 from tests.support.processes import on_ranks
 from tests.support.torch_models import same_bits
 
-CLIP = 1.04
-"""Some of the first steps are clipped by it, and some of the last are not."""
 CASES = [
     *(Sharded("gpt", mesh) for mesh in ("fsdp", "hsdp", "tp", "fsdp x tp")),
     Sharded("gpt of experts", "experts"),
@@ -22,41 +30,6 @@ CASES = [
     Sharded("gpt", dtype=torch.bfloat16),
     Sharded("gpt", narrow=torch.bfloat16),
 ]
-QUICK = [
-    (Sharded("uneven", "fsdp"), "wrap"),
-    (Sharded("gpt", "hsdp"), "early"),
-    (Sharded("gpt", "tp"), "wrap"),
-    (Sharded("gpt", "fsdp x tp"), "plain"),
-    (Sharded("gpt of experts", "experts"), "wrap"),
-]
-
-
-def told(reports):
-    return [(report.grad_norm, report.clip_coefficient) for report in reports]
-
-
-def clipped(cases, steps):
-    runs = ((f"{how}, {way}", partial(beside, how, way, OneProcess, steps, clipping=CLIP)) for how, way in cases)
-    results, errors = each(runs)
-    return {name: told(reports) for name, reports in results.items()}, errors
-
-
-def assert_some_clipped(results):
-    """All ranks have the same norms and coefficients, and some of these are less than 1."""
-    assert all(each == results[0] for each in results)
-    for name, steps in results[0].items():
-        assert any(coefficient < 1 for _, coefficient in steps), name
-
-
-@pytest.mark.quick
-def test_a_few_clipped_steps_on_each_kind_of_mesh_are_those_of_one_process():
-    @on_ranks(WORLD)
-    def found(rank):
-        return clipped(QUICK, 3)
-
-    results = no_errors(found)
-    assert_some_clipped(results)
-    assert len(results[0]) == len(QUICK)
 
 
 @pytest.mark.slow
@@ -99,7 +72,7 @@ def of_given(how, way):
     return told, wholes
 
 
-@pytest.mark.parametrize("way", ["plain", "early"])
+@pytest.mark.parametrize("way", ["plain", pytest.param("early", marks=pytest.mark.slow)])
 def test_every_mesh_that_holds_the_same_gradients_has_the_same_coefficient_and_update(way):
     """All sums are of integers below 2^53, so that a double holds the exact one."""
     kinds = [
@@ -119,6 +92,7 @@ def test_every_mesh_that_holds_the_same_gradients_has_the_same_coefficient_and_u
             assert all(map(same_bits, wholes, first[1])), model
 
 
+@pytest.mark.slow
 def test_clipping_from_outside_keeps_its_meaning():
     """``torch.nn.utils.clip_grad_norm_`` scales gradients in place, which an optimizer without hooks then reads."""
     how = Sharded("gpt", "fsdp")
