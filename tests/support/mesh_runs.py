@@ -128,7 +128,10 @@ class Ours:
 
     def found(self, param: torch.Tensor) -> dict[str, torch.Tensor]:
         """As a reference's ``expected``, of the optimizer's states."""
-        states = self.optimizer.state[param]
+        states = self.optimizer.state.get(param, {})
+        if not param.requires_grad:
+            assert not states
+            return {"master": local(param)}
         for name in MOMENTS:
             assert states[name].device.type == "cpu", name
             if isinstance(param, DTensor):

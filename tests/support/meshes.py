@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 
 WORLD = 4
 VOCABULARY, WIDTH, HEADS, LENGTH, N_EXPERTS = 64, 64, 4, 8, 8
@@ -145,12 +146,36 @@ def _of_transformers(name: str) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**sizes))
 
 
+def _tied() -> nn.Module:
+    model = GPT()
+    model.lm_head.weight = model.embed_tokens.weight
+    return model
+
+
+def _frozen() -> nn.Module:
+    """Only feed-forward layers and norms are trained."""
+    model = GPT()
+    for name, param in model.named_parameters():
+        param.requires_grad_("self_attn" not in name and "embed" not in name)
+    return model
+
+
+def _computed_again() -> nn.Module:
+    model = GPT()
+    for block in model.layers:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": GPT,
     "gpt of experts": partial(GPT, Mixture),
     "llama": partial(_of_transformers, "llama"),
     "mixtral": partial(_of_transformers, "mixtral"),
     "uneven": Uneven,
+    "tied": _tied,
+    "frozen": _frozen,
+    "computed again": _computed_again,
 }
 
 

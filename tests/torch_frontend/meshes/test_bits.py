@@ -16,6 +16,8 @@ CASES = [
     *(Sharded("gpt", mesh) for mesh in ("fsdp", "hsdp", "tp", "fsdp x tp")),
     Sharded("gpt of experts", "experts"),
     *(Sharded("uneven", mesh) for mesh in ("fsdp", "hsdp")),
+    *(Sharded(model, mesh) for model in ("frozen", "computed again") for mesh in ("fsdp", "fsdp x tp")),
+    Sharded("tied", "hsdp"),
     *(Sharded("gpt", mesh, columns=True) for mesh in ("fsdp", "fsdp x tp")),
     *(Sharded("gpt", narrow=narrow, reshard=False) for narrow in (torch.float32, torch.bfloat16)),
     Sharded("gpt", "fsdp x tp", narrow=torch.bfloat16),
@@ -72,3 +74,14 @@ def test_twenty_steps_have_the_bits_of_torchs_fused_adamw(how):
 
     for results in no_errors(found):
         assert {len(reports) for reports in results.values()} == {STEPS}
+
+
+@pytest.mark.slow
+def test_updates_in_backward_and_in_the_callers_thread_have_the_bits_of_torchs_fused_adamw():
+    @on_ranks(WORLD)
+    def found(rank):
+        cases = [(how, "wrap") for how in CASES[:6]]
+        return [compared(cases, 5, **fields) for fields in ({"update_in_backward": True}, {"schedule": "serial"})]
+
+    for results in zip(*found, strict=True):
+        no_errors(results)
