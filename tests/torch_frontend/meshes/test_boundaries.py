@@ -77,6 +77,7 @@ def with_gathered_parameters(how, gather):
     ours.close()
 
 
+@pytest.mark.slow
 def test_parameters_that_fsdp2_has_gathered_at_a_step_are_no_new_ones():
     """Someone gathers a block ahead; a forward for evaluation keeps what it has gathered."""
 
