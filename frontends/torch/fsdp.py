@@ -46,6 +46,18 @@ def _groups(module: Any) -> list[Any] | None:
     return found
 
 
+def named_sharded(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters by name. In place of one that FSDP2 has gathered stands the sharded one, which it puts back
+    into its module when it releases the other."""
+    sharded = {}
+    for module in fsdp_modules(model):
+        for group in _groups(module) or ():
+            for each in group.fsdp_params:
+                if (whole := getattr(each, "_unsharded_param", None)) is not None:
+                    sharded[id(whole)] = each.sharded_param
+    return {name: sharded.get(id(param), param) for name, param in model.named_parameters()}
+
+
 def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(unshard)
     def wait_and_unshard(*args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from offload_core.errors import StateError
 from offload_core.support.checks import some_of
 from offload_core.support.user_line import UserLine
 
+from .fsdp import named_sharded
 from .groups import groups_of_params
 from .internals import no_read
 from .optimizer import OffloadedOptimizer
@@ -40,7 +41,7 @@ class ModelChanges:
 
     def _begin(self, model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         known = groups_of_params(optimizer.param_groups)
-        named = dict(model.named_parameters())
+        named = named_sharded(model)
         self._first = {id(param): weakref.ref(param) for param in named.values()}
         self._left_out = {name: param for name, param in named.items() if param not in known}
         self._note(model)
@@ -64,7 +65,7 @@ class ModelChanges:
         present = self._present()
         if len(present) != len(self._members) or not all(map(is_, present, self._members)):
             self._note(model)
-            self._later = {name: param for name, param in model.named_parameters() if not self._was_there(param)}
+            self._later = {name: param for name, param in named_sharded(model).items() if not self._was_there(param)}
             self._gone = _gone(model, optimizer)
         if self._later:
             self._refuse(optimizer)
@@ -114,7 +115,7 @@ def check_present(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
 
 
 def _gone(model: nn.Module, optimizer: OffloadedOptimizer) -> list[str]:
-    own = {id(param) for param in model.parameters()}
+    own = {id(param) for param in named_sharded(model).values()}
     return [slot.name for slot in optimizer.slots if id(slot.param) not in own]
 
 

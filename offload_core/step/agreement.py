@@ -21,6 +21,8 @@ class Agreement(NamedTuple):
     """Of all gradients; None where they are not examined."""
     present: frozenset[int]
     """Parameters that have a gradient on any rank. One that has none keeps its value."""
+    any_gradient: bool
+    """A rank has a gradient of elements. This one may have none: other processes have parameters of their own."""
     order: Sequence[LocalBucket]
     """The buckets in the order of rank 0's arrivals."""
     recalled: bool
@@ -49,29 +51,36 @@ def agree(
         save_asked: this rank was asked to save.
     """
     squares, device, order = SumOfSquares(), buckets.device, arrivals.order_of_arrival()
+    mine = arrivals.since.present
+    has_gradient = any(not mine.isdisjoint(work.members) for work in order)
     if device.collectives.world_size == 1:
         if examines:
             reduction.add_squares(squares)
-        return Agreement(
-            squares if examines else None, frozenset(arrivals.since.present), order, False, True, save_asked
-        )
+        return Agreement(squares if examines else None, frozenset(mine), has_gradient, order, False, True, save_asked)
     exchanged = device.world_size > 1  # else each process has parameters of its own
     flags = np.zeros(len(buckets.params) if exchanged else 0, np.int64)
-    flags[list(arrivals.since.present) if exchanged else []] = 1
+    flags[list(mine) if exchanged else []] = 1
     places = [work.bucket.index for work in order] if exchanged else []
 
     def ask() -> Combined:
         if examines:
             reduction.add_squares(squares)
-        sums, same = np.concatenate([squares.bins, flags, [recalled, save_asked]]), [fingerprint(terms)]
+        asked = [recalled, save_asked, has_gradient]
+        sums, same = np.concatenate([squares.bins, flags, asked]), [fingerprint(terms)]
         with device.trace.span(REDUCTION, "norm of all ranks"):
             return combine(device.collectives, "gradient norm", sums=sums, same=same, of_first=places)
 
     known = buckets.run(ask)
     sizes = [squares.bins.size, flags.size]
-    squares.bins, flags, [any_recalled, any_asked] = np.split(known.sums, np.cumsum(sizes))
-    present = frozenset(np.flatnonzero(flags).tolist() if exchanged else arrivals.since.present)
+    squares.bins, flags, [any_recalled, any_asked, any_gradient] = np.split(known.sums, np.cumsum(sizes))
+    present = frozenset(np.flatnonzero(flags).tolist() if exchanged else mine)
     order = [buckets.all[i] for i in known.of_first] if exchanged else order
     return Agreement(
-        squares if examines else None, present, order, bool(any_recalled), bool(known.alike.all()), bool(any_asked)
+        squares if examines else None,
+        present,
+        bool(any_gradient),
+        order,
+        bool(any_recalled),
+        bool(known.alike.all()),
+        bool(any_asked),
     )

@@ -359,7 +359,7 @@ class Pipeline:
         unscale, max_norm = given.unscale, self.config.gradient_clipping
         verdict = examine(
             agreed.squares,
-            any_gradient=bool(works),
+            any_gradient=agreed.any_gradient,
             unscale=unscale,
             max_norm=max_norm,
             scaled=self.scaler is not None,
