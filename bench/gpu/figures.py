@@ -19,8 +19,8 @@ IN_SHORT = (FUSED, OURS, LATE, ON_HOST, DS_2, FSDP2, TORCHAO)
 CHANGED_SINCE = {
     ("gpu_jax", "0a20d9e7278f"): (
         "JAX's step of 124 M parameters was measured at commit 0a20d9e, which copied gradients to the host through "
-        "pageable memory, at 1.4 GB/s where the link has 55. Commit 15d0106 copies them through pinned memory: an update "
-        "of 69 M parameters, which took 221 ms, takes 41 ms. The step has not been measured since."
+        "pageable memory, at 1.4 GB/s where the link has 55. Commit 15d0106 copies them through pinned memory: "
+        "an update of 69 M parameters, which took 221 ms, takes 41 ms. The step has not been measured since."
     ),
 }
 """Remarks on figures of a part and a commit that a later commit means to change."""

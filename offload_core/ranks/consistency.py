@@ -32,7 +32,7 @@ from ..errors import ConfigError, ParameterError
 from ..layout.partition import ParamSpec
 from .collectives import Collectives
 
-FORMAT = 2
+FORMAT = 3
 """The version of the messages between processes. Increase it by one whenever a message changes."""
 VERSION = "0.1.0.dev0"
 """The package's version, as in pyproject.toml. Installed metadata may belong to another copy than the one imported."""
