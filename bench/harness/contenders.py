@@ -26,7 +26,8 @@ class Measurement:
     """One contender in one round under one workload: so many steps, one after another."""
 
     steps: list[dict[str, float]]
-    """For each step but the first, the mean over the ranks: ms by phase, loss, norm."""
+    """For each step but the first, the mean over the ranks: ms by phase, loss, norm, bytes by the place where they
+    lie."""
     losses: list[float]
     """The losses of all steps."""
     sent: float
@@ -127,11 +128,19 @@ class Result:
 
     @property
     def phases(self) -> list[str]:
-        return [key for key in self.measurements[0].steps[0] if key not in ("loss", "grad_norm")]
+        """The keys of times, in ms."""
+        return [key for key in self.measurements[0].steps[0] if key not in ("loss", "grad_norm", *self.places)]
+
+    @property
+    def places(self) -> list[str]:
+        """The keys of bytes: those that end with "bytes"."""
+        return [key for key in self.measurements[0].steps[0] if key.endswith(" bytes")]
 
     def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
         """Return the rows of the record. The loss's row has the curve of all steps."""
         rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
+        last = self.measurements[-1].steps[-1]
+        rows += [row(name, f"{place} after backward", "MB", [last[place] / 1e6], **extra) for place in self.places]
         if self.losses:
             rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
         if "grad_norm" in self.measurements[-1].steps[-1]:
