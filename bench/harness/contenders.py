@@ -42,6 +42,8 @@ class Measurement:
     """The peak of the largest rank, in bytes."""
     device_peak: int | None = None
     """The peak on a device, in bytes; None: unknown."""
+    cpu: float = 0.0
+    """Processor seconds a step of all ranks."""
 
 
 class Contender:
@@ -88,6 +90,7 @@ class Contender:
             faults=sum(answer["faults"] for answer in answers) / len(by_step),
             peak=self.group.peak(),
             device_peak=max((answer["device_peak"] or 0 for answer in answers), default=0) or None,
+            cpu=sum(answer["cpu"] for answer in answers) / len(by_step),
         )
 
     def _guarded(self, act: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -127,6 +130,11 @@ class Result:
         return [sum(step[phase] for phase in phases) for each in self.measurements for step in each.steps]
 
     @property
+    def processor_times(self) -> list[float]:
+        """The processor seconds a step of all ranks, of each round. Other programs change them less than the time."""
+        return [each.cpu for each in self.measurements]
+
+    @property
     def phases(self) -> list[str]:
         """The keys of times, in ms."""
         return [key for key in self.measurements[0].steps[0] if key not in ("loss", "grad_norm", *self.places)]
@@ -154,6 +162,7 @@ class Result:
         rows.append(
             row(name, "page faults", "thousands/step", [each.faults / 1e3 for each in self.measurements], **extra)
         )
+        rows.append(row(name, "processor time", "s/step", self.processor_times, **extra))
         rows.append(row(name, "others' CPU", "processors", [each.others for each in self.measurements], **extra))
         rows.append(row(name, "CPU while waiting", "processors", [self.measurements[-1].idle], **extra))
         return rows

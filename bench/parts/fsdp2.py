@@ -178,6 +178,8 @@ def ratios_of(results: Mapping[str, Result], numel: int, ranks: int, targets: bo
                     target = TARGET if targets and other == offload else None
                     name, sides = f"{where}: {other} / {mine}", (totals[other], totals[mine])
                     yield record.ratio(name, *sides, target=target, better="higher", note=note if target else "")
+                    both = (results[side].processor_times for side in (other, mine))
+                    yield record.ratio(f"{where}, processor time: {other} / {mine}", *both, better="higher")
 
 
 # --- resumes -----------------------------------------------------------------------------------------
