@@ -113,11 +113,11 @@ def main(arguments: list[str] | None = None) -> int:
     named = ("ranks", "threads", "device", "model", "micro_batch", "context", "repetitions", "rounds", "steps")
     config: dict[str, Any] = {name: getattr(args, name) for name in named} | {"warm_up": WARM_UP}
     config |= {"parameters of the resume": args.numel, "resumes": args.resumes, "malloc": KEEP_FREED_MEMORY}
-    dtype = working_dtype(args.threads)
-    config["param_dtype"] = dtype.name
+    dtype = working_dtype(args.threads) if "steps" in args.only else None
+    config |= {"param_dtype": dtype.name} if dtype else {}
     recording = Recording("fsdp2", "Training under FSDP2", args.json, config)
     recording.versions |= record.versions("torch")
-    if "steps" in args.only:
+    if dtype is not None:
         measure_steps(args, dtype, recording)
     if "resume" in args.only:
         measure_resumes(args, recording)
