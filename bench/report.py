@@ -255,6 +255,11 @@ ABOUT = {
         "The smaller GPT on several processes of this machine, which exchange gradients and parameters over gloo. A "
         "window is one sequence; each rank takes so many a step."
     ),
+    "fsdp2": (
+        "The smaller GPT under FSDP2, whose own forward and backward all contenders share: with torch's fused AdamW, "
+        "on the host by its CPUOffloadPolicy or without offload, and with ours. A *resume* is the time from an "
+        "optimizer without states to its loaded ones, with files that are not in memory."
+    ),
     "jax_step": "The same in JAX, beside optax with its states in host memory.",
     "jax_mesh": (
         "JAX on one device and on meshes, whose devices are the host's here: parameters sharded over both axes, beside "

@@ -26,7 +26,8 @@ class Measurement:
     """One contender in one round under one workload: so many steps, one after another."""
 
     steps: list[dict[str, float]]
-    """For each step but the first, the mean over the ranks: ms by phase, loss, norm."""
+    """For each step but the first, the mean over the ranks: ms by phase, loss, norm, bytes by the place where they
+    lie."""
     losses: list[float]
     """The losses of all steps."""
     sent: float
@@ -41,6 +42,8 @@ class Measurement:
     """The peak of the largest rank, in bytes."""
     device_peak: int | None = None
     """The peak on a device, in bytes; None: unknown."""
+    cpu: float = 0.0
+    """Processor seconds a step of all ranks."""
 
 
 class Contender:
@@ -87,6 +90,7 @@ class Contender:
             faults=sum(answer["faults"] for answer in answers) / len(by_step),
             peak=self.group.peak(),
             device_peak=max((answer["device_peak"] or 0 for answer in answers), default=0) or None,
+            cpu=sum(answer["cpu"] for answer in answers) / len(by_step),
         )
 
     def _guarded(self, act: Callable[[], list[dict[str, Any]]]) -> list[dict[str, Any]]:
@@ -126,12 +130,25 @@ class Result:
         return [sum(step[phase] for phase in phases) for each in self.measurements for step in each.steps]
 
     @property
+    def processor_times(self) -> list[float]:
+        """The processor seconds a step of all ranks, of each round. Other programs change them less than the time."""
+        return [each.cpu for each in self.measurements]
+
+    @property
     def phases(self) -> list[str]:
-        return [key for key in self.measurements[0].steps[0] if key not in ("loss", "grad_norm")]
+        """The keys of times, in ms."""
+        return [key for key in self.measurements[0].steps[0] if key not in ("loss", "grad_norm", *self.places)]
+
+    @property
+    def places(self) -> list[str]:
+        """The keys of bytes: those that end with "bytes"."""
+        return [key for key in self.measurements[0].steps[0] if key.endswith(" bytes")]
 
     def rows(self, name: str, **extra: Any) -> list[dict[str, Any]]:
         """Return the rows of the record. The loss's row has the curve of all steps."""
         rows = [row(name, phase, "ms", self.samples(phase), **extra) for phase in self.phases]
+        last = self.measurements[-1].steps[-1]
+        rows += [row(name, f"{place} after backward", "MB", [last[place] / 1e6], **extra) for place in self.places]
         if self.losses:
             rows.append(row(name, "loss, last", "nats", self.losses[-1:], **extra) | {"curve": self.losses})
         if "grad_norm" in self.measurements[-1].steps[-1]:
@@ -145,6 +162,7 @@ class Result:
         rows.append(
             row(name, "page faults", "thousands/step", [each.faults / 1e3 for each in self.measurements], **extra)
         )
+        rows.append(row(name, "processor time", "s/step", self.processor_times, **extra))
         rows.append(row(name, "others' CPU", "processors", [each.others for each in self.measurements], **extra))
         rows.append(row(name, "CPU while waiting", "processors", [self.measurements[-1].idle], **extra))
         return rows

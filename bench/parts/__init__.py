@@ -13,6 +13,7 @@ PARTS = {
 """Seconds after which each part is given up; together they took 20 minutes on 2 cores in a slow hour."""
 ON_REQUEST = {
     "jax_mesh": 400,
+    "fsdp2": 1200,  # most of it writes and reads 36 GB
     "checkpoint": 500,
     "profile": 300,
     "default_allocator": 500,

@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
@@ -35,6 +35,15 @@ FUSED = "PyTorch, fused AdamW"
 UNFUSED = "PyTorch, AdamW"
 TORCH_MUON = "PyTorch, Muon and fused AdamW"
 FSDP2 = "FSDP2, CPUOffloadPolicy"
+FSDP2_UNCLIPPED = "FSDP2, CPUOffloadPolicy, no clipping"
+FSDP2_ON_DEVICE = "FSDP2, no offload"
+FSDP2_ON_DEVICE_UNCLIPPED = "FSDP2, no offload, no clipping"
+FSDP2_OURS = "FSDP2, offload-core"
+FSDP2_OURS_UNCLIPPED = "FSDP2, offload-core, no clipping"
+FSDP2_OURS_NARROW = "FSDP2, offload-core, bf16 shards"
+FSDP2_OURS_NARROW_UNCLIPPED = "FSDP2, offload-core, bf16 shards, no clipping"
+FSDP2_ALONE = "FSDP2, OffloadedAdamW"
+FSDP2_ALONE_UNCLIPPED = "FSDP2, OffloadedAdamW, no clipping"
 TORCHAO = "torchao, CPUOffloadOptimizer"
 GRADIENTS_ONLY = "PyTorch, no optimizer"
 DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
@@ -192,8 +201,16 @@ def phases(
     forward: Callable[[Any, Any], Any],
     backward: Callable[[Any], None],
     step: Callable[[], float | None],
+    held: Callable[[], dict[str, float]] | None = None,
 ) -> Callable[[Any, Any], dict[str, float]]:
-    """Return a step that times its phases; ``step`` returns the norm of the gradients before clipping."""
+    """Return a step that times its phases; ``step`` returns the norm of the gradients before clipping.
+
+    Args:
+        held: returns bytes by the place where they lie. It is called once, after the backward of the second step, when
+            all states exist and no step is counted yet; each later step repeats what it returned.
+    """
+    steps = itertools.count()
+    known_bytes: dict[str, float] = {}
 
     def train(inputs: Any, targets: Any) -> dict[str, float]:
         clock = Clock(settings["device"])
@@ -201,9 +218,11 @@ def phases(
         clock.end()
         backward(loss)
         clock.end()
+        if held is not None and next(steps) == 1:
+            known_bytes.update(held())
         norm = step()
         clock.end()
-        known = clock.ms("forward", "backward", "step") | {"loss": loss.item()}
+        known = clock.ms("forward", "backward", "step") | {"loss": loss.item()} | known_bytes
         return known if norm is None else known | {"grad_norm": norm}
 
     return train
@@ -346,8 +365,12 @@ def plain(model: Any, settings: Settings, *, fused: bool = True, ddp: bool = Fal
     return phases(settings, model, lambda loss: loss.backward(), step)
 
 
-def fsdp2(model: Any, settings: Settings) -> Any:
-    """fp32 parameters sharded on the host, gathered block by block, in bf16 where the others compute in it."""
+def fully_sharded(model: Any, settings: Settings, *, offload: bool) -> Any:
+    """Shard fp32 parameters block by block. They are gathered in bf16 where the others compute in it.
+
+    Args:
+        offload: True for FSDP2's own offload: the shards and their gradients lie on the host.
+    """
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -357,20 +380,93 @@ def fsdp2(model: Any, settings: Settings) -> Any:
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=torch.bfloat16 if is_narrow(settings) else None, cast_forward_inputs=False
         ),
-        "offload_policy": CPUOffloadPolicy(pin_memory=settings["device"] != "cpu"),
     }
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=settings["device"] != "cpu")
     for block in model.blocks:
         fully_shard(block, **options)
     fully_shard(model, **options)
+    return model
+
+
+def local_bytes(tensors: Iterable[Any]) -> int:
+    """Return the bytes of this rank's parts of tensors; those of none are 0."""
+    parts = [getattr(tensor, "_local_tensor", tensor) for tensor in tensors if tensor is not None]
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+HOST_BYTES, DEVICE_BYTES = "host bytes", "device bytes"
+"""The keys of a step for bytes that lie somewhere after backward. On the CPU the device is the CPU."""
+
+
+def shard_bytes(model: Any) -> int:
+    """Return the bytes of this rank's shards of parameters and gradients."""
+    return local_bytes([tensor for p in model.parameters() for tensor in (p, p.grad)])
+
+
+def fsdp2(model: Any, settings: Settings, *, offload: bool = True, clipping: float | None = CLIPPING) -> Any:
+    """Torch's fused AdamW."""
+    import torch
+
+    model = fully_sharded(model, settings, offload=offload)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **adam_arguments())
 
-    def step() -> float:
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPING)
+    def step() -> float | None:
+        norm = None
+        if clipping is not None:
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clipping).full_tensor().item()
         optimizer.step()
         optimizer.zero_grad()
-        return norm.full_tensor().item()
+        return norm
 
-    return phases(settings, model, lambda loss: loss.backward(), step)
+    def held() -> dict[str, float]:
+        states = local_bytes([value for state in optimizer.state.values() for value in state.values()])
+        n_bytes = shard_bytes(model) + states
+        return {HOST_BYTES: n_bytes * offload, DEVICE_BYTES: n_bytes * (not offload)}
+
+    return phases(settings, model, lambda loss: loss.backward(), step, held)
+
+
+def offload_core_fsdp2(
+    model: Any, settings: Settings, *, clipping: float | None = CLIPPING, narrow: bool = False
+) -> Any:
+    """An engine over FSDP2, whose own offload is off.
+
+    Args:
+        narrow: True for shards of the type in which the model computes, so that master weights lie on the host alone.
+    """
+    from frontends.torch import wrap
+
+    if narrow and is_narrow(settings):
+        model = model.bfloat16()
+    fields = {"gradient_clipping": clipping, "num_threads": settings["threads"], **adam_arguments()}
+    engine = wrap(fully_sharded(model, settings, offload=False), **fields)
+    return phases(
+        settings,
+        engine,
+        engine.backward,
+        lambda: engine.step().grad_norm,
+        lambda: {HOST_BYTES: engine.memory_report().host_bytes, DEVICE_BYTES: shard_bytes(model)},
+    )
+
+
+def offloaded_adamw_fsdp2(model: Any, settings: Settings, *, clipping: float | None = CLIPPING) -> Any:
+    """Our optimizer in place of torch's, with gradients on the device until the step."""
+    from frontends.torch import OffloadedAdamW
+
+    fields = {"gradient_clipping": clipping, "num_threads": settings["threads"], **adam_arguments()}
+    model = fully_sharded(model, settings, offload=False)
+    optimizer = OffloadedAdamW(model.parameters(), **fields)
+
+    def step() -> float | None:
+        optimizer.step()
+        optimizer.zero_grad()
+        return None if clipping is None else optimizer.report.grad_norm
+
+    def held() -> dict[str, float]:
+        return {HOST_BYTES: optimizer.memory_report().host_bytes, DEVICE_BYTES: shard_bytes(model)}
+
+    return phases(settings, model, lambda loss: loss.backward(), step, held)
 
 
 def torchao(model: Any, settings: Settings) -> Any:
@@ -417,6 +513,20 @@ def stream(model: Any, settings: Settings) -> Any:
     return step
 
 
+_TORCH, _WITHOUT = "torch.distributed.fsdp", {"clipping": None}
+OVER_FSDP2: tuple[tuple[str, Callable[..., Any], str, dict[str, Any]], ...] = (
+    (FSDP2, fsdp2, _TORCH, {}),
+    (FSDP2_UNCLIPPED, fsdp2, _TORCH, _WITHOUT),
+    (FSDP2_ON_DEVICE, fsdp2, _TORCH, {"offload": False}),
+    (FSDP2_ON_DEVICE_UNCLIPPED, fsdp2, _TORCH, {"offload": False, **_WITHOUT}),
+    (FSDP2_OURS, offload_core_fsdp2, "frontends.torch", {}),
+    (FSDP2_OURS_UNCLIPPED, offload_core_fsdp2, "frontends.torch", _WITHOUT),
+    (FSDP2_OURS_NARROW, offload_core_fsdp2, "frontends.torch", {"narrow": True}),
+    (FSDP2_OURS_NARROW_UNCLIPPED, offload_core_fsdp2, "frontends.torch", {"narrow": True, **_WITHOUT}),
+    (FSDP2_ALONE, offloaded_adamw_fsdp2, "frontends.torch", {}),
+    (FSDP2_ALONE_UNCLIPPED, offloaded_adamw_fsdp2, "frontends.torch", _WITHOUT),
+)
+"""Name, maker, library and options of each contender over FSDP2."""
 CONTENDERS = {
     OURS: Contender(offload_core, "frontends.torch"),
     OURS_3: Contender(partial(offload_core, stage=3), "frontends.torch"),
@@ -439,7 +549,10 @@ CONTENDERS = {
     FUSED: Contender(partial(plain, fused=True), "torch"),
     UNFUSED: Contender(partial(plain, fused=False), "torch"),
     TORCH_MUON: Contender(partial(plain, muon=True), "torch"),
-    FSDP2: Contender(fsdp2, "torch.distributed.fsdp", dtype="float32", in_ranks=True),
+    **{
+        name: Contender(partial(make, **own), library, dtype="float32", in_ranks=True)
+        for name, make, library, own in OVER_FSDP2
+    },
     TORCHAO: Contender(torchao, "torchao.optim", dtype="float32"),
     GRADIENTS_ONLY: Contender(gradients_only, "torch"),
     STREAM: Contender(stream, "torch", device="meta"),
