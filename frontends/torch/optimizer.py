@@ -160,7 +160,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if model is None and process_group is None and shards_to_come():
             hypers_of(self.param_groups, self.config, self.updates)  # checks them
             self._waits_for = weakref.ref(self.param_groups[0]["params"][0])
-            self._state_lock = StateLock()
+            self._state_lock, self.awaited, self.partitioned = StateLock(), AwaitedStates(), None
         else:
             self._build(process_group, model)
 
@@ -225,8 +225,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def steps(self) -> Steps:
         """The part that makes steps of the others; :class:`StateError` once the optimizer is closed."""
-        if self._waits_for is not None:
-            self._build(None)
+        self._end_wait()
         if self._steps is None and self._gave_way:
             raise StateError(
                 "this optimizer was closed, because a later one was made of its parameters; expected that one to be "
@@ -254,6 +253,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self.follow_sizes()
         self._state_lock.change("flush()", self.parts.registration.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute that an optimizer that waits for shards has only when its parts are made."""
+        if name in ("casts", "checkpoints") and vars(self).get("_waits_for") is not None:
+            self._end_wait()
+            return vars(self)[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
     def slots(self) -> list[Slot]:
@@ -317,7 +323,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ParameterError, HostMemoryError: there can be no such states; the optimizer is closed.
         """
-        if self._follow_shards() or self._steps is None or self.updates or self.partitioned:
+        self._follow_shards()
+        self._end_wait()
+        if self._steps is None or self.updates or self.partitioned:
             return
         parts = self._steps.parts
         if not parts.pipeline.arrivals.holds_gradients and parts.registration.grown():
@@ -335,13 +343,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._waits_for is not None:
             if first is self._waits_for():
                 return True
-            self._build(None)
+            self._end_wait()
         elif self._steps is not None and first is not None and is_placed(first) and not self.has_states(first):
             members = [param for group in self.param_groups for param in group["params"]]
             if not self.updates and self.slots and not any(map(self.has_states, members)):
                 self._steps.parts.close()
                 self._build(None)
         return False
+
+    def _end_wait(self) -> None:
+        """Make the parts, if the optimizer has waited for other parameters, of those that are in the groups."""
+        if self._waits_for is not None:
+            self._build(None)
 
     @changes("a resize of parameters")
     def _start_over(self, parts: Parts) -> None:
@@ -369,7 +382,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.partitioned.close()
         if self._steps is not None:
             self._steps.parts.close()
-        self.partitioned = self._steps = None
+        self.partitioned = self._steps = self._waits_for = None
         self.state = defaultdict(dict)
 
     # --- an optimizer that takes over ------------------------------------------------------------------
@@ -479,9 +492,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StateError, ConfigError: the states are of another model or rank, of float64 or of no floating-point type,
                 or a count or a hyperparameter is out of range; nothing has changed.
         """
-        if self._follow_shards() and not state_dict["state"]:  # Accelerate loads what it has just asked for
-            super().load_state_dict(state_dict)
-            return
+        if self._follow_shards():
+            if not state_dict["state"] and IN_SHARDS not in state_dict:  # Accelerate loads what it has just asked for
+                super().load_state_dict(state_dict)
+                return
+            self._end_wait()
         if IN_SHARDS in state_dict:
             self.awaited.begin(self, state_dict[IN_SHARDS])
             return
