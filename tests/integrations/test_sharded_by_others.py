@@ -4,7 +4,6 @@ It gives the bits of ``torch.optim.AdamW(fused=True)``. The start of processes t
 runs in one group of them.
 """
 
-import hashlib
 import warnings
 
 import pytest
@@ -19,22 +18,12 @@ from frontends.torch.integrations.transformers import OffloadCallback, offloaded
 from tests.support import fsdp_on_cpu
 from tests.support.hugging_face import CLIP, DATA, LR, llama
 from tests.support.processes import on_ranks
+from tests.support.torch_rank import local_bits
 
 STEPS, SAVED = 6, 3
 FUSED = (torch.optim.AdamW, {"lr": LR, "fused": True})
 OURS = (OffloadedAdamW, {"lr": LR})
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch's checkpoints and FSDP2, which are not ours
-
-
-def local_bits(model, optimizer):
-    """Of this process's shards of parameters and moments."""
-    digest = hashlib.sha256()
-    for p in model.parameters():
-        state = optimizer.state[p]
-        for value in (p, state["exp_avg"], state["exp_avg_sq"]):
-            local = value.to_local() if hasattr(value, "to_local") else value
-            digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
 
 
 def quiet(body):
