@@ -4,7 +4,7 @@ It takes FSDP for a kind of process group with an accelerator alone, and changes
 """
 
 import accelerate.state as state
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, ParallelismConfig
 from accelerate.utils import DistributedType
 
 _make = state.AcceleratorState.__init__
@@ -20,6 +20,7 @@ def _make_with_fsdp(self, *args, fsdp_plugin=None, **kwargs):
 def allow():
     """From now on, in this process."""
     state.AcceleratorState.__init__ = _make_with_fsdp
+    ParallelismConfig._validate_accelerator = lambda self, accelerator: None
 
 
 def plugin(kind):
