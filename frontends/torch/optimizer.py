@@ -38,6 +38,7 @@ from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .placed import is_placed, ranks_of, shards_to_come
 from .registration import NamedParam, Slot, named_in, named_params
+from .stage3.partitioned import PartitionedModel
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
 from .state_views import plain_entries
 from .steps import Steps
@@ -57,6 +58,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """None until the optimizer is built, and after it is closed."""
     _model: "weakref.ref[nn.Module] | None"
     """An engine's model, which names the parameters of groups that are added; None: there is none."""
+    partitioned: PartitionedModel | None
+    """The model's partitioned parameters (stage 3); None: none are."""
     _ranks: frozenset[int]
     """The ranks that partition the states; empty: this process alone."""
     _gave_way: bool
@@ -198,7 +201,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.casts = made.casts
         """The element types of the model's tensors."""
         self.partitioned = made.partitioned
-        """The model's partitioned parameters (stage 3); None: none are."""
         self._open(trained(named), model)
         self._waits_for = None
 
