@@ -121,6 +121,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         all_of_it: bool = False,
     ) -> None:
         self._steps = self._waits_for = None
+        self._gave_way = False
         self._model = None if model is None else weakref.ref(model)
         settings = without_torchs_options(overrides)
         if lr is not None:
@@ -198,8 +199,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             scaler=scaler,
             casts=casts,
         )
-        self.casts = made.casts
-        """The element types of the model's tensors."""
         self.partitioned = made.partitioned
         self._open(trained(named), model)
         self._waits_for = None
@@ -211,7 +210,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._steps = Steps(parts)
         self._state_lock = parts.pipeline.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
-        self.checkpoints = Checkpoints(parts.pipeline)
+        self._checkpoints = Checkpoints(parts.pipeline)
 
     @property
     def updates(self) -> int:
@@ -256,12 +255,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.follow_sizes()
         self._state_lock.change("flush()", self.parts.registration.flush)
 
-    def __getattr__(self, name: str) -> Any:
-        """An attribute that an optimizer that waits for shards has only when its parts are made."""
-        if name in ("casts", "checkpoints") and vars(self).get("_waits_for") is not None:
-            self._end_wait()
-            return vars(self)[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+    @property
+    def casts(self) -> Casts:
+        """The element types of the model's tensors."""
+        self._end_wait()
+        return self._foundation.casts
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Saves and loads the states."""
+        self._end_wait()
+        return self._checkpoints
 
     @property
     def slots(self) -> list[Slot]:

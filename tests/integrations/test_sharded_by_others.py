@@ -107,6 +107,7 @@ def by_trainer(folder, arguments, *, model=None, callbacks=(), resume=None, **se
         dataloader_pin_memory=False, ddp_backend="gloo", **settings,
     )  # fmt: skip
     made = arguments(args) if callable(arguments) else arguments
+    assert made[1].get("process_group") is None  # the parameters' placements say which process has which states
     trainer = Trainer(model or llama(), args, train_dataset=DATA, optimizer_cls_and_kwargs=made, callbacks=[*callbacks])
     trainer.train(resume_from_checkpoint=resume)
     log = trainer.state.log_history

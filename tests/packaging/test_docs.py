@@ -192,7 +192,13 @@ def test_the_complete_loop_resumes_with_the_bits_of_the_uninterrupted_one_in_eve
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name == "integrations"], ids=lambda page: page.stem
+    "page",
+    [
+        page
+        for page in PAGES
+        if page.parent.name == "integrations" and any(job.arguments[0] == "-c" for job in jobs(page))
+    ],
+    ids=lambda page: page.stem,
 )
 def test_all_blocks_of_an_integration_run_on_two_ranks(page, tmp_path):
     folders = {}

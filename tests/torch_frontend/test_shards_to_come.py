@@ -1,5 +1,7 @@
 """An optimizer whose parameters a library is about to replace by shards of theirs, as Accelerate does under FSDP2."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from frontends.torch import OffloadedAdamW, optimizer
+from offload_core.errors import StateError
 from tests.support.processes import on_ranks
 from tests.support.torch_models import same_bits
 from tests.support.torch_rank import loss_of, make
@@ -54,6 +57,34 @@ def test_states_that_are_loaded_end_the_wait(shards_come):
     train(model, waiting, range(2, 4))
     train(like, plain, range(2, 4))
     assert all(map(same_bits, model.parameters(), like.parameters()))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda made, p: made.flush(),
+        lambda made, p: made.whole_states(p),
+        lambda made, p: made.torch_state_dict(),
+        lambda made, p: made.memory_report(),
+        lambda made, p: made.checkpoints,
+        lambda made, p: copy.deepcopy(made),
+    ],
+    ids=["flush", "whole_states", "torch_state_dict", "memory_report", "checkpoints", "deepcopy"],
+)
+def test_a_use_of_the_states_ends_the_wait(shards_come, use):
+    model = make()
+    waiting = OffloadedAdamW(model.parameters(), **SETTINGS)
+    use(waiting, next(model.parameters()))
+    assert len(waiting.slots) == len([*model.parameters()])
+
+
+def test_it_may_be_closed_while_it_waits(shards_come):
+    model = make()
+    waiting = OffloadedAdamW(model.parameters(), **SETTINGS)
+    waiting.close()
+    with pytest.raises(StateError, match="this optimizer was closed"):
+        waiting.step()
+    assert not hasattr(waiting, "checkpoints")
 
 
 def replace_by_shards(model, made):
