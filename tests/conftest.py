@@ -43,6 +43,8 @@ OPTIONAL = {
     "trl",
     "peft",
     "datasets",
+    "ray",
+    "torchtitan",
 }
 """Without one of these, the tests that need it are skipped: so the rest runs on a Python for which it has no wheel."""
 LONGEST = (

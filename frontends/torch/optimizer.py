@@ -17,7 +17,7 @@ from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.step.state_lock import changes, whole
+from offload_core.step.state_lock import StateLock, changes, whole
 
 from .casting import Casts
 from .compiled import untraced
@@ -36,8 +36,9 @@ from .groups import (
 from .internals import NO_BACKWARD, backward_number
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
-from .placed import ranks_of
+from .placed import is_placed, ranks_of, shards_to_come
 from .registration import NamedParam, Slot, named_in, named_params
+from .stage3.partitioned import PartitionedModel
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
 from .state_views import plain_entries
 from .steps import Steps
@@ -57,10 +58,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """None until the optimizer is built, and after it is closed."""
     _model: "weakref.ref[nn.Module] | None"
     """An engine's model, which names the parameters of groups that are added; None: there is none."""
+    partitioned: PartitionedModel | None
+    """The model's partitioned parameters (stage 3); None: none are."""
     _ranks: frozenset[int]
     """The ranks that partition the states; empty: this process alone."""
     _gave_way: bool
     """True if a later optimizer took over."""
+    _waits_for: "weakref.ref[torch.Tensor] | None"
+    """The first parameter, if a library is about to put shards in the place of all of them. There are no states until
+    it has, or until they are used: memory for those of whole parameters may be lacking. None: the parts are made."""
     _states: Any
     """``state`` while there are no parts."""
     _updates: int
@@ -114,7 +120,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         model: nn.Module | None = None,
         all_of_it: bool = False,
     ) -> None:
-        self._steps = None
+        self._steps = self._waits_for = None
+        self._gave_way = False
         self._model = None if model is None else weakref.ref(model)
         settings = without_torchs_options(overrides)
         if lr is not None:
@@ -154,7 +161,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         own: dict[str, Any] = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
         own |= {"betas": tuple(betas)} if isinstance(betas, tuple | list) else {}
         super().__init__(params, {**defaults_of(self.config), **own})
-        self._build(process_group, model)
+        if model is None and process_group is None and shards_to_come():
+            hypers_of(self.param_groups, self.config, self.updates)  # checks them
+            self._waits_for = weakref.ref(self.param_groups[0]["params"][0])
+            self._state_lock, self.awaited, self.partitioned = StateLock(), AwaitedStates(), None
+        else:
+            self._build(process_group, model)
 
     def _build(
         self,
@@ -187,11 +199,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             scaler=scaler,
             casts=casts,
         )
-        self.casts = made.casts
-        """The element types of the model's tensors."""
         self.partitioned = made.partitioned
-        """The model's partitioned parameters (stage 3); None: none are."""
         self._open(trained(named), model)
+        self._waits_for = None
 
     def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
         """Make the parts that hold parameters and states, and take on these parameters."""
@@ -200,7 +210,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._steps = Steps(parts)
         self._state_lock = parts.pipeline.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
-        self.checkpoints = Checkpoints(parts.pipeline)
+        self._checkpoints = Checkpoints(parts.pipeline)
 
     @property
     def updates(self) -> int:
@@ -216,6 +226,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def steps(self) -> Steps:
         """The part that makes steps of the others; :class:`StateError` once the optimizer is closed."""
+        self._end_wait()
         if self._steps is None and self._gave_way:
             raise StateError(
                 "this optimizer was closed, because a later one was made of its parameters; expected that one to be "
@@ -243,6 +254,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self.follow_sizes()
         self._state_lock.change("flush()", self.parts.registration.flush)
+
+    @property
+    def casts(self) -> Casts:
+        """The element types of the model's tensors."""
+        self._end_wait()
+        return self._foundation.casts
+
+    @property
+    def checkpoints(self) -> Checkpoints:
+        """Saves and loads the states."""
+        self._end_wait()
+        return self._checkpoints
 
     @property
     def slots(self) -> list[Slot]:
@@ -306,12 +329,38 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ParameterError, HostMemoryError: there can be no such states; the optimizer is closed.
         """
+        self._follow_shards()
+        self._end_wait()
         if self._steps is None or self.updates or self.partitioned:
             return
         parts = self._steps.parts
         if not parts.pipeline.arrivals.holds_gradients and parts.registration.grown():
             self.checkpoints.wait()
             self._start_over(parts)
+
+    def _follow_shards(self) -> bool:
+        """Before the first update, make states anew if a library has put DTensors in the place of all parameters, as
+        ``accelerator.prepare(model, optimizer)`` does. Collective then.
+
+        Returns:
+            True if the optimizer has no states, and waits for such parameters.
+        """
+        first = next((param for group in self.param_groups for param in group["params"]), None)
+        if self._waits_for is not None:
+            if first is self._waits_for():
+                return True
+            self._end_wait()
+        elif self._steps is not None and first is not None and is_placed(first) and not self.has_states(first):
+            members = [param for group in self.param_groups for param in group["params"]]
+            if not self.updates and self.slots and not any(map(self.has_states, members)):
+                self._steps.parts.close()
+                self._build(None)
+        return False
+
+    def _end_wait(self) -> None:
+        """Make the parts, if the optimizer has waited for other parameters, of those that are in the groups."""
+        if self._waits_for is not None:
+            self._build(None)
 
     @changes("a resize of parameters")
     def _start_over(self, parts: Parts) -> None:
@@ -339,7 +388,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.partitioned.close()
         if self._steps is not None:
             self._steps.parts.close()
-        self.partitioned = self._steps = None
+        self.partitioned = self._steps = self._waits_for = None
         self.state = defaultdict(dict)
 
     # --- an optimizer that takes over ------------------------------------------------------------------
@@ -371,6 +420,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
+        if self._follow_shards():
+            super().zero_grad(set_to_none)
+            return
         try:
             self._state_lock.change("zero_grad()", self.parts.intake.discard)
         except Exception:
@@ -404,6 +456,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Values assigned to ``state``, ``state[p]`` or ``state[p]["exp_avg"]`` are copied into that memory. A parameter
         whose entry is deleted or left out starts again, with moments and a step count of 0.
         """
+        if self._steps is not None or self._waits_for is not None:
+            self._follow_shards()
         return self._states if self._steps is None else self._steps.parts.states.views
 
     @state.setter
@@ -420,6 +474,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         It does not hold gradients that wait for the next update. Under loss scaling it also has ``"loss_scale"``; if
         ``lr`` or ``betas`` is a function, the number of ``"updates"``. Each rank may call this on its own.
         """
+        if self._follow_shards():
+            return super().state_dict()
         if self.pipeline.device.world_size == 1:
             self.flush()  # among ranks that would be collective under schedule="delayed"
         return completed(super().state_dict(), self.pipeline)
@@ -442,6 +498,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StateError, ConfigError: the states are of another model or rank, of float64 or of no floating-point type,
                 or a count or a hyperparameter is out of range; nothing has changed.
         """
+        if self._follow_shards():
+            if not state_dict["state"] and IN_SHARDS not in state_dict:  # Accelerate loads what it has just asked for
+                super().load_state_dict(state_dict)
+                return
+            self._end_wait()
         if IN_SHARDS in state_dict:
             self.awaited.begin(self, state_dict[IN_SHARDS])
             return
@@ -501,8 +562,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state: ``load_state_dict`` calls this with hidden entries, copy and pickle on an empty object."""
-        vars(self).setdefault("_steps", None)
-        vars(self).setdefault("_model", None)
+        for name in ("_steps", "_model", "_waits_for"):
+            vars(self).setdefault(name, None)
+        if self._waits_for is not None:
+            super().__setstate__({"param_groups": state["param_groups"]})
+            return
         given = Revealed.of(state)
         if self._steps is None:
             rest = given.rest

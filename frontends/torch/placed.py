@@ -46,6 +46,13 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if is_placed(tensor) else tensor
 
 
+def shards_to_come() -> bool:
+    """True if Accelerate shards models by FSDP2 in this process: ``prepare(model, optimizer)`` then puts the shards
+    into the groups of an optimizer that was made of whole parameters."""
+    accelerate = sys.modules.get("accelerate.state")
+    return accelerate is not None and accelerate.is_initialized() and accelerate.AcceleratorState().is_fsdp2
+
+
 @dataclass(frozen=True)
 class Part(Box):
     """The part of a parameter that this process holds, as the core's ``Elements``."""

@@ -7,7 +7,9 @@ Three kinds of blocks are tried, each page in a temporary folder:
 - ```console: a session. Lines that begin with ``$ python`` are run, in order, and say what stands below them; ``…``
   there is whatever comes. One that fails has its last line below it.
 
-The first kind, of docs/integrations/, runs on two ranks, too: all blocks of a page in one pair of processes.
+The first kind, of docs/integrations/, runs on two ranks, too: all blocks of a page in one pair of processes. So do the
+files that a page has torchrun start (``STARTED_BY_TORCHRUN``). Those of torchtitan and Ray are run in
+tests/integrations/.
 """
 
 import ast
@@ -190,7 +192,13 @@ def test_the_complete_loop_resumes_with_the_bits_of_the_uninterrupted_one_in_eve
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if page.parent.name == "integrations"], ids=lambda page: page.stem
+    "page",
+    [
+        page
+        for page in PAGES
+        if page.parent.name == "integrations" and any(job.arguments[0] == "-c" for job in jobs(page))
+    ],
+    ids=lambda page: page.stem,
 )
 def test_all_blocks_of_an_integration_run_on_two_ranks(page, tmp_path):
     folders = {}
@@ -249,6 +257,39 @@ def test_the_script_of_trl_trains_a_small_model_on_one_rank_and_on_two(tmp_path)
             assert (folder / "runs" / f"checkpoint-{12 // n_ranks}" / "offload").is_dir()
     finally:
         server.close()
+
+
+SHARDED = "from tests.support import fsdp_on_cpu\nfsdp_on_cpu.allow()\n"
+"""Code before that of pages on FSDP2 in Accelerate, which shards on accelerators alone."""
+STARTED_BY_TORCHRUN = [
+    ("fsdp2.md", "fsdp2.py", 2, ""),
+    ("fsdp2.md", "own_loop.py", 2, ""),
+    ("fsdp2.md", "two_dimensions.py", 4, ""),
+    ("integrations/transformers.md", "fsdp2_accelerate.py", 2, SHARDED),
+    ("integrations/transformers.md", "fsdp2_trainer.py", 2, SHARDED + GROUP),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("page", "name", "n_ranks", "start"), STARTED_BY_TORCHRUN, ids=lambda value: str(value).partition("\n")[0]
+)
+def test_a_script_of_a_page_runs_on_several_ranks(page, name, n_ranks, start, tmp_path):
+    code = files(ROOT / "docs" / page)[name]
+    server = ForkServer()
+    try:
+        done = server.run(
+            *[("-c", start + code)] * n_ranks, folder=tmp_path, environments=launched(n_ranks), merge=True
+        )
+        assert [ran.returncode for ran in done] == [0] * n_ranks, "\n\n".join(ran.stdout for ran in done)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("page", ["fsdp2.md", "integrations/torchtitan.md", "integrations/ray.md"])
+def test_a_script_for_those_who_shard_already_has_at_most_60_lines(page):
+    for name, code in files(ROOT / "docs" / page).items():
+        assert len(code.splitlines()) <= 60, name
 
 
 def test_there_are_examples_for_both_frameworks_and_the_two_commands():

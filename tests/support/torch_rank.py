@@ -43,6 +43,17 @@ def bits(model):
     return digest.hexdigest()
 
 
+def local_bits(model, optimizer):
+    """Of this process's parts of parameters and moments; they may be DTensors."""
+    digest = hashlib.sha256()
+    for p in model.parameters():
+        state = optimizer.state[p]
+        for value in (p, state["exp_avg"], state["exp_avg_sq"]):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            digest.update(local.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
 def whole_bits(engine):
     with gathered_parameters(engine.module.parameters()):
         return bits(engine.module)

@@ -51,7 +51,7 @@ class _Settings(MutableMapping[str, Any]):
             "lr": args.learning_rate,
             "betas": (args.adam_beta1, args.adam_beta2),
             "eps": args.adam_epsilon,
-            "process_group": dist.group.WORLD if args.world_size > 1 else None,
+            "process_group": dist.group.WORLD if args.world_size > 1 and not args.fsdp else None,
         }
         return {name: value for name, value in (settings | self._overrides).items() if name not in self._left_out}
 
@@ -88,7 +88,8 @@ class OffloadCallback(TrainerCallback):
     came from. Each rank writes its own part. ``trainer.train(resume_from_checkpoint=...)`` resumes from it bit for
     bit. Trainer's own ``optimizer.pt`` holds the states a second time; ``save_only_model=True`` leaves it out. With
     several ranks that is required, because Trainer would write the states of rank 0 only; and the optimizer is to have
-    partitioned its states over all of them, as :func:`offloaded_adamw` asks.
+    partitioned its states over all of them, as :func:`offloaded_adamw` asks. Where Trainer shards the model with FSDP2
+    (``fsdp=True``), its own checkpoints hold the states of all ranks, and this callback only adds to the log.
 
     To each log of the training loss it adds ``offload_host_bytes`` (states and buffers) and ``offload_device_bytes``
     (parameters and buffers of the model, frozen ones too); on CUDA ``offload_peak_device_bytes`` (the most that torch
@@ -118,6 +119,9 @@ class OffloadCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
+        if args.fsdp:
+            _check_rate(args, _offloaded(kwargs))
+            return
         world_size = _offloaded(kwargs).pipeline.device.world_size
         if world_size != args.world_size and (args.save_strategy != "no" or state.global_step):
             raise ConfigError(
@@ -188,7 +192,7 @@ class OffloadCallback(TrainerCallback):
         self._shards.resume_random()  # the loader has begun the epoch anew and skipped batches
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        if args.save_only_model and isinstance(kwargs["optimizer"], EngineOptimizer):
+        if args.fsdp or (args.save_only_model and isinstance(kwargs["optimizer"], EngineOptimizer)):
             return
         folder, step = _checkpoint_folder(args, state), state.global_step
         stateful = _stateful(kwargs)
