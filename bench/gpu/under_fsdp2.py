@@ -1,4 +1,4 @@
-"""Training steps of GPT-2 1.5B under FSDP2 on one device: prints a line of JSON for each contender, milliseconds a step."""
+"""Training steps of GPT-2 1.5B under FSDP2 on one device: a line of JSON for each contender, with ms of each step."""
 
 import gc
 import json
