@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..config.options import OffloadConfig
+from ..config.state_formats import BLOCK
 from ..dtypes import ElementType
 from ..errors import ConfigError
 from ..rules import Matrix, Rule
-from .regions import Elements
+from .regions import Box, Elements
 
 _MOST_BUCKETS = 2**15
 """As many as 10^12 parameters fill at the default size. Each costs memory and time of its own, in every step."""
@@ -52,10 +53,21 @@ class ParamSpec:
     (``Pipeline.settle``), with those of all parameters that have the same number."""
 
     @property
+    def first(self) -> int | None:
+        """The number that its first element has among the random numbers that round its states. A part of a parameter
+        that is one run, from a whole block on, has the numbers of the whole; None: it is another part."""
+        if not isinstance(self.elements, Box) or self.elements.is_whole:
+            return 0
+        first = self.elements.first
+        return None if first is None or first % BLOCK else first
+
+    @property
     def seed(self) -> int:
         """The seed of the random numbers that round its states, 64 bits. It follows from a name, so that every rank and
-        every later run has the same."""
+        every later run has the same; of some parts (:attr:`first`), also from their place in the parameter."""
         name = self.name if self.seed_name is None else self.seed_name
+        if self.first is None:
+            name += f" {self.elements}"
         return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 

@@ -148,6 +148,13 @@ class Box:
     def is_whole(self) -> bool:
         return self.local_shape == self.shape
 
+    @property
+    def first(self) -> int | None:
+        """The number of its first element in the array, if it is one run of the array's elements; None: it is not."""
+        [(_, region)] = self.regions(0, self.numel)
+        runs = region.runs()
+        return None if len(runs) > 1 or self.order is not None else int(runs[0, 0]) if len(runs) else 0
+
     def regions(self, start: int, numel: int) -> list[tuple[int, Region]]:
         box = None if self.is_whole else tuple(self.box[d] for d in self.order or range(len(self.box)))
         return [(0, Region(self.shape, start, numel, self.order, box))]

@@ -114,6 +114,9 @@ class LocalBucket:
         self.in_tensor = np.array([self.bucket.in_tensor(piece) for piece in self.pieces], np.int64)
         """The offset of each piece in its parameter's tensor, in elements."""
         self.numels = np.array([piece.numel for piece in self.pieces], np.int64)
+        firsts = {param: specs[param].first or 0 for param in self.members}
+        self.numbers = self.starts + np.array([firsts[piece.param] for piece in self.pieces], np.int64)
+        """The number of each piece's first element among the random numbers of its states."""
         seeds = {param: specs[param].seed for param in self.members}
         self.seeds = np.array([seeds[piece.param] for piece in self.pieces], np.uint64)
         """Of the random numbers of each piece's states."""

@@ -205,7 +205,7 @@ class Updates:
             segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
             segments["grad"] = work.gradients.addresses[pieces]
             segments["scalars"] = rows[pieces]
-            segments["start"] = work.starts[pieces]
+            segments["start"] = work.numbers[pieces]
             segments["seed"] = work.seeds[pieces]
             if directions is not None:
                 segments["moments"][:, len(work.rule.states)] = directions[pieces]
