@@ -192,7 +192,7 @@ $(SETS): pyproject.toml constraints.txt | $(BUILD_STAMP)
 	@echo "make: installing into $(VENV): $(WHAT)"
 	@start=$$(date +%s); $(PIP) 'offload-core[$(EXTRAS)]==$(RELEASE)' $(MORE) || { \
 	    echo "make: pip could not install it (its words are above); a second call goes on from here"; exit 1; }; \
-	$(if $(BESIDE),$(PIP) --no-deps $(BESIDE) || echo "make: without $(firstword $(BESIDE)), whose test is skipped";) \
+	$(if $(BESIDE),$(PIP) --no-deps $(BESIDE) || echo "make: without $(firstword $(BESIDE)): its test is skipped";) \
 	echo "make: installed, in $$(($$(date +%s) - start)) s"
 	@touch $@
 
