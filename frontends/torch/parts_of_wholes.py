@@ -1,5 +1,4 @@
-"""A rank's part of a whole tensor, as ``state_dict()`` lists it and ``torch.distributed.checkpoint`` (DCP) saves and loads
-it.
+"""A rank's part of a whole tensor, as ``state_dict()`` lists it and ``torch.distributed.checkpoint`` (DCP) has it.
 
 Stages 1 to 3 cut parameters and states over ranks where buckets end, so that a rank's part is a run of elements: the
 end of one row, whole rows, the beginning of another. DCP stores boxes. Its protocol ``_Checkpointable`` asks a tensor
@@ -194,7 +193,7 @@ def pickled() -> StateError:
     """Return the error of pickling a rank's part of states."""
     return StateError(
         "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
-        "lack the others' parts; expected engine.save_checkpoint(folder), torch.distributed.checkpoint, OffloadCallback "
-        "(Trainer), save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part is kept, "
-        "copies: copy.deepcopy(optimizer.state_dict())"
+        "lack the others' parts; expected engine.save_checkpoint(folder), dcp.save (torch.distributed.checkpoint), "
+        "OffloadCallback (Trainer), save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part "
+        "is kept, copies: copy.deepcopy(optimizer.state_dict())"
     )

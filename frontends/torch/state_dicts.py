@@ -110,8 +110,11 @@ def checked_and_hidden(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, 
         if pipeline.scaler is not None and "loss_scale" in state_dict:
             pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
+    groups = state_dict["param_groups"]
+    if not optimizer.takes_names:  # an engine's, of before, or with names of the user's
+        groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
     hidden: dict[Any, Any] = {key: Hidden(entry) for key, entry in state_dict["state"].items()}
-    return {**state_dict, "state": hidden | {Hidden: take_counts}}
+    return {**state_dict, "param_groups": groups, "state": hidden | {Hidden: take_counts}}
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,6 @@ class Region:
         lengths[-1] -= (last + 1) * row - (self.start + self.numel)
         return np.stack([starts, lengths], axis=1)
 
-
     def boxes(self) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
         """The region as boxes of the parameter, each after its place in the region.
 
