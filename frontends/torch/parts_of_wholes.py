@@ -194,6 +194,6 @@ def pickled() -> StateError:
     return StateError(
         "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
         "lack the others' parts; expected engine.save_checkpoint(folder), dcp.save (torch.distributed.checkpoint), "
-        "OffloadCallback (Trainer), save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part "
-        "is kept, copies: copy.deepcopy(optimizer.state_dict())"
+        "OffloadCallback (Trainer), save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's "
+        "part is kept, copies: copy.deepcopy(optimizer.state_dict())"
     )

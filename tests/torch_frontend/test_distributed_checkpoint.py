@@ -6,6 +6,7 @@ import signal
 from contextlib import nullcontext
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -78,14 +79,23 @@ class Net(nn.Module):
         return sum(block(step) for block in self.blocks.values())
 
 
-def sharded(kind, dtype):
+def freeze(model):
+    """One part of it is not trained: its parameters, and a buffer."""
+    model.blocks["second"].requires_grad_(False)
+    model.register_buffer("seen", torch.arange(6.0).view(2, 3))
+
+
+def sharded(kind, dtype, *, frozen=False):
     model, world = Net().to(dtype), dist.get_world_size()
+    if frozen:
+        freeze(model)
     if kind == "fsdp x tp":
         mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=("dp", "tp"))
         for block in model.blocks.values():
             for i, param in enumerate([*block.params]):
                 cut = Shard(1 if param.dim() == 2 and i % 2 == 0 else 0)
-                block.params[i] = nn.Parameter(distribute_tensor(param.detach(), mesh["tp"], [cut]))
+                placed = distribute_tensor(param.detach(), mesh["tp"], [cut])
+                block.params[i] = nn.Parameter(placed, requires_grad=param.requires_grad)
         mesh = mesh["dp"]
     else:
         mesh = init_device_mesh("cpu", (world,), mesh_dim_names=("dp",))
@@ -183,7 +193,8 @@ def straight(steps, dtype):
     return Run("alone", dtype).train(range(steps)).bits()
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.slow
 def test_thirty_steps_are_ten_saved_by_four_ranks_and_twenty_by_four_two_or_one(dtype, tmp_path):
     """Saved by our stages and by FSDP2 with tensor parallelism; loaded by these and by torch's own AdamW, and back."""
     torchs = [] if dtype is torch.bfloat16 else ["torch fsdp"]  # it has no master weights
@@ -214,6 +225,18 @@ class Killed(dcp.FileSystemWriter):
     def write_data(self, plan, planner):
         super().write_data(plan, planner)
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_each_goes_on_from_what_another_has_saved(tmp_path):
+    """In one start of processes; the law above has more of them."""
+
+    @on_ranks(4)
+    def _(rank):
+        expected = straight(5, torch.bfloat16)
+        for saver, loader in (("stage 2", "fsdp x tp"), ("fsdp x tp", "stage 3"), ("stage 3", "stage 1")):
+            Run(saver, torch.bfloat16).train(range(3)).save(tmp_path / saver)
+            run = Run(loader, torch.bfloat16).train([7]).load(tmp_path / saver).train(range(3, 5))
+            assert not differing(run.bits(), expected), (saver, loader)
 
 
 def test_a_killed_save_leaves_the_one_before(tmp_path):
@@ -299,6 +322,81 @@ def test_the_next_step_uses_what_was_loaded_in_place(tmp_path):
                 each.train([5, 6])
                 each.optimizer.flush()
             assert not differing(other.bits(), run.bits())
+
+
+def engine_of(kind):
+    """An engine of a model of which one part is frozen."""
+    if kind in STAGES:
+        model = Net().to(torch.bfloat16)
+        freeze(model)
+        return wrap(model, lr=1e-2, reduce_bucket_size=64, **STAGES[kind])
+    return wrap(sharded(kind, torch.bfloat16, frozen=True), lr=1e-2)
+
+
+def train_engine(engine, steps):
+    for step in steps:
+        engine.backward(engine(step))
+        engine.step()
+    engine.flush()
+
+
+def everything_of(engine):
+    found = {}
+    with gathered_parameters(engine.module.parameters()):
+        for name, tensor in (*engine.module.named_parameters(), *engine.module.named_buffers()):
+            found[name] = _bits(_whole(tensor.detach()))
+    for slot in engine.optimizer.slots:
+        found |= {f"{k} of {slot.name}": _bits(v) for k, v in engine.optimizer.whole_states(slot.param).items()}
+    return found
+
+
+@pytest.mark.slow
+def test_our_own_checkpoints_go_from_meshes_to_one_process_and_back(tmp_path):
+    """With frozen DTensors and a buffer, which those who load have otherwise; and exports are of whole tensors."""
+
+    @on_ranks(4)
+    def saved(rank):
+        found = []
+        for kind in ("fsdp x tp", "fsdp", "stage 3"):
+            engine = engine_of(kind)
+            with torch.no_grad(), gathered_parameters(engine.module.parameters(), modifier_rank=0):
+                for param in engine.module.blocks["second"].params:
+                    param.mul_(3)
+                engine.module.seen.mul_(2)
+            train_engine(engine, range(3))
+            engine.save_checkpoint(tmp_path / kind)
+            for dtype in (None, "float32"):
+                engine.export_safetensors(tmp_path / kind / f"{dtype}", dtype=dtype)
+            train_engine(engine, [3, 4])
+            found.append(everything_of(engine))
+        return found
+
+    assert saved == [[saved[0][0]] * 3] * 4
+    for world_size in (1, 2):
+
+        @on_ranks(world_size)
+        def loaded(rank, world_size=world_size):
+            found = []
+            for saver in ("fsdp x tp", "fsdp", "stage 3"):
+                for kind in ("stage 2", "fsdp") if world_size == 1 else ("fsdp", "stage 3", "fsdp x tp"):
+                    engine = engine_of(kind)
+                    engine.load_checkpoint(tmp_path / saver)
+                    train_engine(engine, [3, 4])
+                    found.append(everything_of(engine))
+            return found
+
+        assert {tuple(bits.items()) for of_one in loaded for bits in of_one} == {tuple(saved[0][0].items())}
+
+    exported = {}
+    for kind in ("fsdp x tp", "fsdp", "stage 3"):
+        for dtype in ("None", "float32"):
+            weights = safetensors.torch.load_file(tmp_path / kind / dtype / "model.safetensors")
+            assert {name: tuple(t.shape) for name, t in weights.items()} == {
+                **{name: tuple(p.shape) for name, p in Net().named_parameters()},
+                "seen": (2, 3),
+            }
+            bits = {name: _bits(value) for name, value in weights.items()}
+            assert exported.setdefault(dtype, bits) == bits
 
 
 def test_parameters_of_no_dimension_and_of_no_elements(tmp_path):
