@@ -274,6 +274,16 @@ def test_states_that_are_encoded_and_copies_of_a_save_in_the_background(tmp_path
                 assert not differing(Run(kind, torch.bfloat16).load(path).bits(), expected), (kind, folder)
 
 
+def test_states_that_are_encoded_on_one_process(tmp_path):
+    @on_ranks(1)
+    def _(rank):
+        for kind, fields in (("8-bit", {}), ("fsdp", {"state_format": "8bit"})):
+            run = Run(kind, torch.bfloat16, **fields).train(range(3))
+            run.save(tmp_path / kind)
+            other = Run(kind, torch.bfloat16, **fields).train([7]).load(tmp_path / kind)
+            assert not differing(other.bits(), run.bits())
+
+
 def test_whole_and_flat_state_dicts(tmp_path):
     """Gathered on rank 0 and sent from there, or in each rank; flat ones through DCP, between ours and torch's own."""
 
