@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 import signal
 from contextlib import nullcontext
 
@@ -253,6 +254,12 @@ def test_a_killed_save_leaves_the_one_before(tmp_path):
         run = Run("fsdp", torch.bfloat16)
         with pytest.raises(CheckpointException, match="metadata is None"):
             run.load(tmp_path / "2")
+        if rank == 0:
+            shutil.copytree(tmp_path / "1", tmp_path / "damaged")
+            os.truncate(max((tmp_path / "damaged").glob("*.distcp")), 1000)
+        dist.barrier()
+        with pytest.raises(CheckpointException):
+            run.load(tmp_path / "damaged")
         assert not differing(run.load(tmp_path / "1").bits(), straight(SAVED, torch.bfloat16))
 
 
@@ -272,6 +279,28 @@ def test_states_that_are_encoded_and_copies_of_a_save_in_the_background(tmp_path
                 run.train([3])
                 running.result()
                 assert not differing(Run(kind, torch.bfloat16).load(path).bits(), expected), (kind, folder)
+
+
+def test_master_weights_that_a_checkpoint_lacks_follow_the_parameters(tmp_path):
+    @on_ranks(2)
+    def _(rank):
+        Run("torch fsdp").train(range(3)).save(tmp_path)
+        for kind in ("stage 2", "fsdp"):
+            run = Run(kind, torch.bfloat16).train([7])
+            model, optimizer = run.states()
+            planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
+            dcp.load({"model": model, "optimizer": optimizer}, checkpoint_id=tmp_path, planner=planner)
+            set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+            saved, found = Run("torch fsdp").load(tmp_path).bits(), run.bits()
+            for name, _ in run.model.named_parameters():
+                assert found[f"exp_avg of {name}"] == saved[f"exp_avg of {name}"]
+                master, param = _rounded(found[f"master of {name}"]), _rounded(saved[name])
+                assert master == param == found[name]  # elements that round to the parameter keep their low bits
+
+
+def _rounded(bits):
+    """To bfloat16."""
+    return _bits(torch.frombuffer(bytearray(bits), dtype=torch.float32).bfloat16())
 
 
 def test_states_that_are_encoded_on_one_process(tmp_path):
