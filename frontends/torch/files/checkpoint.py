@@ -133,10 +133,10 @@ class ModelCheckpoints:
         if not placed:
             return {}
         pipeline = self._optimizer.pipeline
-        parts = {id(tensor): _placed(name, tensor) for name, tensor in placed}
-        agree = partial(count_once, pipeline.device.collectives, placed, parts)
-        found: dict[int, bool] = self._state_lock.change("save_checkpoint()", pipeline.buckets.run, agree)
-        return found
+        held = [(name, tensor, _placed(name, tensor)) for name, tensor in placed]
+        agree = partial(count_once, pipeline.device.collectives, held)
+        counted: list[bool] = self._state_lock.change("save_checkpoint()", pipeline.buckets.run, agree)
+        return {id(tensor): counts for (_, tensor), counts in zip(placed, counted, strict=True)}
 
     @whole("load_checkpoint()")
     def has_none(self, path: Any) -> bool:
