@@ -93,7 +93,7 @@ class Engine(nn.Module):
         if not isinstance(model, nn.Module):
             raise ParameterError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
         _check_averages_once(model)
-        all_of_it = params is None
+        all_of_it, named = params is None, False
         if params is None:
             # Frozen ones are included: they get states when they are unfrozen.
             params = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.requires_grad]
@@ -103,10 +103,10 @@ class Engine(nn.Module):
                     "unfreeze what is to be trained"
                 )
         elif not isinstance(params, torch.Tensor):
-            params = in_model(model, params)
+            params, named = in_model(model, params)
         group = process_group if any(map(is_placed, model.parameters())) else default_group(process_group)
         self.optimizer = class_for(config, overrides).of_engine(
-            model, params, config, group, overrides, all_of_it=all_of_it
+            model, params, config, group, overrides, all_of_it=all_of_it, named=named
         )
         """The model's optimizer, for learning-rate schedulers and the like."""
         self.offload_config = self.optimizer.config

@@ -94,14 +94,46 @@ def _checked_name(where: str, optimizer: Any) -> str:
     return str(optimizer)
 
 
-def in_model(model: nn.Module, params: Iterable[Any]) -> list[Any]:
-    """Parameters or groups, as torch's optimizers take them, with the names that they have in the model.
+def in_model(model: nn.Module, params: Iterable[Any]) -> tuple[list[Any], bool]:
+    """Parameters or groups, as torch's optimizers take them, with the names that they have in the model; True if some
+    came with names.
 
     Raises:
         ParameterError: one is not the model's.
     """
     names = names_in(model)
-    return [_named(names, entry) for entry in params]
+    listed = [_listed(entry) for entry in params]
+    return [_named(names, entry) for entry in listed], any(map(_has_names, listed))
+
+
+def _listed(entry: Any) -> Any:
+    """An entry that can be read twice."""
+    if not isinstance(entry, dict):
+        return entry
+    params = entry["params"]
+    return {**entry, "params": [params] if isinstance(params, torch.Tensor) else list(params)}
+
+
+def _has_names(entry: Any) -> bool:
+    if isinstance(entry, dict):
+        return "param_names" in entry or any(map(_has_names, entry["params"]))
+    return isinstance(entry, tuple)
+
+
+def without_names(params: Iterable[Any]) -> tuple[list[Any], dict[torch.Tensor, str]]:
+    """Parameters or groups as torch's optimizers take them without names, and the names."""
+    bare: list[Any] = []
+    names: dict[torch.Tensor, str] = {}
+    for entry in params:
+        if isinstance(entry, dict):
+            inside, of_group = without_names(entry["params"])
+            names |= of_group
+            bare.append({**entry, "params": inside})
+        else:
+            name, param = entry
+            names[param] = name
+            bare.append(param)
+    return bare, names
 
 
 def names_in(model: nn.Module) -> dict[int, str]:
@@ -111,9 +143,7 @@ def names_in(model: nn.Module) -> dict[int, str]:
 
 def _named(names: Mapping[int, str], entry: Any) -> Any:
     if isinstance(entry, dict):
-        params = entry["params"]
-        params = [params] if isinstance(params, torch.Tensor) else list(params)
-        return {**entry, "params": [_named(names, param) for param in params]}
+        return {**entry, "params": [_named(names, param) for param in entry["params"]]}
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, torch.Tensor):
         raise ParameterError(

@@ -31,6 +31,7 @@ from .groups import (
     numbers,
     under_schedules,
     with_own_defaults,
+    without_names,
     without_torchs_options,
 )
 from .internals import NO_BACKWARD, backward_number
@@ -71,6 +72,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """``state`` while there are no parts."""
     _updates: int
     """``updates`` while there are no parts."""
+    names: dict[torch.Tensor, str]
+    """The model's names of an engine's parameters whose groups have none."""
+    takes_names: bool
+    """True if groups have the names that come with parameters, as in torch; False: ``names`` has them."""
 
     def __init__(
         self,
@@ -94,6 +99,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         overrides: Mapping[str, Any],
         *,
         all_of_it: bool,
+        named: bool,
     ) -> Self:
         """The optimizer of an engine, which counts micro-steps, scales losses and partitions the model's parameters.
 
@@ -101,11 +107,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         Args:
             all_of_it: True if ``params`` are those of the whole model, which may need several rules.
+            named: True if the caller gave names. Otherwise the model's are in ``names``, and not in groups and state
+                dicts, so that those of unnamed parameters fit.
         """
         optimizer = cls.__new__(cls)
         settings = {name: value for name, value in overrides.items() if name != "lr"}
         lr = overrides.get("lr")
-        optimizer._begin(params, lr, config, process_group, settings, early_copy=True, model=model, all_of_it=all_of_it)
+        optimizer._begin(
+            params,
+            lr,
+            config,
+            process_group,
+            settings,
+            early_copy=True,
+            model=model,
+            all_of_it=all_of_it,
+            named=named,
+        )
         return optimizer
 
     def _begin(
@@ -119,9 +137,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         early_copy: bool,
         model: nn.Module | None = None,
         all_of_it: bool = False,
+        named: bool = True,
     ) -> None:
         self._steps = self._waits_for = None
         self._gave_way = False
+        self.names = {}
+        self.takes_names = named
         self._model = None if model is None else weakref.ref(model)
         settings = without_torchs_options(overrides)
         if lr is not None:
@@ -157,6 +178,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             params = groups_for(model, params, self.config, tell=is_first)
         if not params:
             raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
+        if not named:
+            params, self.names = without_names(params)
         self._updates = 0
         own: dict[str, Any] = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
         own |= {"betas": tuple(betas)} if isinstance(betas, tuple | list) else {}
@@ -185,7 +208,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._gave_way = False
         self.awaited = AwaitedStates()
         """The states that a loaded file named and did not hold."""
-        named = named_in(self.param_groups)
+        named = named_in(self.param_groups, self.names)
         members = () if process_group is None else dist.get_process_group_ranks(process_group)
         self._ranks = frozenset(members or ranks_of(param for _, param, _ in trained(named)) or ())
         config = replace(self.config, op_order=self.config.op_order or "torch")
@@ -301,7 +324,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         where = f"parameter group {len(self.param_groups)}"
         param_group = with_own_defaults(where, under_schedules(self.config, param_group), self.rule_name)
         params = param_group["params"]
-        if self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
+        if self.param_groups and not self.takes_names and not isinstance(params, set):
+            param_group = self._unnamed(param_group)
+        elif self.param_groups and "param_names" in self.param_groups[0] and not isinstance(params, torch.Tensor | set):
             params = list(params)  # torch requires names for all groups or for none
             if params and isinstance(params[0], torch.Tensor):
                 g = len(self.param_groups)
@@ -314,12 +339,23 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return
         try:
             self.steps.hypers(self.param_groups)
-            named = named_params(len(self.param_groups) - 1, self.param_groups[-1])
+            named = named_params(len(self.param_groups) - 1, self.param_groups[-1], self.names)
             self.parts.registration.check_new(named)
             self.parts.take_on(trained(named), self.param_groups)
         except Exception:
             self.param_groups.pop()
             raise
+
+    def _unnamed(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """The group without names, which go to ``names``."""
+        params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+        model = None if self._model is None else self._model()
+        known = {} if model is None else names_in(model)
+        for i, entry in enumerate(params):
+            name, params[i] = entry if isinstance(entry, tuple) else (known.get(id(entry)), entry)
+            if name is not None:
+                self.names[params[i]] = name
+        return {**{key: value for key, value in group.items() if key != "param_names"}, "params": params}
 
     def follow_sizes(self) -> None:
         """Before the first update, make states anew if parameters have grown (a vocabulary, embeddings), in stages 1
@@ -365,7 +401,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @changes("a resize of parameters")
     def _start_over(self, parts: Parts) -> None:
         slots, masters = parts.registration.slots, parts.states.masters()
-        named = [entry for entry in named_in(self.param_groups) if entry[1] in slots]
+        named = [entry for entry in named_in(self.param_groups, self.names) if entry[1] in slots]
         parts.release()
         try:
             parts.pipeline.start_over()
@@ -556,7 +592,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
                 "state_dict() to be copied"
             )
-        own = {name: getattr(self, name) for name in ("config", "early_copy", "updates", "casts")}
+        own = {
+            name: getattr(self, name) for name in ("config", "early_copy", "updates", "casts", "names", "takes_names")
+        }
         state = {"state": defaultdict(dict, plain_entries(self.state))}
         return {**super().__getstate__(), **state, **own, "scaler": self.pipeline.scaler}
 
@@ -564,6 +602,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Take a state: ``load_state_dict`` calls this with hidden entries, copy and pickle on an empty object."""
         for name in ("_steps", "_model", "_waits_for"):
             vars(self).setdefault(name, None)
+        vars(self).setdefault("names", {})
+        vars(self).setdefault("takes_names", True)
         if self._waits_for is not None:
             super().__setstate__({"param_groups": state["param_groups"]})
             return

@@ -17,7 +17,7 @@ from .casting import Casts
 from .intake import Intake
 from .placed import check_alone, group_of, ranks_of
 from .ranks.device_ranks import device_for, device_of_placed
-from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen, named_in
+from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen
 from .stage3.construction import check_finished, check_takes_none
 from .stage3.leaf_modules import leaf_modules
 from .stage3.partitioned import PartitionedModel
@@ -68,7 +68,7 @@ class Parts:
         """Make states for those of these parameters that have none."""
         new = {param for param in params if param not in self.registration.slots}
         if new:
-            self.take_on([entry for entry in named_in(groups) if entry[1] in new], groups)
+            self.take_on([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
 
     def release(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
@@ -167,7 +167,9 @@ class Foundation:
         intake = Intake(pipeline, registration, early=self.early_copy)
         if partitioned is not None:
             partitioned.runs.leaves.settle_by(intake.settle)
-            partitioned.parameters.matrices = matrices_of_frozen(named_in(groups), [config.rule(g) for g in groups])
+            partitioned.parameters.matrices = matrices_of_frozen(
+                registration.named(groups), [config.rule(g) for g in groups]
+            )
         parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration), partitioned)
         parts.take_on(named, groups, model)
         if partitioned is not None:

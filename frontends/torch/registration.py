@@ -62,6 +62,11 @@ NamedParam = tuple[str, torch.Tensor, int]
 class Owner(Protocol):
     """An optimizer, as another one sees it that is given its parameters."""
 
+    @property
+    def names(self) -> Mapping[torch.Tensor, str]:
+        """Names of parameters in groups without names."""
+        ...
+
     def keeps_from(self, other: Any) -> str | None:
         """The reason why another optimizer may not take over; None: it may."""
 
@@ -197,6 +202,11 @@ class Registration:
         """Release the parameters."""
         let_go(self.slots)
 
+    def named(self, groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
+        """The parameters of an optimizer's groups, with the names that it knows."""
+        owner = self._owner()
+        return named_in(groups, {} if owner is None else owner.names)
+
     # --- taking parameters on ------------------------------------------------------------------------
 
     def check_new(self, named: Iterable[NamedParam]) -> None:
@@ -228,7 +238,7 @@ class Registration:
         new = {param for param in unknown if (param.grad is not None if with_gradient else param.requires_grad)}
         if not new:
             return []
-        return [entry for entry in named_in(groups) if entry[1] in new]
+        return [entry for entry in self.named(groups) if entry[1] in new]
 
     def take_on(self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> list[Slot]:
         """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
@@ -563,18 +573,23 @@ def _let_go_of(memory: list[torch.Tensor], replaced: set[int], index: int) -> No
     replaced.add(index)
 
 
-def named_params(g: int, group: Mapping[str, Any]) -> list[NamedParam]:
-    """The parameters of group ``g``, each once."""
-    names = group.get("param_names") or [f"group {g}, parameter {i}" for i in range(len(group["params"]))]
+def named_params(g: int, group: Mapping[str, Any], own: Mapping[torch.Tensor, str]) -> list[NamedParam]:
+    """The parameters of group ``g``, each once.
+
+    Args:
+        own: names that the optimizer has given to parameters of groups without names.
+    """
+    others = [own.get(param, f"group {g}, parameter {i}") for i, param in enumerate(group["params"])]
+    names = group.get("param_names") or others
     entries: dict[torch.Tensor, NamedParam] = {}
     for name, param in zip(names, group["params"], strict=True):
         entries.setdefault(param, (name, param, g))  # torch only warns of a parameter that is in a group twice
     return [*entries.values()]
 
 
-def named_in(groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
-    """The parameters of all groups."""
-    return [entry for g, group in enumerate(groups) for entry in named_params(g, group)]
+def named_in(groups: Sequence[Mapping[str, Any]], own: Mapping[torch.Tensor, str]) -> list[NamedParam]:
+    """The parameters of all groups, as :func:`named_params`."""
+    return [entry for g, group in enumerate(groups) for entry in named_params(g, group, own)]
 
 
 def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> dict[int, Matrix]:

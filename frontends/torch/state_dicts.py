@@ -18,7 +18,7 @@ from offload_core.step.state_access import checked_count
 from .groups import hyper_of, loaded, scheduled
 from .parts import Parts
 from .rule_words import WORDS
-from .state_views import plain_entries
+from .state_views import Views
 
 IN_SHARDS = "in_shards"
 """The key in a library's file of an optimizer; its value is the name of the folder that has the states."""
@@ -85,7 +85,8 @@ def check_counts(state_dict: Mapping[str, Any], scaler: LossScaler | None) -> No
 def completed(state_dict: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
     """Return torch's state dict of an optimizer with plain tensors, and with the states that torch knows nothing of."""
     if "state" in state_dict:  # a hook may have replaced the whole dict
-        state_dict["state"] = plain_entries(state_dict["state"])
+        entries = state_dict["state"].items()
+        state_dict["state"] = {k: e.for_state_dict() if isinstance(e, Views) else e for k, e in entries}
     if pipeline.device.world_size > 1:
         state_dict["partition"] = partition(pipeline.device)
     if scheduled(pipeline.config, pipeline.counts.updates):
@@ -109,8 +110,11 @@ def checked_and_hidden(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, 
         if pipeline.scaler is not None and "loss_scale" in state_dict:
             pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
+    groups = state_dict["param_groups"]
+    if not optimizer.takes_names:  # an engine's, of before, or with names of the user's
+        groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
     hidden: dict[Any, Any] = {key: Hidden(entry) for key, entry in state_dict["state"].items()}
-    return {**state_dict, "state": hidden | {Hidden: take_counts}}
+    return {**state_dict, "param_groups": groups, "state": hidden | {Hidden: take_counts}}
 
 
 @dataclass(frozen=True)

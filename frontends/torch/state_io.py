@@ -17,6 +17,7 @@ from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.checks import shown
 from offload_core.support.threads import uninterrupted
 
+from .parts_of_wholes import Held, PartOfWhole
 from .registration import Registration, Slot
 from .rule_words import counted
 from .stage3.gathering import gathered_parameters
@@ -125,7 +126,7 @@ class TorchStates:
         slot, held = self._registration.slots[param], self.views[param]
         rule = self._states.rule(slot.index)
         if entry := counted(entry, rule):
-            entry = own_part(self._pipeline, slot, entry)
+            entry = own_part(self._pipeline, slot, held.of_whole, entry)
             check_entry(slot.name, held.shape, entry, rule.state_names)
         self._pipeline.state_lock.change("an assignment to optimizer.state", self._registration.flush)
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
@@ -151,8 +152,9 @@ class TorchStates:
             if slot is None:
                 check_entry("?", param.shape, entry, rules[param].state_names)
             else:
-                entry = own_part(self._pipeline, slot, entry)
-                check_entry(slot.name, self.views[param].shape, entry, self._states.rule(slot.index).state_names)
+                held = self.views[param]
+                entry = own_part(self._pipeline, slot, held.of_whole, entry)
+                check_entry(slot.name, held.shape, entry, self._states.rule(slot.index).state_names)
             own[param] = entry
         return own
 
@@ -248,11 +250,16 @@ class TorchStates:
         self._registration.note(slot)
 
 
-def own_part(pipeline: Pipeline, slot: Slot, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """This rank's part of whole states; parts are returned as they are."""
+def own_part(pipeline: Pipeline, slot: Slot, held: Held | None, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """This rank's part of whole states; parts are returned as they are.
+
+    Raises:
+        StateError: a part is another rank's.
+    """
+    index, param = slot.index, slot.param
+    entry = {name: _elements(slot.name, held, value) for name, value in entry.items()}
     if pipeline.device.world_size == 1:
         return {name: slot.own(value) for name, value in entry.items()}
-    index, param = slot.index, slot.param
 
     def part(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
@@ -262,6 +269,20 @@ def own_part(pipeline: Pipeline, slot: Slot, entry: Mapping[str, Any]) -> Mappin
         return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
 
     return {name: part(value) for name, value in entry.items()}
+
+
+def _elements(name: str, held: Held | None, value: Any) -> Any:
+    """The elements of a part that says of which tensor; other values are returned as they are."""
+    if not isinstance(value, PartOfWhole):
+        return value
+    if held is None or value.held != held:
+        has = "all of it" if held is None else str(held)
+        raise StateError(
+            f"load_state_dict: parameter {name!r}: states of {value.held}, on a rank that has {has} (or others of "
+            "them); expected the state_dict() of this rank, of as many ranks, in the same stage and bucket size. "
+            "torch.distributed.checkpoint and save_checkpoint() bring states to others"
+        )
+    return value.local
 
 
 def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:

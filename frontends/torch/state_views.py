@@ -1,6 +1,7 @@
 """A parameter's optimizer states as torch tensors over host memory: what ``optimizer.state[p]`` holds."""
 
 import copy
+import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
 from .internals import DISPATCH_ALONE, no_read, parse_to
+from .parts_of_wholes import Held, PartOfWhole, pickled
 from .placed import Placed, local_of
 from .ranks.device import as_torch
 from .rule_words import WORDS
@@ -70,19 +72,14 @@ class StatePart(HostState):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Raise :class:`StateError`: other libraries pickle only rank 0's states, and no rank can go on from them."""
-        raise StateError(
-            "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
-            "lack the others' parts; expected engine.save_checkpoint(folder), OffloadCallback (Trainer), "
-            "save_in_shards (Accelerate), OffloadStrategy (Lightning), or, where every rank's part is kept, copies: "
-            "copy.deepcopy(optimizer.state_dict())"
-        )
+        raise pickled()
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
-        """Raise :class:`StateError`: ``torch.distributed.checkpoint`` calls this to save, and the only parts that it
-        can save are boxes of a tensor."""
+        """Raise :class:`StateError`: a part that does not say of which tensor would be saved as a whole one."""
         raise StateError(
             f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
-            "expected engine.save_checkpoint(folder), which writes parts that any number of ranks can load"
+            "expected get_optimizer_state_dict(model, optimizer) or optimizer.state_dict(), whose tensors say which "
+            "part of which tensor they are"
         )
 
 
@@ -182,6 +179,7 @@ class Views(Kept):
         changing: called before states change.
         rule: the parameter's update rule.
         placed: the parameter's placement, if it is a DTensor; its states are DTensors, too.
+        held: the elements of the parameter that this rank's part of its states has; None: all, or a DTensor's.
     """
 
     def __init__(
@@ -192,9 +190,12 @@ class Views(Kept):
         changing: Callable[[], None],
         rule: Rule,
         placed: Placed | None,
+        held: Held | None = None,
     ) -> None:
         super().__init__({**views, **encoded})
         self._placed = placed
+        self.of_whole = held
+        """The elements of the parameter that this rank's part of its states has; None: all, or a DTensor's."""
         self.shape = shape
         self.held = frozenset(self)
         """The names of the optimizer's states; other entries are the user's."""
@@ -251,6 +252,22 @@ class Views(Kept):
     items = MutableMapping.items  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
 
+    def for_state_dict(self) -> dict[str, Any]:
+        """The states as ``state_dict()`` lists them. Those that have no view are copies that may be written to: a load
+        in place fills them, and ``load_state_dict`` assigns them."""
+        return {name: self._listed(name, value) if name in self.held else value for name, value in self.items()}
+
+    def _listed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        local = local_of(value)
+        plain = local.as_subclass(torch.Tensor)
+        if name == "step":
+            return plain.as_subclass(HostState)
+        if self.of_whole is not None:
+            return PartOfWhole(plain, self.of_whole)
+        if not isinstance(local, _Decoded):
+            return value
+        return plain if self._placed is None else self._placed.around(plain)
+
     def __repr__(self) -> str:
         return repr(dict(self))
 
@@ -287,7 +304,29 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
     if placed is not None:
         shared |= {name: placed.around(view) for name, view in shared.items() if name != "step"}
     changing = partial(pipeline.state_lock.change, "an assignment to optimizer.state", access.will_change, [index])
-    return Views(shape, shared, encoded, changing, rule, placed)
+    held = None if alone else _held(pipeline, access, index)
+    return Views(shape, shared, encoded, changing, rule, placed, held)
+
+
+def _held(pipeline: Pipeline, access: StateAccess, index: int) -> Held:
+    """The elements of a parameter that this rank's part of its states has."""
+
+    known = weakref.ref(pipeline)  # a state dict keeps only its own memory
+
+    def check() -> None:
+        held_by = known()
+        if held_by is not None and index in held_by.last_step.behind:
+            raise StateError(
+                f"a save of states while the last step's values of parameter {held_by.params[index].name!r} are held "
+                f"back (schedule={held_by.config.schedule!r}): parameters and states would be of two steps; expected "
+                "engine.flush(), or optimizer.flush(), on all ranks before get_state_dict()"
+            )
+
+    at, runs = 0, []
+    for start, numel in access.extents(index):
+        runs.append((start, at, numel))
+        at += numel
+    return Held.of(access.elements(index), runs, check)
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:

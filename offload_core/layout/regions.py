@@ -85,6 +85,46 @@ class Region:
         lengths[-1] -= (last + 1) * row - (self.start + self.numel)
         return np.stack([starts, lengths], axis=1)
 
+    def boxes(self) -> list[tuple[int, tuple[tuple[int, int], ...]]]:
+        """The region as boxes of the parameter, each after its place in the region.
+
+        A box is its ``(begin, end)`` in each of the parameter's dimensions. Its elements lie in the region one after
+        another, in C order of the dimensions transposed by ``order``. Of k dimensions there are at most 2k - 1 boxes.
+        """
+        order = self.order or tuple(range(len(self.shape)))
+        origin = self.box or tuple((0, self.shape[d]) for d in order)
+        found = []
+        for at, box in _boxes(self.start, self.start + self.numel, [high - low for low, high in origin]):
+            ends: list[tuple[int, int]] = [(0, 0)] * len(order)
+            for d, (low, _), (begin, end) in zip(order, origin, box, strict=True):
+                ends[d] = (low + begin, low + end)
+            found.append((at, tuple(ends)))
+        return found
+
+
+def _boxes(start: int, stop: int, shape: Sequence[int]) -> list[tuple[int, list[tuple[int, int]]]]:
+    """The elements ``[start, stop)`` of a C-contiguous array as boxes, each after its place in them: the end of a row,
+    whole rows, and the beginning of a row. A row is what one index of the first dimension has."""
+    if start == stop:
+        return []
+    if len(shape) < 2:
+        return [(0, [(start, stop)] * len(shape))]
+    row = math.prod(shape[1:])
+    found: list[tuple[int, list[tuple[int, int]]]] = []
+    place = start
+    while place < stop:
+        index = place // row
+        whole = stop // row - index if place % row == 0 else 0
+        if whole:
+            found.append((place - start, [(index, index + whole), *((0, n) for n in shape[1:])]))
+            place += whole * row
+            continue
+        end = min(stop, (index + 1) * row)
+        for at, box in _boxes(place - index * row, end - index * row, shape[1:]):
+            found.append((place - start + at, [(index, index + 1), *box]))
+        place = end
+    return found
+
 
 class Elements(Protocol):
     """Maps the core's elements of a parameter, numbered from 0, to its logical elements; ``str`` names the order."""

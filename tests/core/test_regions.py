@@ -77,6 +77,36 @@ def test_what_a_cut_view_and_a_region_have_in_common(data, shape):
     assert [tuple(row[:2]) for row in rows.tolist()] == sorted(tuple(row[:2]) for row in rows.tolist())
 
 
+@settings(max_examples=300)
+@given(data=st.data(), shape=SHAPES)
+def test_a_region_is_a_few_boxes_of_the_parameter(data, shape):
+    """Their elements lie in it one after another; NumPy cuts them out."""
+    region = data.draw(regions(shape))
+    boxes = region.boxes()
+    assert len(boxes) <= max(2 * len(shape) - 1, 1)
+    whole, held, place = np.arange(math.prod(shape)).reshape(shape), elements_of(region), 0
+    for at, box in boxes:
+        part = whole[tuple(slice(low, high) for low, high in box)]
+        assert at == place
+        assert part.size > 0
+        place += part.size
+        assert part.transpose(region.order or range(len(shape))).reshape(-1).tolist() == held[at:place].tolist()
+    assert place == region.numel
+
+
+def test_a_run_of_most_boxes():
+    """The ends of two rows on either side, and whole rows between them."""
+    assert Region((3, 3, 3), 2, 23).boxes() == [
+        (0, ((0, 1), (0, 1), (2, 3))),
+        (1, ((0, 1), (1, 3), (0, 3))),
+        (7, ((1, 2), (0, 3), (0, 3))),
+        (16, ((2, 3), (0, 2), (0, 3))),
+        (22, ((2, 3), (2, 3), (0, 1))),
+    ]
+    assert Region((), 0, 1).boxes() == [(0, ())]
+    assert Region((0, 4), 0, 0).boxes() == []
+
+
 def test_neighbours_are_one_row_whatever_their_order():
     order = (0, 2, 3, 1)
     sources = [Region((8, 4, 3, 3), 144 * i, 144, order) for i in range(2)]

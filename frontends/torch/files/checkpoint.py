@@ -29,7 +29,7 @@ from offload_core.checkpoint.stateful import (
 from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, ParameterError
 from offload_core.layout.partition import Bucket
-from offload_core.layout.regions import InMemory
+from offload_core.layout.regions import Elements, InMemory
 from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
 
@@ -37,9 +37,10 @@ from ..compiled import uncompiled
 from ..groups import checked_values, groups_of_params, paired, set_values
 from ..internals import no_read
 from ..optimizer import OffloadedOptimizer
+from ..placed import Placed, count_once, is_placed, local_of
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.partitioned import PartitionedModel
-from ..tensors import NUMPY_DTYPES, elements_of, flat, memory, usable_accelerator
+from ..tensors import NUMPY_DTYPES, elements_of, flat, memory, memory_order, usable_accelerator
 from ..values import is_quantised
 
 
@@ -92,15 +93,17 @@ class ModelCheckpoints:
         optimizer = self._optimizer
         sources, shapes, left_out, group_of = [], {}, {}, groups_of_params(optimizer.param_groups)
         alone = optimizer.pipeline.device.collectives.rank == 0
+        untrained = [*self._untrained()]
+        counted = self._counted([(name, tensor) for name, tensor, _ in untrained])
         kept = set() if frozen else {id(param) for param in self._model.parameters() if not param.requires_grad}
-        for name, tensor, record in self._untrained():
+        for name, tensor, record in untrained:
             if id(tensor) in kept or is_quantised(tensor):
                 left_out[name] = tuple(tensor.shape)
                 continue
             shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))
             if record is not None:
                 sources += _shard_sources(name, record)
-            elif alone:
+            elif counted.get(id(tensor), alone):
                 sources.append(_source(name, tensor))
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
         state = {
@@ -122,6 +125,18 @@ class ModelCheckpoints:
             left_out=left_out,
             groups=[group_of.get(slot.param, 0) for slot in optimizer.slots],
         )
+
+    def _counted(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, bool]:
+        """True for each DTensor of which this process saves its part, by ``id``. Another process may hold the same
+        part."""
+        placed = [(name, tensor) for name, tensor in named if is_placed(tensor)]
+        if not placed:
+            return {}
+        pipeline = self._optimizer.pipeline
+        held = [(name, tensor, _placed(name, tensor)) for name, tensor in placed]
+        agree = partial(count_once, pipeline.device.collectives, held)
+        counted: list[bool] = self._state_lock.change("save_checkpoint()", pipeline.buckets.run, agree)
+        return {id(tensor): counts for (_, tensor), counts in zip(placed, counted, strict=True)}
 
     @whole("load_checkpoint()")
     def has_none(self, path: Any) -> bool:
@@ -306,6 +321,7 @@ def _target(
     """
     staged: list[Callable[[], object]] = []
     """Calls that move what was loaded to its place."""
+    where = local_of(where)
 
     def begin() -> torch.Tensor:
         run = flat(where.data) if _is_dense(where) else where.detach()
@@ -315,7 +331,7 @@ def _target(
         staged.append(partial(_put, run, host.view(run.shape)))
         return host
 
-    return _target_of(name, tensor, [(0, 0, tensor.numel())] if runs is None else runs, begin, staged)
+    return _target_of(name, tensor, [(0, 0, where.numel())] if runs is None else runs, begin, staged)
 
 
 def _target_on_disk(name: str, tensor: torch.Tensor, record: PartitionedParameter, bucket: Bucket) -> Target:
@@ -343,7 +359,7 @@ def _target_of(
     Args:
         begin: returns the memory to read to, and adds to ``staged`` the calls that move it to its place.
     """
-    elements = _elements_of(tensor)
+    elements = _elements_of(name, tensor)
 
     def wants(kind: str) -> Iterable[Want]:
         with no_read(), torch.no_grad():
@@ -359,7 +375,7 @@ def _target_of(
                 put()
             staged.clear()
             if not tensor.is_inference():
-                increment_version(tensor)
+                increment_version({tensor, local_of(tensor)})
 
     return Target(name, tuple(tensor.shape), wants, loaded, _numpy_dtype(name, tensor))
 
@@ -370,8 +386,9 @@ def _put(run: torch.Tensor, host: torch.Tensor) -> None:
 
 
 def _source(name: str, tensor: torch.Tensor) -> Source:
-    [(_, region)] = _elements_of(tensor).regions(0, tensor.numel())
-    run = flat(tensor.data) if _is_dense(tensor) else tensor.detach().contiguous().view(-1)
+    values = local_of(tensor)
+    [(_, region)] = _elements_of(name, tensor).regions(0, values.numel())
+    run = flat(values.data) if _is_dense(values) else values.detach().contiguous().view(-1)
     return Source(name, "param", region, _numpy_dtype(name, tensor), partial(_read, run))
 
 
@@ -424,7 +441,15 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return True
 
 
-def _elements_of(tensor: torch.Tensor) -> InMemory:
+def _placed(name: str, tensor: torch.Tensor) -> Placed:
+    """The placement of a DTensor."""
+    local = local_of(tensor)
+    return Placed.of(name, tensor, memory_order(local) if _is_dense(local) else None)
+
+
+def _elements_of(name: str, tensor: torch.Tensor) -> Elements:
+    if is_placed(tensor):
+        return _placed(name, tensor).part
     return elements_of(tensor) if _is_dense(tensor) else InMemory(tuple(tensor.shape))
 
 

@@ -16,6 +16,7 @@ from offload_core.support import checks
 
 from ..compiled import uncompiled, uncompiled_module
 from ..optimizer import OffloadedOptimizer
+from ..placed import is_placed
 from ..stage3.gathering import gathered_parameters
 from ..tensors import ELEMENT_TYPES, NUMPY_DTYPES, memory
 
@@ -73,9 +74,16 @@ def whole_state_dict(model: nn.Module, *, wanted: bool) -> dict[str, Any]:
         if isinstance(value, torch.Tensor):
             if id(value) not in copies:
                 with gathered_parameters(value):
-                    copies[id(value)] = value.detach().to("cpu", copy=True) if wanted else None
+                    values = whole_of(value)
+                    copies[id(value)] = values.to("cpu", copy=True) if wanted else None
             found[name] = copies[id(value)]
     return found
+
+
+def whole_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the values of a tensor; all processes that hold parts of a DTensor must call this."""
+    detached: Any = tensor.detach()
+    return detached.full_tensor() if is_placed(tensor) else detached
 
 
 def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -92,7 +100,7 @@ def _untied(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _weight(optimizer: OffloadedOptimizer, name: str, tensor: torch.Tensor, target: torch.dtype | None) -> Weight:
     dtype = target if target is not None and tensor.dtype.is_floating_point else tensor.dtype
-    if is_traceable_wrapper_subclass(tensor):
+    if is_traceable_wrapper_subclass(tensor) and not is_placed(tensor):
         raise ParameterError(
             f"export_safetensors: {name!r} is a {type(tensor).__name__}, which files cannot hold; expected a dense "
             "tensor: save the adapters alone, or the model by the library that quantised it"
@@ -110,7 +118,8 @@ def _weight(optimizer: OffloadedOptimizer, name: str, tensor: torch.Tensor, targ
             values = optimizer.whole_states(tensor, ["master"])["master"]
             return _in_order(values.to(dtype)) if wanted else None
         with gathered_parameters(tensor):
-            return _in_order(tensor.detach().to("cpu", dtype)) if wanted else None
+            values = whole_of(tensor)
+            return _in_order(values.to("cpu", dtype)) if wanted else None
 
     return Weight(name, NUMPY_DTYPES[dtype], tuple(tensor.shape), read)
 
