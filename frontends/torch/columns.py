@@ -94,10 +94,10 @@ class Columns:
         """The tensors that hold this process's values: the parameters, or the local tensors of DTensors."""
         return [*map(local_of, self.params)] if self._placed else self.params
 
-    def own(self, index: int, gradient: torch.Tensor) -> torch.Tensor:
-        """Return this process's part of a gradient of the parameter."""
-        placed = self._placed.get(index)
-        return gradient if placed is None else placed.own(gradient)
+    def own(self, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return this process's parts of gradients, by the number of their parameter."""
+        placed = self._placed
+        return {i: placed[i].own(g) if i in placed else g for i, g in given.items()} if placed else given
 
     def unchanged(self) -> bool:
         """True if each parameter has the size, type, device and memory order that it had."""

@@ -279,7 +279,7 @@ class Intake:
             }
         if not asked:
             return
-        given = {i: columns.own(i, g) for i, g in asked.items() if g is not None and i not in left_out}
+        given = columns.own({i: g for i, g in asked.items() if g is not None and i not in left_out})
         plain = columns.plain(given)
         if not (plain or columns.fit(given)):
             slots = [*self._slots.values()]
