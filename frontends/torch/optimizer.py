@@ -381,6 +381,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Returns:
             True if the optimizer has no states, and waits for such parameters.
         """
+        if self._model is not None:  # an engine has the parameters of its model
+            return False
         first = next((param for group in self.param_groups for param in group["params"]), None)
         if self._waits_for is not None:
             if first is self._waits_for():

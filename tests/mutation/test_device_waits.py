@@ -13,13 +13,17 @@ import os
 import tempfile
 import threading
 import warnings
+from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 import frontends.torch.parts as parts_module
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
@@ -32,6 +36,7 @@ from offload_core.native import kernels
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support import simulated
 from tests.support.one_thread import Threads
+from tests.support.simulated import collectives
 from tests.support.torch_models import batch, make, same_bits
 from tests.support.wait_mutants import NoticedBy, assert_noticed, by_name, made, modules_of, mutants_of, who_notices
 
@@ -404,6 +409,33 @@ def parameters_of_a_class_of_their_own():
         assert_parameters(model.parameters())
 
 
+@contextmanager
+def placed_on_a_mesh():
+    """An engine after two steps, whose parameters FSDP2 has placed on a mesh of this process."""
+    collectives.register()
+    dist.init_process_group(collectives.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = fully_shard(make().to(D, torch.bfloat16), mesh=DeviceMesh(D, [0]))
+        yield two_steps(wrap(model, **OPTIONS))
+    finally:
+        dist.destroy_process_group()
+
+
+def placed_parameters_that_their_own_methods_read():
+    with placed_on_a_mesh() as engine, torch.no_grad():
+        got = [p.to_local().cpu() for p in engine.parameters()]
+        engine.flush()
+        assert all(same_bits(a, p.to_local().cpu()) for a, p in zip(got, engine.parameters(), strict=True))
+
+
+def a_local_tensor_that_is_replaced():
+    with placed_on_a_mesh() as engine:
+        for p in engine.parameters():
+            p._local_tensor = torch.zeros(p.shape, dtype=p.dtype, device=D)
+        engine.flush()
+        assert all((p.to_local().cpu() == 0).all() for p in engine.parameters())
+
+
 def the_optimizer_alone():
     model = make().to(D, torch.bfloat16)
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
@@ -485,6 +517,8 @@ SCENARIOS = [
     an_export,
     a_model_that_trainer_saves,
     parameters_of_a_class_of_their_own,
+    placed_parameters_that_their_own_methods_read,
+    a_local_tensor_that_is_replaced,
     the_optimizer_alone,
     bytes_sent,
     whole_states_of_delayed_parameters,

@@ -237,6 +237,13 @@ def a_layer_reads_its_parameters(twin):
 
 
 @reads
+def a_reader_on_any_stream_reads_its_parameters(twin):
+    for i in (0, 1):
+        twin.pipeline.await_param(i, on_host=True)
+        assert_same_bits(f"parameter {i}", twin.tensors[i].memory, twin.naive.params()[i])
+
+
+@reads
 def states_are_read(twin):
     [(start, states)] = StateAccess(twin.pipeline).states(1)
     assert start == 0
@@ -1020,6 +1027,7 @@ SCENARIOS = [
     micro_steps,
     serial,
     a_layer_reads_its_parameters,
+    a_reader_on_any_stream_reads_its_parameters,
     states_are_read,
     local_states_are_read,
     a_master_is_loaded,
@@ -1212,7 +1220,7 @@ def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
     NOTICED_BY.assert_names(MUTANTS)
     assert UNNOTICED.keys() <= FOUND.keys()
-    assert len(SCENARIOS) == 48
+    assert len(SCENARIOS) == 49
     assert len(ON_DISK) == 29
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 
