@@ -3,7 +3,7 @@
 import copy
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,9 +14,9 @@ from offload_core.states.arrays import StateRun
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
-from .internals import DISPATCH_ALONE, no_read, parse_to
+from .internals import DISPATCH_ALONE, around, no_read, parse_to
 from .parts_of_wholes import Held, PartOfWhole, pickled
-from .placed import Placed, local_of
+from .placed import Placed, is_placed, local_of, placed_type
 from .ranks.device import as_torch
 from .rule_words import WORDS
 from .tensors import TORCH_DTYPES, flat_like, memory, shaped_like
@@ -96,17 +96,15 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-class _Decoded(HostState):
+class _ReadOnly:
     """A copy of a state. Writing to it or to a view of it is an error, because the write would be lost."""
 
     @classmethod
-    def __torch_function__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         in_place = name in _IN_PLACE or (name.endswith("_") and not name.endswith("__") and name != "requires_grad_")
         written = [kwargs.get("out"), *([*args, *kwargs.values()][:1] if in_place else [])]
-        if any(isinstance(each, _Decoded) for each in _flat(written)):
+        if any(isinstance(each, _ReadOnly) for each in _flat(written)):
             raise StateError(
                 f"{name}: this state is kept on disk, or in a format that torch has no tensors of, and what was read "
                 'is a copy; expected an assignment of new values: state[p]["exp_avg"] = values'
@@ -115,27 +113,50 @@ class _Decoded(HostState):
             result = func(*args, **kwargs)
             if name == "as_subclass":
                 return result
-            own = {
-                each.untyped_storage().data_ptr()
-                for each in _flat([*args, *kwargs.values()])
-                if isinstance(each, _Decoded)
-            }
+            own = {_address(each) for each in _flat([*args, *kwargs.values()]) if isinstance(each, _ReadOnly)}
 
             def like_its_base(value: Any) -> Any:
                 if isinstance(value, tuple | list) and type(value) in (tuple, list):
                     return type(value)(map(like_its_base, value))
-                is_view = type(value) is torch.Tensor and value.untyped_storage().data_ptr() in own
-                return value.as_subclass(cls) if is_view else value
+                if type(value) not in (torch.Tensor, placed_type()) or _address(value) not in own:
+                    return value
+                if not is_placed(value):
+                    return value.as_subclass(cls)
+                value.__class__ = cls
+                return value
 
             return like_its_base(result)
+
+
+def _address(tensor: Any) -> int:
+    return local_of(tensor).untyped_storage().data_ptr()
+
+
+class _Decoded(_ReadOnly, HostState):  # type: ignore[misc]
+    """A copy of a state, as a tensor."""
 
 
 class DecodedState(_Decoded):
     """A copy of a parameter's whole state."""
 
 
-class DecodedPart(_Decoded, StatePart):
+class DecodedPart(_Decoded, StatePart):  # type: ignore[misc]
     """A copy of a rank's part of a state."""
+
+
+@cache
+def _decoded_placed() -> Any:
+    """The class of a copy of a DTensor's state. Its local tensor is a :class:`DecodedState`, which a DTensor's own
+    functions write to unseen."""
+
+    class DecodedPlaced(_ReadOnly, placed_type()):  # type: ignore[misc]
+        def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+            return copy.deepcopy(around(local_of(self), self), memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return around(local_of(self), self).__reduce_ex__(protocol)
+
+    return DecodedPlaced
 
 
 class Encoded:
@@ -161,7 +182,11 @@ class Encoded:
         if self._param is None:
             return run.as_subclass(DecodedPart)
         values = shaped_like(run, self._param).as_subclass(DecodedState)
-        return values if self._placed is None else self._placed.around(values)
+        if self._placed is None:
+            return values
+        placed = self._placed.around(values)
+        placed.__class__ = _decoded_placed()
+        return placed
 
     def write(self, value: torch.Tensor) -> None:
         """Take these values, each rounded to nearest."""

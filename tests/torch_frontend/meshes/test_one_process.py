@@ -1,6 +1,7 @@
 """DTensors on a mesh of one process: their gradients, writes from outside, readers and states."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -221,6 +222,33 @@ def test_states_are_dtensors_of_the_parameters_placement_in_host_memory(mesh):
     twin = copy.deepcopy(optimizer.state_dict())
     optimizer.load_state_dict(twin)
     assert (local_of(optimizer.state[first]["exp_avg"]) == 2).all()
+
+
+WRITES_TO_STATES = {
+    "in place": lambda state: state.mul_(2),
+    "an item": lambda state: state.__setitem__(0, 5.0),
+    "its data": lambda state: state.data.zero_(),
+    "detached": lambda state: state.detach().zero_(),
+    "to_local()": lambda state: state.to_local().zero_(),
+    "of several": lambda state: torch._foreach_mul_([state], 2),
+    "out": lambda state: torch.add(state, 1, out=state),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_TO_STATES.values(), ids=WRITES_TO_STATES.keys())
+def test_a_write_to_a_copy_of_a_state_is_an_error(mesh, write):
+    """States of 8 bits are decoded when they are read."""
+    param = nn.Parameter(distribute_tensor(torch.ones(64, 16), mesh, [Shard(0)]))
+    optimizer = OffloadedAdamW([param], state_format="8bit")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    state = optimizer.state[param]["exp_avg"]
+    with pytest.raises(StateError, match="what was read is a copy"), torch.no_grad():
+        write(state)
+    for copied in (copy.deepcopy(state), pickle.loads(pickle.dumps(state)), state + 0):
+        assert type(copied) is DTensor
+        assert same_bits(copied, state)
+        copied.mul_(2)
 
 
 @pytest.mark.parametrize(
