@@ -399,6 +399,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Make the parts, if the optimizer has waited for other parameters, of those that are in the groups."""
         if self._waits_for is not None:
             self._build(None)
+            for param, entry in self._states.items():  # assigned while there were no states
+                if entry and self.has_states(param):
+                    self.state[param] = entry
 
     @changes("a resize of parameters")
     def _start_over(self, parts: Parts) -> None:
@@ -580,13 +583,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._state_lock.change("whole_states()", self.parts.states.whole, param, names)
 
     @whole("load_master()")
-    @changes("load_master()")
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """Set a parameter's master weights to these values, and the parameter to the rounded values.
 
         All ranks must call this with the same values, of the parameter's shape.
         """
-        self.parts.states.load_master(param, values)
+        parts = self.parts
+        self._state_lock.change("load_master()", parts.states.load_master, param, values)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:

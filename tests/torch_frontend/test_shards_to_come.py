@@ -64,18 +64,30 @@ def test_states_that_are_loaded_end_the_wait(shards_come):
     [
         lambda made, p: made.flush(),
         lambda made, p: made.whole_states(p),
+        lambda made, p: made.load_master(p, torch.ones_like(p)),
         lambda made, p: made.torch_state_dict(),
         lambda made, p: made.memory_report(),
         lambda made, p: made.checkpoints,
         lambda made, p: copy.deepcopy(made),
     ],
-    ids=["flush", "whole_states", "torch_state_dict", "memory_report", "checkpoints", "deepcopy"],
+    ids=["flush", "whole_states", "load_master", "torch_state_dict", "memory_report", "checkpoints", "deepcopy"],
 )
 def test_a_use_of_the_states_ends_the_wait(shards_come, use):
     model = make()
     waiting = OffloadedAdamW(model.parameters(), **SETTINGS)
     use(waiting, next(model.parameters()))
     assert len(waiting.slots) == len([*model.parameters()])
+
+
+def test_states_that_are_assigned_while_it_waits_are_kept(shards_come):
+    model = make()
+    waiting, first = OffloadedAdamW(model.parameters(), **SETTINGS), next(model.parameters())
+    values = {name: torch.full_like(first, 2.0) for name in ("exp_avg", "exp_avg_sq")}
+    waiting.state[first] = {"step": torch.tensor(3.0), **values}
+    waiting.flush()
+    assert {name: float(value.mean()) for name, value in waiting.state[first].items() if name != "master"} == {
+        "step": 3.0, "exp_avg": 2.0, "exp_avg_sq": 2.0,
+    }  # fmt: skip
 
 
 def test_it_may_be_closed_while_it_waits(shards_come):
