@@ -15,7 +15,7 @@ from offload_core.step.pipeline import Pipeline
 
 from .casting import Casts
 from .intake import Intake
-from .placed import check_alone, group_of, ranks_of
+from .placed import check_alone, group_of, ranks_of, this_process
 from .ranks.device_ranks import device_for, device_of_placed
 from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen
 from .stage3.construction import check_finished, check_takes_none
@@ -90,12 +90,14 @@ class Foundation:
         casts: the element types of the model's tensors.
         partitioned: the model's partitioned parameters (stage 3); None: none are.
         early_copy: True if gradients are taken during backward.
+        members: the ranks of torch's default group that may have parts of placed parameters.
     """
 
     pipeline: Pipeline
     casts: Casts
     partitioned: PartitionedModel | None
     early_copy: bool
+    members: tuple[int, ...]
 
     @classmethod
     def of(
@@ -147,7 +149,8 @@ class Foundation:
                 leaf_modules(model, config.leaf_modules)
             others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
             check_takes_none([*(entry[:2] for entry in named), *others], config)
-        return cls(pipeline, casts, partitioned, early_copy)
+        own = this_process() if pipeline.device.world_size == 1 else ()
+        return cls(pipeline, casts, partitioned, early_copy, ranks or own)
 
     def parts(
         self,
@@ -163,7 +166,15 @@ class Foundation:
         """
         pipeline, partitioned, config = self.pipeline, self.partitioned, self.pipeline.config
         device = named[0][1].device
-        registration = Registration(owner, pipeline, device, partitioned, self.casts, gradients_leave=self.early_copy)
+        registration = Registration(
+            owner,
+            pipeline,
+            device,
+            partitioned,
+            self.casts,
+            members=self.members,
+            gradients_leave=self.early_copy,
+        )
         intake = Intake(pipeline, registration, early=self.early_copy)
         if partitioned is not None:
             partitioned.runs.leaves.settle_by(intake.settle)

@@ -9,7 +9,7 @@ process has master weights and states for its own part, its *local* tensor. A pa
 import hashlib
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,11 +46,20 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     return local_tensor(tensor) if is_placed(tensor) else tensor
 
 
+def is_here(param: Any) -> bool:
+    """True if this process is on a DTensor's mesh."""
+    return param.device_mesh.get_coordinate() is not None
+
+
 def shards_to_come() -> bool:
     """True if Accelerate shards models by FSDP2 in this process: ``prepare(model, optimizer)`` then puts the shards
     into the groups of an optimizer that was made of whole parameters."""
     accelerate = sys.modules.get("accelerate.state")
-    return accelerate is not None and accelerate.is_initialized() and accelerate.AcceleratorState().is_fsdp2
+    return (
+        accelerate is not None
+        and accelerate.is_initialized()
+        and getattr(accelerate.AcceleratorState(), "is_fsdp2", False)
+    )
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,14 @@ class Placed:
     Attributes:
         like: the parameter's placement on its mesh, in torch's words.
         part: this process's elements.
+        ranks: of torch's default group, the ranks that the parameter lies on.
     """
 
     mesh: Any
     placements: tuple[Any, ...]
     like: Any
     part: Part
+    ranks: frozenset[int]
 
     @classmethod
     def of(cls, name: str, param: Any, order: Sequence[int] | None) -> "Placed":
@@ -84,9 +95,15 @@ class Placed:
             order: the memory order of its local tensor (``tensors.memory_order``).
 
         Raises:
-            ParameterError: its elements are no box of the parameter, or are sums over processes.
+            ParameterError: its elements are no box of the parameter, or are sums over processes, or this process is not
+                on its mesh.
         """
         mesh, placements = param.device_mesh, tuple(param.placements)
+        if not is_here(param):
+            raise ParameterError(
+                f"parameter {name!r} lies on {mesh}, which this process is not on; expected each process to have a "
+                "part of every parameter that it gives to its optimizer"
+            )
         with no_read():
             shape, local = tuple(param.shape), tuple(local_of(param).shape)
         box = _box(name, shape, mesh, placements)
@@ -97,7 +114,7 @@ class Placed:
                 f"{part.local_shape}, as {list(placements)} cut {shape} over a mesh of {tuple(mesh.shape)}: its "
                 "elements would be taken for others"
             )
-        return cls(mesh, placements, param, part)
+        return cls(mesh, placements, param, part, _ranks_on(mesh))
 
     def holds(self, param: Any) -> bool:
         """True if the parameter still lies as it did."""
@@ -160,12 +177,12 @@ def ranks_of(params: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
     of them is placed.
 
     Raises:
-        ParameterError: parameters lie on meshes that have no mesh in common.
+        ParameterError: parameters lie on meshes that have no mesh in common, or this process is on none of them.
     """
     meshes = {id(param.device_mesh): param.device_mesh for param in params if is_placed(param)}  # type: ignore[attr-defined]
     if not meshes:
         return None
-    everyone = {id(mesh): frozenset(mesh.mesh.flatten().tolist()) for mesh in meshes.values()}
+    everyone = {id(mesh): _ranks_on(mesh) for mesh in meshes.values()}
     largest = max(everyone.values(), key=len)
     if any(not ranks <= largest for ranks in everyone.values()):
         roots = [root_mesh(mesh) for mesh in meshes.values()]
@@ -175,8 +192,22 @@ def ranks_of(params: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
                 'expected submeshes of one, as init_device_mesh(...)["dp"] and ["tp"] are, whose ranks decide each '
                 "update together"
             )
-        largest = frozenset(roots[0].mesh.flatten().tolist())
+        largest = _ranks_on(roots[0])
+    if dist.get_rank() not in largest:
+        raise ParameterError(
+            f"parameters lie on {' and '.join(map(str, meshes.values()))}, which process {dist.get_rank()} is not on; "
+            "expected an optimizer on the processes of the mesh alone"
+        )
     return tuple(sorted(largest))
+
+
+def _ranks_on(mesh: Any) -> frozenset[int]:
+    return frozenset(mesh.mesh.flatten().tolist())
+
+
+def this_process() -> tuple[int, ...]:
+    """Return this process's rank in torch's default group; none: there is no such group."""
+    return (dist.get_rank(),) if dist.is_available() and dist.is_initialized() else ()
 
 
 _GROUPS: dict[tuple[int, ...], Any] = {}
@@ -219,25 +250,42 @@ def check_alone(params: Iterable[torch.Tensor], *, process_group: Any, stage: in
         )
 
 
+def check_within(name: str, param: torch.Tensor, members: Collection[int]) -> None:
+    """Raise :class:`ParameterError` if a parameter lies on processes that do not decide the updates.
+
+    Args:
+        members: the ranks of torch's default group that decide them, each for its own parts.
+    """
+    if is_placed(param) and not (ranks := _ranks_on(param.device_mesh)) <= frozenset(members):  # type: ignore[attr-defined]
+        raise ParameterError(
+            f"parameter {name!r} is a DTensor on the processes {sorted(ranks)}, and the parameters that this optimizer "
+            f"was made of are parts on {sorted(members) or 'none'}: its norm would lack the others' elements; expected "
+            "it among those that require a gradient when the optimizer is made"
+        )
+
+
 def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor, Placed | None]]) -> list[bool]:
     """Agree which of the processes that hold the same elements counts them.
 
     Args:
         held: the name, the tensor and the placement of each parameter that is taken on, in one order on all processes.
-            One without a placement is the same on all processes, as a part that all of them hold.
+            None of them is pending.
+            One without a placement is the same on all processes, as a part that all of them hold; or it is a DTensor on
+            a mesh that this process is not on, which is an error on all.
 
     Returns:
         True for each parameter whose elements this process counts.
 
     Raises (on all processes):
         ParameterError: processes have different parameters, one of them has placed a parameter that is plain on
-            another, or plain ones have different values.
+            another, or elements that lie on no mesh in common have different values.
     """
-    kinds, parts = [], []
+    kinds, boxes, meshes = [], [], []
     for name, param, known in held:
         with no_read():
-            kinds.append(f"{name} {tuple(param.shape)} {param.dtype} " + (_words(known) if known else "plain"))
-        parts.append(fingerprint(str(known.part.box)) if known else _digest(param))
+            kinds.append(f"{name} {tuple(param.shape)} {param.dtype} {_words(param, known)}")
+        boxes.append(fingerprint(str(known.part.box)) if known else 0)
+        meshes.append(fingerprint(str(sorted(known.ranks))) if known else collectives.rank)
     what = "the placement of parameters"
     mine = fingerprint("\n".join(kinds))
     known_to_all = combine(collectives, what, of_each=[mine, len(held)]).of_each
@@ -248,7 +296,7 @@ def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor,
         differs = np.flatnonzero((rows != rows[0]).any(axis=0))
         if differs.size:
             i = int(differs[0])
-            got = "a plain tensor" if held[i][2] is None else "a DTensor"
+            got = "a DTensor" if is_placed(held[i][1]) else "a plain tensor"
             raise ParameterError(
                 f"parameter {held[i][0]!r} is {got} here ({kinds[i]}), and differs on another process; expected every "
                 "process to have the same parameters, placed alike"
@@ -258,27 +306,53 @@ def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor,
             f"{len(held)} parameters here, and {' or '.join(map(str, numbers))} on each process; expected the same on "
             "all"
         )
-    rows = combine(collectives, what, of_each=parts).of_each
+    box_of, mesh_of = np.split(combine(collectives, what, of_each=[*boxes, *meshes]).of_each, 2, axis=1)
+    _check_copies(collectives, held, box_of, mesh_of, what)
     counted = []
-    for i, (name, _, known) in enumerate(held):
-        if known is None and (rows[:, i] != rows[0, i]).any():
-            raise ParameterError(
-                f"parameter {name!r} is a plain tensor beside DTensors, and processes have different values of it; "
-                "expected it to be the same on all of them, or a DTensor that says which process has which elements "
-                "(DTensor.from_local)"
-            )
-        holders = np.flatnonzero(rows[:, i] == rows[collectives.rank, i])
+    for i in range(len(held)):
+        holders = np.flatnonzero(box_of[:, i] == box_of[collectives.rank, i])
         counted.append(int(holders[i % len(holders)]) == collectives.rank)
     return counted
 
 
-def _words(placed: Placed) -> str:
+def _check_copies(
+    collectives: Collectives,
+    held: Sequence[tuple[str, torch.Tensor, Placed | None]],
+    box_of: np.ndarray,
+    mesh_of: np.ndarray,
+    what: str,
+) -> None:
+    """Raise on all processes if some have different values of the same elements, though no mesh says that they have the
+    same: plain parameters, and those of submeshes beside each other.
+
+    Args:
+        box_of: int64[processes, parameters]: fingerprints of the elements that each process has.
+        mesh_of: the same of the mesh that they lie on.
+    """
+    apart = np.flatnonzero((mesh_of != mesh_of[0]).any(axis=0)).tolist()
+    values_of = combine(collectives, what, of_each=[_digest(held[i][1]) for i in apart]).of_each
+    for i, values in zip(apart, values_of.T, strict=True):
+        for box in np.unique(box_of[:, i]):
+            copies = values[box_of[:, i] == box]
+            if (copies != copies[0]).any():
+                name, _, known = held[i]
+                kind = "a plain tensor beside DTensors" if known is None else "a DTensor on submeshes beside each other"
+                raise ParameterError(
+                    f"parameter {name!r} is {kind}, and processes have different values of it; expected it to be the "
+                    "same on all of them, or a DTensor on one mesh that says which process has which elements "
+                    "(DTensor.from_local)"
+                )
+
+
+def _words(param: Any, placed: Placed | None) -> str:
+    if placed is None:
+        return f"DTensor on {param.device_mesh}, which this process is not on" if is_placed(param) else "plain"
     return f"DTensor {list(placed.placements)} on a mesh of {tuple(placed.mesh.shape)}"
 
 
 def _digest(param: torch.Tensor) -> int:
-    """A fingerprint of a tensor's values."""
-    values = param.detach().to("cpu").contiguous().view(-1)  # waits for an earlier optimizer's update
+    """A fingerprint of this process's values of a parameter."""
+    values = local_of(param).detach().to("cpu").contiguous().view(-1)
     values = values.view(torch.uint8) if values.numel() else values
     digest = hashlib.blake2b(values.numpy(), digest_size=_DIGEST_BYTES)  # type: ignore[arg-type]
     return int.from_bytes(digest.digest())

@@ -33,8 +33,8 @@ from .columns import Columns
 from .data_writes import DataWrites, data_of
 from .internals import no_read
 from .overlaps import check_apart, tensors_of
-from .pending import await_values_of_garbage, can_wait, forget, have_been_written, make_pending
-from .placed import Placed, count_once, is_placed, local_of
+from .pending import await_all, await_values_of_garbage, can_wait, forget, have_been_written, make_pending
+from .placed import Placed, check_within, count_once, is_here, is_placed, local_of
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
 from .tensors import (
@@ -168,6 +168,7 @@ class Registration:
         device: the device of all parameters.
         partitioned: the model's partitioned parameters; None: none are.
         casts: the element types that parameters get.
+        members: the ranks of torch's default group that may have parts of placed parameters.
         gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
     """
 
@@ -179,6 +180,7 @@ class Registration:
         partitioned: PartitionedModel | None,
         casts: Casts,
         *,
+        members: Collection[int],
         gradients_leave: bool,
     ) -> None:
         self.slots: dict[torch.Tensor, Slot] = {}
@@ -195,6 +197,7 @@ class Registration:
         self._device = device
         self._partitioned = partitioned
         self._casts = casts
+        self._members = members
         self._gradients_leave = gradients_leave
         weakref.finalize(self, clear_up, partial(let_go, self.slots)).atexit = False
 
@@ -291,7 +294,9 @@ class Registration:
         """These parameters with their placements. All processes agree on which of them counts each one's elements."""
         news = []
         for name, param, group in named:
-            placed = Placed.of(name, param, memory_order(local_of(param))) if is_placed(param) else None
+            check_within(name, param, self._members)
+            is_part = is_placed(param) and is_here(param)
+            placed = Placed.of(name, param, memory_order(local_of(param))) if is_part else None
             target = self._casts.of_param(param)
             if placed is not None and target not in (None, ELEMENT_TYPES[param.dtype]):
                 raise ParameterError(
@@ -302,6 +307,7 @@ class Registration:
             news.append(_New(name, param, group, target, placed))
         device = self._pipeline.device
         if device.world_size == 1 and device.collectives.world_size > 1:
+            await_all(new.param for new in news)  # an earlier optimizer may still update them
             held = [(new.name, new.param, new.placed) for new in news]
             counted = self._pipeline.buckets.run(partial(count_once, device.collectives, held))
             news = [replace(new, counted=counts) for new, counts in zip(news, counted, strict=True)]

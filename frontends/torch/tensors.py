@@ -18,7 +18,7 @@ from offload_core.layout.regions import Elements, InMemory
 
 from .compiled import COMPILED
 from .internals import DISPATCH_ALONE, NO_BACKWARD, backward_number, no_read
-from .placed import Placed, is_placed, local_of
+from .placed import Placed, is_here, is_placed, local_of
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -124,7 +124,8 @@ def check_param(name: str, param: torch.Tensor) -> None:
     if is_placed(param):
         local = local_of(param)
         check_param(name, local)
-        Placed.of(name, param, memory_order(local))
+        if is_here(param):  # else all processes raise together (``count_once``)
+            Placed.of(name, param, memory_order(local))
         return
     if getattr(param, "_fsdp_flattened", False):
         raise ParameterError(

@@ -1,0 +1,116 @@
+"""Parameters on parts of a mesh: which processes decide updates together, and which elements they count."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from frontends.torch import OffloadedSGD
+from tests.support.processes import on_ranks
+
+WORLD = 4
+
+
+class Meshes:
+    def __init__(self):
+        self.world = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("world",))
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+        self.tp, self.place = two["tp"], two.get_local_rank("dp")
+        self.first = DeviceMesh("cpu", [0, 1])
+
+
+def on(mesh, value=1.0):
+    """64 elements of this value; None: a plain parameter."""
+    whole = torch.full((64,), value)
+    return nn.Parameter(whole if mesh is None else distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+
+
+def norm(params, optimizer=None, **fields):
+    """The norm that the optimizer sees, where each parameter's gradient is its value."""
+    optimizer = optimizer or OffloadedSGD(params, lr=1.0, gradient_clipping=1e6, **fields)
+    for param in params:
+        param.grad = param.detach().clone()
+    optimizer.step()
+    return optimizer.report.grad_norm
+
+
+def refusal(act):
+    try:
+        return f"no error: {act()}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def later(first, mesh, unfrozen, **fields):
+    """A parameter on this mesh comes after the others, added or unfrozen."""
+    params = [on(first), on(mesh)]
+    params[1].requires_grad_(not unfrozen)
+    optimizer = OffloadedSGD(params if unfrozen else params[:1], lr=1.0, gradient_clipping=1e6, **fields)
+    params[1].requires_grad_(True)
+    if not unfrozen:
+        optimizer.add_param_group({"params": params[1:]})
+    return norm(params, optimizer)
+
+
+def on_four(body):
+    return on_ranks(WORLD)(lambda rank: body(Meshes()))
+
+
+@pytest.mark.parametrize("unfrozen", [False, True])
+def test_a_later_parameter_on_processes_that_decide_no_update_is_refused(unfrozen):
+    """A norm without its other parts would be too small, and on each process another."""
+    found = on_four(
+        lambda meshes: [
+            refusal(lambda: later(None, meshes.world, unfrozen)),
+            refusal(lambda: later(meshes.tp, meshes.world, unfrozen)),
+            refusal(lambda: later(None, meshes.world, unfrozen, process_group=dist.group.WORLD)),
+            later(meshes.world, meshes.tp, unfrozen),
+            later(meshes.world, None, unfrozen),
+        ]
+    )
+    name = "group 0, parameter 1" if unfrozen else "group 1, parameter 0"
+    for rank, (*refused, narrower, plain) in enumerate(found):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        for said, members in zip(refused, ([rank], pair, "none"), strict=True):
+            assert said.startswith(
+                f"ParameterError: parameter {name!r} is a DTensor on the processes [0, 1, 2, 3], and the parameters "
+                f"that this optimizer was made of are parts on {members}"
+            ), said
+        assert narrower == plain == 128**0.5
+
+
+def test_copies_on_submeshes_beside_each_other_count_once_and_must_be_alike():
+    """Experts of one name and shape that differ by process are no copies; one set of them would not be counted."""
+    found = on_four(
+        lambda meshes: (
+            norm([on(meshes.world), on(meshes.tp)]),
+            norm([on(meshes.tp, 1.0 + meshes.place)]),
+            refusal(lambda: norm([on(meshes.world), on(meshes.tp, 1.0 + meshes.place)])),
+        )
+    )
+    for rank, (copies, apart, experts) in enumerate(found):
+        assert copies == 128**0.5
+        assert apart == 8.0 * (1 + rank // 2)  # two optimizers, of two processes each
+        assert experts.startswith(
+            "ParameterError: parameter 'group 0, parameter 1' is a DTensor on submeshes beside each other, and "
+            "processes have different values of it"
+        )
+
+
+def test_a_mesh_that_a_process_is_not_on_is_an_error_on_all_that_would_wait_for_it():
+    def body(meshes):
+        on_first = DTensor.from_local(
+            torch.ones(32), meshes.first, [Shard(0)], run_check=False, shape=(64,), stride=(1,)
+        )
+        beside = refusal(lambda: norm([on(meshes.world), nn.Parameter(on_first)]))
+        return beside, refusal(lambda: norm([nn.Parameter(on_first)]))
+
+    for rank, (beside, alone) in enumerate(on_four(body)):
+        assert "parameter 'group 0, parameter 1' is a DTensor here" in beside
+        assert "differs on another process" in beside
+        if rank < 2:
+            assert alone == "no error: 8.0"
+        else:
+            assert f"which process {rank} is not on" in alone
