@@ -297,7 +297,7 @@ class Engine(nn.Module):
             StateError: in stages 2 and 3, which keep no whole gradients.
         """
         if sharded := fsdp_modules(self.module):
-            return gradients_stay(sharded)
+            return gradients_stay(sharded, self.optimizer.parts.intake)
         if self.offload_config.stage != 1:
             raise StateError(
                 f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage=1, or "

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from .intake import Intake
 from .pending import await_all
 
 
@@ -69,12 +70,14 @@ def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def gradients_stay(modules: list[Any]) -> Iterator[None]:
+def gradients_stay(modules: list[Any], intake: Intake) -> Iterator[None]:
     """Keep the gradients of the backwards inside whole on each rank; the next backward outside reduces all of them."""
+    intake.kept_by_fsdp = True
     for module in modules:
         module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:
+        intake.kept_by_fsdp = False
         for module in modules:
             module.set_requires_gradient_sync(True, recurse=False)

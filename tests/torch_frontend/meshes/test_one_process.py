@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -85,6 +86,22 @@ def test_several_backwards_add_up(mesh, early):
             model(rows(seed)).square().sum().backward()
         optimizer.step()
     for p, q in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert same_bits(p, q)
+
+
+def test_micro_steps_whose_gradients_fsdp2_keeps_count(mesh):
+    kept, given = make(mesh), make(mesh)
+    for model in (kept, given):
+        engine, reports = wrap(model, lr=1e-2, gradient_accumulation_steps=2), []
+        for seed in range(4):
+            with engine.no_sync() if model is kept and seed % 2 == 0 else nullcontext():
+                engine.backward(engine(rows(seed)).square().sum())
+                reports.append(engine.step().skipped)
+        assert reports == ["accumulating", None] * 2
+        with pytest.raises(StateError, match=r"step\(\) without backward\(\)"), engine.no_sync():
+            engine.step()
+        engine.flush()
+    for p, q in zip(kept.parameters(), given.parameters(), strict=True):
         assert same_bits(p, q)
 
 
