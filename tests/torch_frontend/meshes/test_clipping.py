@@ -72,7 +72,8 @@ def of_given(how, way):
     return told, wholes
 
 
-@pytest.mark.parametrize("way", ["plain", pytest.param("early", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["plain", "early"])
 def test_every_mesh_that_holds_the_same_gradients_has_the_same_coefficient_and_update(way):
     """All sums are of integers below 2^53, so that a double holds the exact one."""
     kinds = [
