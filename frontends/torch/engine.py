@@ -104,7 +104,8 @@ class Engine(nn.Module):
                 )
         elif not isinstance(params, torch.Tensor):
             params, named = in_model(model, params)
-        group = process_group if any(map(is_placed, model.parameters())) else default_group(process_group)
+        placed = any(param.requires_grad and is_placed(param) for param in model.parameters())
+        group = process_group if placed else default_group(process_group)
         self.optimizer = class_for(config, overrides).of_engine(
             model, params, config, group, overrides, all_of_it=all_of_it, named=named
         )
@@ -493,13 +494,14 @@ def _check_averages_once(model: nn.Module) -> None:
 
 
 def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
-    """Give frozen parameters and buffers rank 0's values, too."""
+    """Give frozen parameters and buffers rank 0's values, too. DTensors have those that their mesh says."""
     if optimizer.pipeline.device.world_size == 1:
         return
     parted = optimizer.partitioned
     packed = packed_values(model) if parted is None else parted.parameters.packed
     given = [*model.named_parameters(), *model.named_buffers()]
-    rest = [(n, t) for n, t in given if t not in optimizer.state and (parted is None or t not in parted)]
+    others = [(n, t) for n, t in given if not is_placed(t)]
+    rest = [(n, t) for n, t in others if t not in optimizer.state and (parted is None or t not in parted)]
     for name, whole in rest:
         for tensor in packed[id(whole)].tensors if id(whole) in packed else [whole]:
             host = tensor.detach().cpu().contiguous()

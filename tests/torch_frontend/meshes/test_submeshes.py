@@ -5,9 +5,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from frontends.torch import OffloadedSGD
+from frontends.torch import OffloadedSGD, gathered_parameters, wrap
 from tests.support.processes import on_ranks
 
 WORLD = 4
@@ -114,3 +115,25 @@ def test_a_mesh_that_a_process_is_not_on_is_an_error_on_all_that_would_wait_for_
             assert alone == "no error: 8.0"
         else:
             assert f"which process {rank} is not on" in alone
+
+
+def adapter_beside_a_frozen_base(rank, stage):
+    base, adapter = nn.Linear(16, 16, bias=False).requires_grad_(False), nn.Linear(16, 1, bias=False)
+    with torch.no_grad():
+        base.weight.copy_(torch.eye(16))
+        adapter.weight.zero_()
+    engine = wrap(nn.Sequential(fully_shard(base), adapter), optimizer="sgd", lr=1.0, stage=stage)
+    engine.backward(engine(torch.full((1, 16), 2.0 * rank)).sum())
+    engine.step()
+    with gathered_parameters([adapter.weight]):
+        return adapter.weight.detach().unique().tolist()
+
+
+def test_plain_parameters_beside_frozen_dtensors_are_averaged_over_all_ranks():
+    """Adapters of a base that FSDP2 shards: nobody else averages their gradients."""
+
+    @on_ranks(2)
+    def found(rank):
+        return [adapter_beside_a_frozen_base(rank, stage) for stage in (1, 2, 3)]
+
+    assert found == [[[-1.0]] * 3] * 2
