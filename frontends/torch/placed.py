@@ -146,13 +146,14 @@ class Placed:
 def _box(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, int], ...]:
     cuts: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
     later: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+    place_on = mesh.get_coordinate()
     for i, placement in enumerate(placements):
         kind = type(placement).__name__
         if kind == "Replicate":
             continue
         if kind not in ("Shard", _STRIDED):
             raise ParameterError(f"parameter {name!r} is placed as {placement} on its mesh; {_OTHERWISE}")
-        cut = mesh.size(i), mesh.get_local_rank(i)
+        cut = mesh.size(i), place_on[i]
         if kind == _STRIDED:  # cut after those to its right, as FSDP2 cuts what tensor parallelism has cut
             later[placement.dim].append(cut)
             inner = [mesh.size(j) for j in range(i + 1, len(placements)) if placements[j].is_shard(placement.dim)]
