@@ -6,14 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 from frontends.torch.ranks import pinning
 from offload_core.support import topology
-from tests.support import simulated
+from tests.support import one_process_group, simulated
 from tests.support.simulated import collectives
 
 pytestmark = pytest.mark.gpu
@@ -299,9 +298,8 @@ def alone(accelerator):
     if accelerator == simulated.NAME:
         collectives.register()
         backend = collectives.BACKEND
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_process_group.alone(backend):
+        yield
 
 
 @pytest.mark.usefixtures("alone")

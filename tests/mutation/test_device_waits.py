@@ -19,7 +19,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,7 +33,7 @@ from offload_core.checkpoint import saving
 from offload_core.device.host_ranks import HostRanks
 from offload_core.native import kernels
 from offload_core.testing.thread_ranks import run_ranks
-from tests.support import simulated
+from tests.support import one_process_group, simulated
 from tests.support.one_thread import Threads
 from tests.support.simulated import collectives
 from tests.support.torch_models import batch, make, same_bits
@@ -413,12 +412,9 @@ def parameters_of_a_class_of_their_own():
 def placed_on_a_mesh():
     """An engine after two steps, whose parameters FSDP2 has placed on a mesh of this process."""
     collectives.register()
-    dist.init_process_group(collectives.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process_group.alone(collectives.BACKEND):
         model = fully_shard(make().to(D, torch.bfloat16), mesh=DeviceMesh(D, [0]))
         yield two_steps(wrap(model, **OPTIONS))
-    finally:
-        dist.destroy_process_group()
 
 
 def placed_parameters_that_their_own_methods_read():

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from frontends.torch import OffloadedAdamW, OffloadedSGD, pending, wrap
 from frontends.torch.placed import is_placed, local_of
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from tests.support import one_process_group
 
 
 @pytest.fixture(autouse=True)
 def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
-    dist.destroy_process_group()
+    with one_process_group.alone():
+        yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
 
 
 def make(mesh, dtype=torch.float32, sharded=True):
