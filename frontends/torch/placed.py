@@ -186,14 +186,15 @@ def ranks_of(params: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
     everyone = {id(mesh): _ranks_on(mesh) for mesh in meshes.values()}
     largest = max(everyone.values(), key=len)
     if any(not ranks <= largest for ranks in everyone.values()):
-        roots = [root_mesh(mesh) for mesh in meshes.values()]
-        if any(root is not roots[0] and root != roots[0] for root in roots):
+        # By their ranks: torch takes equal submeshes for one, and so may return one of another root.
+        roots = [_ranks_on(root_mesh(mesh)) for mesh in meshes.values()]
+        largest = max(roots, key=len)
+        if any(not ranks <= largest for ranks in roots):
             raise ParameterError(
                 f"parameters lie on meshes that are not parts of one: {' and '.join(map(str, meshes.values()))}; "
                 'expected submeshes of one, as init_device_mesh(...)["dp"] and ["tp"] are, whose ranks decide each '
                 "update together"
             )
-        largest = _ranks_on(roots[0])
     if dist.get_rank() not in largest:
         raise ParameterError(
             f"parameters lie on {' and '.join(map(str, meshes.values()))}, which process {dist.get_rank()} is not on; "

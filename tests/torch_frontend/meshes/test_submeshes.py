@@ -137,3 +137,30 @@ def test_plain_parameters_beside_frozen_dtensors_are_averaged_over_all_ranks():
         return [adapter_beside_a_frozen_base(rank, stage) for stage in (1, 2, 3)]
 
     assert found == [[[-1.0]] * 3] * 2
+
+
+def test_meshes_without_one_in_common_are_refused_on_every_process():
+    """Rows and columns of processes, each a mesh of its own."""
+
+    @on_ranks(WORLD)
+    def found(rank):
+        pairs = [[0, 1], [2, 3], [0, 2], [1, 3]]
+        row, column = (mesh for pair in pairs for mesh in [DeviceMesh("cpu", pair)] if rank in pair)
+        return refusal(lambda: OffloadedSGD([on(row), on(column)], lr=1.0))
+
+    for said in found:
+        assert "ParameterError: parameters lie on meshes that are not parts of one: DeviceMesh" in said
+
+
+def test_equal_submeshes_of_two_meshes_are_taken():
+    """Torch takes them for one, and may give a parameter the submesh of an earlier mesh."""
+
+    @on_ranks(WORLD)
+    def found(rank):
+        two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        earlier = on(two["a"])
+        three = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
+        wide = distribute_tensor(torch.ones(64), three["b", "c"], [Shard(0), Shard(0)], src_data_rank=None)
+        return norm([earlier, on(three["a"]), nn.Parameter(wide)])
+
+    assert found == [192**0.5] * WORLD
