@@ -12,7 +12,6 @@ states have other sums of bits than were saved does not count.
 
 import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -29,6 +28,7 @@ from bench.harness.contenders import Result, measure_all, medians, show
 from bench.harness.processes import KEEP_FREED_MEMORY, ContenderError, ProcessGroup
 from bench.harness.recording import Recording
 from bench.harness.working_dtype import WorkingDtype, working_dtype
+from bench.parts.checkpoint import drop
 from bench.parts.fsdp2_run import CHECKPOINT, DCP_OURS, DCP_TORCH
 from bench.parts.step import MODELS, start
 from bench.parts.torch_contenders import (
@@ -294,18 +294,6 @@ def ratios_of_resumes(totals: Mapping[str, list[float]], numel: int) -> Iterator
         if {ours, DCP_TORCH} <= totals.keys():
             name = f"resume of {numel / 1e6:,.0f} M parameters: {DCP_TORCH} / {ours}"
             yield record.ratio(name, totals[DCP_TORCH], totals[ours], better="higher")
-
-
-def drop(folder: Path) -> None:
-    """Drop the pages of a folder's files from the page cache, as if the machine had started anew."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            file = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(file)
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-            finally:
-                os.close(file)
 
 
 if __name__ == "__main__":
