@@ -263,7 +263,7 @@ class Resumes:
         order = random.Random(0)
         for _ in range(self.resumes):
             for name in order.sample(able, len(able)):
-                drop(self._folder / name)
+                drop(*(path for path in (self._folder / name).rglob("*") if path.is_file()))
                 try:
                     loads[name].append(self._ask(name, LOADED_BY, "load"))
                 except ContenderError as error:
