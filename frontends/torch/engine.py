@@ -26,6 +26,7 @@ from offload_core.support.user_line import UserLine
 from . import pending
 from .casting import warn_if_slow
 from .compiled import run_compiled_modules, untraced
+from .device_memory import ReleaseReport
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait
@@ -143,6 +144,8 @@ class Engine(nn.Module):
         """
         if torch.compiler.is_dynamo_compiling():
             self._traced = True
+        elif self.is_released:
+            self.optimizer.pipeline.check_present()
         elif self.optimizer.updates == 0:
             self.optimizer.follow_sizes()
         if self.optimizer.partitioned is not None and not torch.compiler.is_dynamo_compiling():
@@ -151,7 +154,7 @@ class Engine(nn.Module):
         try:
             return self.module(*args, **kwargs)
         except BaseException:
-            self._release()
+            self._recover()
             raise
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -174,7 +177,7 @@ class Engine(nn.Module):
         dtype = TORCH_DTYPES[self.offload_config.target_dtype]
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
-    def _release(self) -> None:
+    def _recover(self) -> None:
         """Release all gathered parameters after an error."""
         if self.optimizer.partitioned is not None:
             self.optimizer.partitioned.recover()
@@ -204,7 +207,7 @@ class Engine(nn.Module):
                     lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs), average=average
                 )
         except BaseException:
-            self._release()
+            self._recover()
             raise
 
     @untraced
@@ -465,6 +468,66 @@ class Engine(nn.Module):
         lock.whole("export_safetensors()", export, self.module, self.optimizer, folder)
 
     # --- memory --------------------------------------------------------------------------------------
+
+    def release(self, *, keep: Iterable[str] = ()) -> ReleaseReport:
+        """Give the device back, until :meth:`restore`: parameters and buffers have no memory there.
+
+        Torch's allocator gives back what it kept, too.
+
+        Master weights and states are on the host, and stay there. Frozen parameters and buffers are copied to pinned
+        host memory, which stays for the next time. Afterwards every bit is as if nothing had happened, with one
+        exception: it begins with :meth:`flush`, which ends the delay of ``schedule="delayed"``. All ranks call this.
+        Until :meth:`restore`, forward, backward, ``step()``, loads and reads of parameters raise :class:`StateError`,
+        on the CPU, too, where memory stays as it is. Saves, :meth:`export_safetensors` and reads of optimizer states
+        work. A view of a parameter that you hold, and a graph, have no memory meanwhile: do not read them.
+
+        Does nothing if the engine is released already.
+
+        Args:
+            keep: names of parameters, buffers or modules that stay on the device.
+
+        Raises:
+            StateError: in the middle of a backward; gradients wait for an update; some ranks alone call it.
+            ParameterError: nothing has a name in ``keep``; the memory of a tensor cannot be given back.
+            HostMemoryError: there is no room for the copies. Nothing was released.
+        """
+        return self.optimizer.release_tensors(self._named_memory(), [keep] if isinstance(keep, str) else [*keep])
+
+    def _named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that hold the model's values, by name."""
+        for module in fsdp_modules(self.module):
+            module.reshard()
+        parted = self.optimizer.partitioned
+        packed = packed_values(self.module) if parted is None else parted.parameters.packed
+        for name, param in self.module.named_parameters():
+            yield name, param
+            if id(param) in packed:
+                yield from ((name, tensor) for tensor in packed[id(param)].tensors)
+        yield from self.module.named_buffers()
+
+    def restore(self) -> None:
+        """Take the device again, and bring everything back, in the background: a layer waits for its own parameters.
+
+        Does nothing if the engine is not released. All ranks call this.
+
+        Raises:
+            DeviceMemoryError: on all ranks, if one has no room. All is still released, and nothing is lost.
+        """
+        self.optimizer.restore()
+
+    @property
+    def is_released(self) -> bool:
+        """True between :meth:`release` and :meth:`restore`."""
+        return self.optimizer.is_released
+
+    @contextmanager
+    def released(self, *, keep: Iterable[str] = ()) -> Iterator[ReleaseReport]:
+        """``with engine.released(): ...``: :meth:`release` before, :meth:`restore` after, also after an error."""
+        report = self.release(keep=keep)
+        try:
+            yield report
+        finally:
+            self.restore()
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host; print it, or draw it (``.plot(path)``).

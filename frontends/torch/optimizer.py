@@ -21,6 +21,7 @@ from offload_core.step.state_lock import StateLock, changes, whole
 
 from .casting import Casts
 from .compiled import untraced
+from .device_memory import ReleaseReport
 from .groups import (
     OptimizerSettings,
     defaults_of,
@@ -407,7 +408,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _start_over(self, parts: Parts) -> None:
         slots, masters = parts.registration.slots, parts.states.masters()
         named = [entry for entry in named_in(self.param_groups, self.names) if entry[1] in slots]
-        parts.release()
+        parts.let_go()
         try:
             parts.pipeline.start_over()
             self._open(named, None if self._model is None else self._model())
@@ -423,6 +424,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._steps is not None:
             self.checkpoints.wait()
+            self.restore()
             if self._steps.parts.pipeline.health.usable:  # else it must end, too
                 self._state_lock.change("close()", self._steps.parts.registration.flush)
         if self.partitioned is not None:
@@ -431,6 +433,40 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._steps.parts.close()
         self.partitioned = self._steps = self._waits_for = None
         self.state = defaultdict(dict)
+
+    # --- phases ----------------------------------------------------------------------------------------
+
+    @property
+    def is_released(self) -> bool:
+        """True between :meth:`release` and :meth:`restore`."""
+        return self._steps is not None and self._steps.parts.pipeline.released
+
+    def release(self) -> ReleaseReport:
+        """Give back the device memory of the parameters that have states, until :meth:`restore`: their master weights
+        are on the host.
+
+        ``engine.release()`` gives back that of a whole model. Gradients in ``p.grad`` stay. As there, all ranks must
+        call this.
+        """
+        return self.release_tensors((slot.name, slot.param) for slot in self.slots)
+
+    @whole("release()")
+    def release_tensors(self, named: Iterable[tuple[str, torch.Tensor]], keep: Collection[str] = ()) -> ReleaseReport:
+        """As ``Engine.release``, for these tensors."""
+        self.follow_sizes()
+        self.checkpoints.wait()
+        return self._state_lock.change("release()", self.parts.device_memory.release, named, keep)
+
+    @whole("restore()")
+    def restore(self) -> None:
+        """Take the device memory again that was given back, and fill it, in the background: a reader waits for the
+        parameter that it reads. Does nothing if nothing is released. All ranks must call this.
+
+        Raises:
+            DeviceMemoryError: on all ranks, if one has no room. All is still released.
+        """
+        if self.is_released:
+            self._state_lock.change("restore()", self.parts.device_memory.restore)
 
     # --- an optimizer that takes over ------------------------------------------------------------------
 

@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from offload_core.config.options import OffloadConfig
+from offload_core.device.protocols import TensorMemory
 from offload_core.errors import ParameterError
 from offload_core.step.loss_scale import LossScaler, scaler_for
 from offload_core.step.pipeline import Pipeline
 
 from .casting import Casts
+from .device_memory import DeviceMemory
 from .intake import Intake
 from .placed import check_alone, group_of, ranks_of, this_process
 from .ranks.device_ranks import device_for, device_of_placed
@@ -37,6 +39,7 @@ class Parts:
     registration: Registration
     intake: Intake
     states: TorchStates
+    device_memory: DeviceMemory
     partitioned: PartitionedModel | None
 
     def take_on(
@@ -70,14 +73,14 @@ class Parts:
         if new:
             self.take_on([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
 
-    def release(self) -> None:
+    def let_go(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
         self.intake.close()
         self.registration.close()
 
     def close(self) -> None:
         """Release the parameters, and free the states."""
-        self.release()
+        self.let_go()
         self.pipeline.buckets.close()
         self.pipeline.device.close()
 
@@ -87,6 +90,7 @@ class Foundation:
     """The parts of an optimizer that stay when its parameters start over.
 
     Attributes:
+        memory: the pipeline's device.
         casts: the element types of the model's tensors.
         partitioned: the model's partitioned parameters (stage 3); None: none are.
         early_copy: True if gradients are taken during backward.
@@ -94,6 +98,7 @@ class Foundation:
     """
 
     pipeline: Pipeline
+    memory: TensorMemory
     casts: Casts
     partitioned: PartitionedModel | None
     early_copy: bool
@@ -137,10 +142,11 @@ class Foundation:
             scaler = scaler_for(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
         ranks = ranks_of(params)
         if ranks is None:
-            pipeline = Pipeline(config, device_for(device, process_group, config), scaler)
+            world = device_for(device, process_group, config)
         else:
             check_alone(params, process_group=process_group, stage=config.stage)
-            pipeline = Pipeline(config, device_of_placed(device, group_of(ranks), config), scaler)
+            world = device_of_placed(device, group_of(ranks), config)
+        pipeline = Pipeline(config, world, scaler)
         partitioned = None
         if model is not None and config.takes_apart(pipeline.device.world_size):
             partitioned = PartitionedModel(model, device, process_group, pipeline, casts)
@@ -150,7 +156,7 @@ class Foundation:
             others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
             check_takes_none([*(entry[:2] for entry in named), *others], config)
         own = this_process() if pipeline.device.world_size == 1 else ()
-        return cls(pipeline, casts, partitioned, early_copy, ranks or own)
+        return cls(pipeline, world.memory, casts, partitioned, early_copy, ranks or own)
 
     def parts(
         self,
@@ -181,7 +187,9 @@ class Foundation:
             partitioned.parameters.matrices = matrices_of_frozen(
                 registration.named(groups), [config.rule(g) for g in groups]
             )
-        parts = Parts(pipeline, registration, intake, TorchStates(pipeline, registration), partitioned)
+        device_memory = DeviceMemory(pipeline, self.memory, registration, intake, partitioned)
+        states = TorchStates(pipeline, registration)
+        parts = Parts(pipeline, registration, intake, states, device_memory, partitioned)
         parts.take_on(named, groups, model)
         if partitioned is not None:
             partitioned.keep_frozen([param for _, param, _ in named])

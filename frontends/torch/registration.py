@@ -100,6 +100,13 @@ class Slot:
         """The tensor that holds this process's values: the parameter, or a DTensor's local tensor."""
         return local_of(self.param)
 
+    @property
+    def is_released(self) -> bool:
+        """True if the parameter has no memory, so that every read must be refused."""
+        with no_read():
+            values = self.values
+            return not self.partitioned and values.numel() > 0 and values.untyped_storage().nbytes() == 0
+
     def replace_stand_in(self) -> None:
         """Make another stand-in; autograd has attached a graph to the one that was."""
         self.taken = TakenGradient(self.values, self.name)
@@ -194,7 +201,8 @@ class Registration:
         self._grouping = Grouping([], [], frozenset(), frozenset(), [])
         self._owner = weakref.ref(owner)
         self._pipeline = pipeline
-        self._device = device
+        self.device = device
+        """The device of all parameters."""
         self._partitioned = partitioned
         self._casts = casts
         self._members = members
@@ -214,7 +222,7 @@ class Registration:
 
     def check_new(self, named: Iterable[NamedParam]) -> None:
         """As the function :func:`check_new`, for parameters to be added to those of this optimizer."""
-        check_new(named, self._device, self._owner(), self.slots)
+        check_new(named, self.device, self._owner(), self.slots)
 
     def grouping(self, groups: Sequence[Mapping[str, Any]]) -> Grouping:
         """These groups and the parameters that have states, made anew where one of the two has changed."""
@@ -377,6 +385,9 @@ class Registration:
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
+        if self._pipeline.released:  # they have no values
+            with no_read():
+                return [self.tensor(slot) for slot in (self.slots.values() if slots is None else slots)]
         written = self._written_from_outside()
         if self._replaced:
             with no_read():
@@ -426,7 +437,7 @@ class Registration:
             dtype = TORCH_DTYPES[self._pipeline.params[slot.index].dtype]
             larger = param.dim() == len(before) and all(map(ge, param.shape, before)) and param.shape != before
             same = param.shape == before and memory_order(param) == slot.order
-            if not (larger or same) or (param.dtype, param.device) != (dtype, self._device):
+            if not (larger or same) or (param.dtype, param.device) != (dtype, self.device):
                 return False
             if slot.placed is not None and not (same and slot.placed.holds(slot.param)):
                 return False
@@ -447,7 +458,7 @@ class Registration:
                 )
             spec, param = self._pipeline.params[slot.index], slot.values
             got = (param.numel(), param.dtype, param.device)
-            expected = (spec.numel, TORCH_DTYPES[spec.dtype], self._device)
+            expected = (spec.numel, TORCH_DTYPES[spec.dtype], self.device)
             reordered = not (slot.order is None and param.is_contiguous()) and memory_order(param) != slot.order
             if got != expected or param.shape != slot.taken.shape or reordered:
                 raise ParameterError(
@@ -461,6 +472,8 @@ class Registration:
 
     def flush(self) -> None:
         """As ``OffloadedAdamW.flush``."""
+        if self._pipeline.released:  # :meth:`DeviceMemory.release` has flushed
+            return
         if self._partitioned is not None and self._pipeline.config.schedule == "delayed":
             self._partitioned.before_change()
         self._pipeline.flush(self.tensors())
@@ -484,6 +497,10 @@ class Registration:
                     _make_readers_wait(slot, self._pipeline)
         elif not broken:
             have_been_written([self.columns.params[index] for index in written])
+
+    def await_values(self, slot: Slot) -> None:
+        """Wait until a whole parameter has been written."""
+        _await(slot, self._pipeline)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor | OnDisk]) -> None:
         """Write replaced master weights to the parameters."""
@@ -546,7 +563,7 @@ class Registration:
     ) -> list[torch.Tensor]:
         """The tensors on the device that are neither trained nor partitioned, each once."""
         known = {id(param) for _, param in (*trained, *frozen)}
-        return list({id(t): t for t in tensors if id(t) not in known and t.device == self._device}.values())
+        return list({id(t): t for t in tensors if id(t) not in known and t.device == self.device}.values())
 
     def _plan(
         self,
@@ -565,7 +582,7 @@ class Registration:
         whole = [*params, *(param for _, param in frozen), *others]
         shards = [built.values for built in map(shards_of, whole) if built is not None]
         inside = [*whole, *(shard for shard in shards if isinstance(shard, torch.Tensor))]
-        held = memory_of_all(tensor for tensor in inside if tensor.device == self._device)
+        held = memory_of_all(tensor for tensor in inside if tensor.device == self.device)
         return replace(plan, rows=(*plan.rows, *rows), held=held)
 
 
@@ -678,7 +695,8 @@ def let_go(slots: dict[torch.Tensor, Slot]) -> None:
         if not slot.partitioned:
             with suppress(StateError):  # it was sent early, for a step that is never made
                 await_values_of_garbage(slot.param)
-            forget(slot.param)
+            if not slot.is_released:
+                forget(slot.param)
         if slot.data_writes is not None:
             slot.data_writes.end()
         slot.release()
@@ -693,7 +711,10 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
 
 
 def _make_readers_wait(slot: Slot, pipeline: Pipeline) -> None:
+    make_pending(slot.param, partial(_await, slot, pipeline), before_modules=True)
+
+
+def _await(slot: Slot, pipeline: Pipeline) -> None:
     # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
     on_host = slot.placed is not None
-    wait = partial(pipeline.state_lock.run, pipeline.await_param, slot.index, on_host=on_host)
-    make_pending(slot.param, wait, before_modules=True)
+    pipeline.state_lock.run(pipeline.await_param, slot.index, on_host=on_host)

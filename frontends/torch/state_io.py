@@ -185,6 +185,7 @@ class TorchStates:
         def section() -> None:
             act()
 
+        self._pipeline.check_present()
         self._pipeline.state_lock.change(what, uninterrupted, section)
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
@@ -241,6 +242,7 @@ class TorchStates:
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """As ``OffloadedAdamW.load_master``."""
+        self._pipeline.check_present()
         slot = self._registration.slots[param]
         own = slot.own(values)
         master = flat_like(own.to("cpu", torch.float32), slot.values).numpy()

@@ -15,8 +15,10 @@ from ..device.events import AfterAll, Done, Event
 from ..device.protocols import GatheringDevice
 from ..device.trace import COMPUTE
 from ..disk.shards import ShardSource
+from ..errors import StateError
 from ..layout.partition import Bucket, ParamSpec
 from ..ranks.consistency import fingerprint
+from ..step.health import PipelineHealth
 from ..step.state_lock import StateLock, changes
 from ..support.threads import Task
 from ..support.worker import Background, Inline
@@ -65,8 +67,11 @@ class PartitionedParam:
 class LiveParams:
     """The partitioned parameters of one process, and which of them are whole."""
 
-    def __init__(self, config: OffloadConfig, device: GatheringDevice, state_lock: StateLock) -> None:
+    def __init__(
+        self, config: OffloadConfig, device: GatheringDevice, state_lock: StateLock, health: PipelineHealth
+    ) -> None:
         self._config = config
+        self._health = health
         self.device = device
         at_once = config.schedule == "serial" or (device.addressable and device.world_size == 1)
         self._tasks = Inline() if at_once else Background()
@@ -101,12 +106,23 @@ class LiveParams:
         self.release_idle()
         self._order.begin(kind)
 
+    @property
+    def released(self) -> bool:
+        """True if shards may have no memory, so that nothing can be gathered."""
+        return bool(self._health.released)
+
+    def check_present(self) -> None:
+        """Raise :class:`StateError` if shards may have no memory."""
+        if self._health.released:
+            raise StateError(self._health.released)
+
     @changes("a gathering of parameters")
     def acquire(self, params: Sequence[PartitionedParam]) -> None:
         """Make parameters whole, and keep them whole until :meth:`release`.
 
         Raises the error of their gathering or of their updates; then it holds none of them.
         """
+        self.check_present()
         for param in params:
             param.holds += 1
             self._ahead.pop(param, None)

@@ -18,14 +18,15 @@ them. An early update (``early_publish.py``) leaves them USED until its step com
 **Publication**: the device parameters, compared with the rounded master weights. Where a part of a bucket is sent
 early, ``LocalBucket.stale`` still names what is stale of the rest.
 
-=======  ==============================================================================
-state    device parameters
-=======  ==============================================================================
-CURRENT  are those of the master weights
-STALE    are of an older step, or of none: the master weights are to be sent
-SENT     are on their way, or have arrived without anybody having waited for them
-EARLY    were sent for a step that has not come
-=======  ==============================================================================
+========  =============================================================================
+state     device parameters
+========  =============================================================================
+CURRENT   are those of the master weights
+STALE     are of an older step, or of none: the master weights are to be sent
+SENT      are on their way, or have arrived without anybody having waited for them
+EARLY     were sent for a step that has not come
+RELEASED  have no memory: nothing may be sent
+========  =============================================================================
 
 **Ownership**: the thread that may touch the bucket.
 
@@ -84,6 +85,7 @@ class Publication(_Named):
     STALE = "stale"
     SENT = "sent"
     EARLY = "sent early"
+    RELEASED = "released"
 
 
 class PublicationEvent(_Named):
@@ -94,6 +96,8 @@ class PublicationEvent(_Named):
     CONFIRM = "confirm"
     RECALL = "recall"
     LOSE = "lose"
+    RELEASE = "release"
+    RESTORE = "restore"
 
 
 class Owner(_Named):
@@ -140,7 +144,10 @@ PUBLICATION: dict[tuple[Publication, PublicationEvent], Publication] = {
     (P.STALE, PE.SEND_EARLY): P.EARLY,
     (P.EARLY, PE.CONFIRM): P.SENT,
     (P.EARLY, PE.RECALL): P.STALE,
-    **{(state, PE.LOSE): P.STALE for state in P},
+    **{(state, PE.LOSE): P.STALE for state in P if state is not P.RELEASED},
+    (P.CURRENT, PE.RELEASE): P.RELEASED,
+    (P.RELEASED, PE.RELEASE): P.RELEASED,
+    (P.RELEASED, PE.RESTORE): P.STALE,
 }
 
 W, WE = Owner, OwnerEvent

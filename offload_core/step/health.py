@@ -16,6 +16,8 @@ GONE    another rank was lost, and they are of no step              no      no  
 
 The next step or flush sends the parameters of BEHIND again. A load mends APART and TORN, for it replaces all states.
 Nothing mends LOST and GONE.
+
+In each state the device's parameters may be *released*: then states are read, and nothing is published or updated.
 """
 
 from enum import Enum
@@ -85,6 +87,8 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
     def __init__(self) -> None:
         super().__init__("optimizer", H.SOUND, HEALTH)
         self._reason = ""
+        self.released = ""
+        """The error message of what needs parameters on the device, while they have no memory there; else empty."""
 
     def on(self, event: HealthEvent, reason: str = "") -> None:
         """Take ``event``; ``reason``: the error message of what is refused from now on."""
@@ -96,6 +100,8 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
         does."""
         if self.state in REFUSED[use]:
             raise (CollectiveError if self.state is H.LOST else StateError)(self._reason)
+        if self.released and use is not Use.READ:
+            raise StateError(self.released)
 
     @property
     def lost_a_rank(self) -> bool:

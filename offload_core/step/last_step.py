@@ -79,6 +79,35 @@ class LastStep:
         self.change(publish)
         self.finish()
 
+    # --- parameters without memory ---------------------------------------------------------------------
+
+    @property
+    def returning(self) -> list[LocalBucket]:
+        """The buckets whose parameters a :meth:`restore` brings back: their memory is the device's alone."""
+        return [work for work in self._buckets.all if work.writes is Writes.STAGING]
+
+    def release(self, reason: str) -> None:
+        """Parameters on the device lose their memory. All have been waited for, and are those of the master weights."""
+        for work in self.returning:
+            work.release_parameters()
+        self._health.released = reason
+
+    def restore(self, tensors: Sequence[Any]) -> None:
+        """Send all parameters that have memory on the device again. Readers may wait for each."""
+        after = self._buckets.device.mark()
+
+        def publish() -> None:
+            for work in self.returning:
+                if work.publication.state is Publication.RELEASED:
+                    work.restore_parameters()
+            self._health.released = ""
+            self.begin(self.behind)
+            self._updates.publish(self._buckets.all, list(tensors), after)
+
+        self.change(publish)
+        if not self._buckets.worker.behind:
+            self.finish()
+
     # --- breaking off ----------------------------------------------------------------------------------
 
     def wait(self, act: Callable[[], None]) -> None:

@@ -186,6 +186,14 @@ class LocalBucket:
         if self.written is None:  # somebody has waited for them
             self.publication.on(PublicationEvent.ARRIVE)
 
+    def release_parameters(self) -> None:
+        """The parameters lose their memory on the device."""
+        self.publication.on(PublicationEvent.RELEASE)
+
+    def restore_parameters(self) -> None:
+        """The parameters have memory on the device again, and no values."""
+        self.fall_behind(self.members, PublicationEvent.RESTORE)
+
     def arrive(self) -> None:
         """The last publication has been waited for."""
         self.written = None

@@ -124,6 +124,7 @@ class Pipeline:
             frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
         """
         assert self.state_lock.changing.locked()
+        self.check_present()
         self.last_step.finish()
         self.arrivals.take_on(self.buckets.add(specs, tensors, frozen))
         self.counts.take_on(specs)
@@ -143,6 +144,7 @@ class Pipeline:
         Args:
             masters: False: master weights follow their parameters, which may still get earlier values back.
         """
+        self.check_present()
         self.health.on(HealthEvent.LOAD)
         self.drop_gradients()
         self.last_step.finish()
@@ -430,6 +432,39 @@ class Pipeline:
 
     # --- parameters ----------------------------------------------------------------------------------
 
+    @property
+    def released(self) -> bool:
+        """True if parameters have no memory on the device."""
+        return bool(self.health.released)
+
+    def check_present(self) -> None:
+        """Raise :class:`StateError` if parameters have no memory on the device."""
+        if self.released:
+            raise StateError(self.health.released)
+
+    def check_idle(self, what: str, *, waiting: bool) -> None:
+        """Raise :class:`StateError` if gradients wait for an update (``waiting``: elsewhere), or no step may follow."""
+        self.health.check(Use.STEP)
+        if waiting or self.arrivals.holds_gradients:
+            raise StateError(
+                f"{what} while gradients wait for an update; expected it between two updates: after step() at an "
+                "accumulation boundary, or after zero_grad() of the optimizer"
+            )
+
+    def release(self, reason: str) -> None:
+        """Parameters lose their memory on the device now. :meth:`flush` came before, and nothing since.
+
+        Args:
+            reason: the message of the :class:`StateError` that each use of parameters raises until :meth:`restore`.
+        """
+        assert self.state_lock.changing.locked() or RUNNING_SECTIONS
+        self.last_step.release(reason)
+
+    def restore(self, tensors: Sequence[Any]) -> None:
+        """Parameters have memory on the device again: send them. Each may be awaited (:meth:`await_param`)."""
+        assert self.state_lock.changing.locked()
+        self.last_step.restore(tensors)
+
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         assert self.state_lock.changing.locked()
@@ -442,9 +477,10 @@ class Pipeline:
         Args:
             on_host: wait until the parameter has been written, for readers on any stream.
 
-        Raises the error of the updates, and among ranks :class:`StateError` where it was sent early, for a
-        step that is still to come.
+        Raises the error of the updates, and :class:`StateError` where parameters are released, and among ranks where
+        it was sent early, for a step that is still to come.
         """
+        self.check_present()
         if self.early.holds(param):
             self.health.check(Use.PUBLISH)  # else it may be a step that broke off
             if self.device.world_size > 1:

@@ -93,3 +93,22 @@ def test_what_is_refused_is_refused_with_the_reason_until_a_load_mends_it():
     health.on(HealthEvent.TEAR, "another")
     with pytest.raises(StateError, match="another"):
         health.check(Use.READ)
+
+
+def test_released_parameters_are_neither_sent_nor_updated_and_states_are_read():
+    health = PipelineHealth()
+    health.released = "they are away"
+    for use in Use:
+        with nullcontext() if use is Use.READ else pytest.raises(StateError, match="they are away"):
+            health.check(use)
+    health.on(HealthEvent.TEAR, "the reason")  # another error goes first
+    with pytest.raises(StateError, match="the reason"):
+        health.check(Use.STEP)
+
+
+def test_nothing_reaches_parameters_without_memory():
+    away = Publication.RELEASED
+    into = {event for (state, event) in PUBLICATION if state is away}
+    assert into == {PublicationEvent.RELEASE, PublicationEvent.RESTORE}
+    assert PUBLICATION[away, PublicationEvent.RESTORE] is Publication.STALE  # the master weights are to be sent
+    assert {state for (state, event), to in PUBLICATION.items() if to is away} == {Publication.CURRENT, away}

@@ -16,6 +16,7 @@ from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.rules.adam import AdamHyper
 from offload_core.stage3.live_params import LiveParams
 from offload_core.step.decision import StepArguments
+from offload_core.step.health import PipelineHealth
 from offload_core.step.state_access import StateAccess
 from offload_core.step.state_lock import StateLock
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
@@ -60,7 +61,7 @@ class Model:
         put = FakeTensor if isinstance(device, FakeDevice) else np.copy
         ranks = HostRanks(device, world)
         self.pipeline = LockingPipeline(config, ranks, None)
-        self.live = LiveParams(config, HostRanks(device, apart), StateLock())
+        self.live = LiveParams(config, HostRanks(device, apart), StateLock(), PipelineHealth())
         self.specs = [ParamSpec(f"p{i}", n, (FLOAT32, BFLOAT16)[i % 2], partitioned=True) for i, n in enumerate(SIZES)]
         rng = np.random.default_rng(0)
         self.put, self.params = put, []

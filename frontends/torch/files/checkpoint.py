@@ -104,7 +104,8 @@ class ModelCheckpoints:
             if record is not None:
                 sources += _shard_sources(name, record)
             elif counted.get(id(tensor), alone):
-                sources.append(_source(name, tensor))
+                values = optimizer.parts.device_memory.values(local_of(tensor))
+                sources.append(_source(name, tensor, values))
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
         state = {
             "updates": optimizer.updates,
@@ -156,6 +157,7 @@ class ModelCheckpoints:
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
         with optimizer.checkpoints.together("load"):
             self._check_closed("load_checkpoint()")
+            optimizer.pipeline.check_present()
             optimizer.parts.take_on_unfrozen(optimizer.param_groups)
             tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
 
@@ -385,8 +387,8 @@ def _put(run: torch.Tensor, host: torch.Tensor) -> None:
     run[once].copy_(host[once])
 
 
-def _source(name: str, tensor: torch.Tensor) -> Source:
-    values = local_of(tensor)
+def _source(name: str, tensor: torch.Tensor, values: torch.Tensor) -> Source:
+    """The source of a tensor, of which this process has these values."""
     [(_, region)] = _elements_of(name, tensor).regions(0, values.numel())
     run = flat(values.data) if _is_dense(values) else values.detach().contiguous().view(-1)
     return Source(name, "param", region, _numpy_dtype(name, tensor), partial(_read, run))

@@ -33,7 +33,7 @@ from ..casting import Casts
 from ..data_writes import DataWrites, set_data
 from ..internals import no_read, storage_of
 from ..ranks.device import as_torch
-from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory, shaped
+from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory, memory_of_all, shaped
 from ..values import Values, packed_values
 from .construction import hand_over, in_shards, shards_of
 from .cut import Cut, on_disk
@@ -140,7 +140,7 @@ class PartitionedParameters:
         self._casts = casts
         self._device = device
         self._world = world
-        self.live = LiveParams(config, world, pipeline.state_lock)
+        self.live = LiveParams(config, world, pipeline.state_lock, pipeline.health)
         """Tracks which parameters are whole."""
         self.records: dict[int, PartitionedParameter] = {}
         """By the parameter's ``id``; a record keeps its parameter alive, so no id is reused."""
@@ -336,7 +336,8 @@ class PartitionedParameters:
         """The bytes that shards take on the device."""
         if self._config.offload_param is not None:
             return 0
-        return sum(r.shard.nbytes for r in self.records.values() if isinstance(r.shard, torch.Tensor))
+        shards = [r.shard for r in self.records.values() if isinstance(r.shard, torch.Tensor)]
+        return memory_of_all(shard for shard in shards if shard.device == self._device)
 
     @property
     def disk_bytes(self) -> int:

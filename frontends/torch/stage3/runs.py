@@ -280,6 +280,7 @@ class ModuleRuns:
     def touch(self, param: int) -> None:
         """Make a released parameter whole before it is read; raise outside a forward or backward."""
         record = self._parameters.records[param]
+        self._parameters.live.check_present()
         if self.use(record):
             return
         if self.gather_read is None:
@@ -389,7 +390,7 @@ def _abandon(hooks: ModuleHooks, units: _Units, records: dict[int, PartitionedPa
     hooks.remove()
     units.remove()
     try:
-        if live.device.world_size == 1:
+        if live.device.world_size == 1 and not live.released:
             for record in records.values():
                 live.acquire([record.live])
                 for tensor in record.values.tensors:
