@@ -12,7 +12,7 @@ On the CPU the device's memory is the host's, and stays. The rules for callers a
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,7 +29,7 @@ from offload_core.memory.host_memory import format_bytes
 from offload_core.memory.plan import format_table
 from offload_core.ranks.consistency import combine, together
 from offload_core.step.pipeline import Pipeline
-from offload_core.support.threads import uninterrupted
+from offload_core.support.threads import clear_up, uninterrupted
 
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
@@ -128,6 +128,7 @@ class DeviceMemory:
         place."""
         self._host = np.empty(0, np.uint8)
         """Values of released storages. It stays for the next time, because pinning takes long."""
+        weakref.finalize(self, clear_up, partial(_settle, self._memories)).atexit = False
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor, or while it is released its values on the host. Trained parameters may have none there."""
@@ -182,7 +183,8 @@ class DeviceMemory:
                 "released parameters have no memory on the device; expected engine.restore() (or optimizer.restore()) "
                 "before they are used: while they are released, only what reads states works, as saves do"
             )
-            self._memories = {memory.storage._cdata: memory for memory in memories}
+            self._memories.clear()
+            self._memories.update({memory.storage._cdata: memory for memory in memories})
             for memory in memories:
                 self._let_go(memory)
 
@@ -226,10 +228,14 @@ class DeviceMemory:
                     continue
                 if is_traceable_wrapper_subclass(values):
                     continue  # the tensors inside are named, too
-                if values.layout is not torch.strided or not (values.untyped_storage().resizable() or not self._moves):
+                if stays and values.layout is not torch.strided:
+                    continue
+                if values.layout is not torch.strided or (
+                    self._moves and not stays and not values.untyped_storage().resizable()
+                ):
                     raise ParameterError(
-                        f"release(): {name!r} is {values.layout} memory that cannot be given back; expected a dense "
-                        f"tensor of torch's own allocator: clone() it, or leave it there with keep=[{name!r}]"
+                        f"release(): {name!r} is a {values.layout} tensor whose memory cannot be given back; expected "
+                        f"a dense tensor of torch's own allocator: clone() it, or leave it there with keep=[{name!r}]"
                     )
                 owner = OWNED.get(id(tensor))
                 if owner is not None and slots.get(tensor) is not owner:
@@ -376,6 +382,10 @@ class DeviceMemory:
         if (slot := self._registration.slots.get(tensor)) is not None:
             self._registration.await_values(slot)
 
+    def settle(self) -> None:
+        """Wait for all that was restored; nobody needs to wait for it any more."""
+        _settle(self._memories)
+
     # --- ranks and the allocator -----------------------------------------------------------------------
 
     def _together(self, what: str) -> AbstractContextManager[None]:
@@ -410,6 +420,15 @@ def _pair(
 ) -> tuple[int, int] | None:
     first, second = before[i], after[i]
     return None if first is None or second is None else (first, second)
+
+
+def _settle(memories: Mapping[int, _Memory]) -> None:
+    for memory in memories.values():
+        if memory.storage.nbytes():  # else its tensors must go on to refuse reads
+            memory.arrived.wait()
+            memory.arrived = Done()
+            for tensor in memory.tensors if memory.copied else ():
+                forget(tensor)
 
 
 def _identity(event: Event) -> Event:

@@ -425,6 +425,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._steps is not None:
             self.checkpoints.wait()
             self.restore()
+            self._steps.parts.device_memory.settle()
             if self._steps.parts.pipeline.health.usable:  # else it must end, too
                 self._state_lock.change("close()", self._steps.parts.registration.flush)
         if self.partitioned is not None:

@@ -385,9 +385,8 @@ class Registration:
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
-        if self._pipeline.released:  # they have no values
-            with no_read():
-                return [self.tensor(slot) for slot in (self.slots.values() if slots is None else slots)]
+        if self._pipeline.released:  # they have no values, and are as they were
+            return self._last_tensors(slots)
         written = self._written_from_outside()
         if self._replaced:
             with no_read():
@@ -400,6 +399,10 @@ class Registration:
                 tensor = self._flat[slot.index] = _whole(slot)
             StateAccess(self._pipeline).adopt(slot.index, tensor)
             self.note(slot)
+        return self._last_tensors(slots)
+
+    def _last_tensors(self, slots: Collection[Slot] | None) -> list[torch.Tensor | OnDisk]:
+        """Return the memory of all parameters, or of these, as it was last found."""
         if slots is None and self._partitioned is None:
             return [*self._flat]
         asked = self.slots.values() if slots is None else slots

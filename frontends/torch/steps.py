@@ -124,6 +124,7 @@ class Steps:
 
         Raises as ``step`` does; nothing has changed then.
         """
+        self.parts.pipeline.check_present()
         parts, hypers = self.parts, self.hypers(groups)
         registration = parts.registration
         grouping = registration.grouping(groups)

@@ -93,7 +93,7 @@ class LastStep:
         self._health.released = reason
 
     def restore(self, tensors: Sequence[Any]) -> None:
-        """Send all parameters that have memory on the device again. Readers may wait for each."""
+        """Send all parameters that have memory on the device again, in forward's order. Readers may wait for each."""
         after = self._buckets.device.mark()
 
         def publish() -> None:
@@ -102,7 +102,7 @@ class LastStep:
                     work.restore_parameters()
             self._health.released = ""
             self.begin(self.behind)
-            self._updates.publish(self._buckets.all, list(tensors), after)
+            self._updates.publish(reversed(self._buckets.all), list(tensors), after)
 
         self.change(publish)
         if not self._buckets.worker.behind:

@@ -67,8 +67,9 @@ def everything(engine):
     engine.flush()
     with gathered_parameters(engine.module.parameters()):
         found = [t.detach().cpu().clone() for t in engine.module.state_dict().values()]
-    keys = ("step", "exp_avg", "exp_avg_sq")
-    return found + [torch.as_tensor(state[key]).clone() for state in engine.optimizer.state.values() for key in keys]
+    keys = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
+    states = engine.optimizer.state.values()
+    return found + [torch.as_tensor(state[key]).clone() for state in states for key in keys if key in state]
 
 
 def assert_all_same(found, expected):
