@@ -58,8 +58,9 @@ class DeviceRanks(HostRanks):
 
     Args:
         group: a process group whose backend moves the device's memory.
-        publishing: another group for parameters, if one thread sends them while another sends gradients. The exchanges
-            of a group must be asked for in the same order on all ranks. None: ``group``.
+        publishing: another group for parameters, if a thread sends them while another one sends gradients, or the
+            program exchanges something of its own. The exchanges of a group must be asked for in the same order on all
+            ranks. None: ``group``.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
         )
         if apart:
             group = another()
-        publishing = another() if config.update_in_backward and not apart else None
+        publishing = another() if config.schedule != "serial" and not apart else None
         return DeviceRanks(memory, collectives, group, native=native, publishing=publishing)
     return HostRanks(memory, collectives, native=native)
 
