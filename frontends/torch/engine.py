@@ -290,6 +290,29 @@ class Engine(nn.Module):
             hooks.callback(self.register_forward_hook(end, always_call=True).remove)
             yield
 
+    def generating(self) -> AbstractContextManager[None]:
+        """Keep all parameters whole in stage 3, so that forwards inside gather none: ``with engine.generating(): ...``
+
+        They are gathered once, whatever ``max_live_parameters`` says: leave room on the device for the model. All ranks
+        enter and leave it together; inside, ranks may make forwards of unlike numbers, as generated texts of unlike
+        lengths do, without ``synced_gpus``. Parameters may be read, and are changed as outside. In stages 1 and 2 it
+        does nothing.
+
+        Raises:
+            StateError: an update inside; a parameter was changed without ``gathered_parameters``: the change is lost.
+        """
+        parted = self.optimizer.partitioned
+        return nullcontext() if parted is None else parted.gathering.generating()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's ``generate`` returns, which runs in :meth:`generating`.
+
+        Where the whole model does not fit on the device, call ``engine.module.generate``, on several ranks with
+        ``synced_gpus=True``: it gathers each layer for each token.
+        """
+        with self.generating():
+            return self.module.generate(*args, **kwargs)
+
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.
 

@@ -28,6 +28,7 @@ from ..files.export import named_tensors, whole_state_dict
 from ..stage3.construction import in_shards
 from ..stage3.gathering import gathered_parameters
 from .accelerate import EngineOptimizer
+from .generation import generate_whole
 from .placement import to_device
 from .shards import FOLDER
 from .transformers import OffloadCallback
@@ -103,6 +104,8 @@ class OffloadTrainer(Trainer):
         vars(self.callback_handler).update(call_event=self._call_event)
         if self.model_init is None:
             self.create_optimizer()
+        if (inference := getattr(self, "vllm_generation", None)) is not None:  # TRL's; it asks DeepSpeed's stage 3
+            vars(inference._dist).update(gather_params=self._gathered)
 
     def _call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
         """Call the callbacks. In stage 3 they may read weights: those that they read are gathered until they return."""
@@ -128,6 +131,10 @@ class OffloadTrainer(Trainer):
             to_device(model, device, self._config if cuts else None)
         else:
             super()._move_model_to_device(model, device)
+
+    def _gathered(self, params: Any) -> Any:
+        """Make parameters whole for TRL's inference engine, which merges adapters into them for a time."""
+        return gathered_parameters(params, modifier_rank=0 if is_peft_model(self.model) else None)
 
     # --- training ------------------------------------------------------------------------------------
 
@@ -176,6 +183,8 @@ class OffloadTrainer(Trainer):
         if self.args.torch_compile:
             engine.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         self.accelerator.prepare_model(engine.module, device_placement=False, evaluation_mode=True)  # autocast
+        if engine.optimizer.partitioned is not None:
+            generate_whole(engine, gather=getattr(self.args, "ds3_gather_for_generation", True))  # TRL's
         vars(engine.module)["_is_accelerate_prepared"] = True  # Accelerate's own mark: no DistributedDataParallel
         return engine
 
