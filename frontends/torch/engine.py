@@ -10,7 +10,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
@@ -24,7 +23,7 @@ from offload_core.step.pipeline import StepReport
 from offload_core.support.user_line import UserLine
 
 from . import pending
-from .casting import warn_if_slow
+from .casting import cast_inputs, warn_if_slow
 from .compiled import run_compiled_modules, untraced
 from .device_memory import ReleaseReport
 from .files.checkpoint import ModelCheckpoints
@@ -35,7 +34,6 @@ from .model_changes import ModelChanges, check_present
 from .optimizer import OffloadedOptimizer, class_for
 from .placed import is_placed
 from .ranks.collectives import default_group
-from .tensors import TORCH_DTYPES
 from .values import packed_values
 
 
@@ -172,10 +170,7 @@ class Engine(nn.Module):
 
     def cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a forward, with floating-point tensors in ``param_dtype``, as :meth:`forward` says."""
-        if self.offload_config.target_dtype is None or not self.offload_config.cast_inputs:
-            return args, kwargs
-        dtype = TORCH_DTYPES[self.offload_config.target_dtype]
-        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        return cast_inputs(self.offload_config, args, kwargs)
 
     def _recover(self) -> None:
         """Release all gathered parameters after an error."""

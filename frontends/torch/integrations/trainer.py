@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import MISSING, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from offload_core.deepspeed import translation
 from offload_core.deepspeed.keys import AUTO
 from offload_core.errors import CheckpointError, ConfigError
 
+from ..casting import cast_inputs
 from ..engine import Engine, wrap
 from ..files.checkpoint import ModelCheckpoints
 from ..files.export import named_tensors, whole_state_dict
@@ -180,6 +182,8 @@ class OffloadTrainer(Trainer):
                 'whose gradients underflow; expected "dynamic", a larger number, or no loss_scale'
             )
         engine = wrap(self._module, config, params=groups)
+        if config.target_dtype is not None:  # what else a batch holds, as TRL's advantages, keeps its type
+            engine.module.register_forward_pre_hook(partial(_cast, config), with_kwargs=True)
         if self.args.torch_compile:
             engine.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         self.accelerator.prepare_model(engine.module, device_placement=False, evaluation_mode=True)  # autocast
@@ -216,10 +220,6 @@ class OffloadTrainer(Trainer):
         norm = None if bound is None else torch.tensor(math.nan, dtype=torch.float64)
         vars(self.optimizer)["norm"] = norm
         return norm
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)
-        return inputs if self.engine is None else self.engine.cast((), inputs)[1]
 
     # --- saving and loading --------------------------------------------------------------------------
 
@@ -287,6 +287,11 @@ class OffloadTrainer(Trainer):
                 with gathered_parameters(found[name], modifier_rank=0):
                     found[name].copy_(reader.get_tensor(name))
         return True
+
+
+def _cast(config: OffloadConfig, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast the inputs of a forward, as the engine's own forward does."""
+    return cast_inputs(config, args, kwargs)
 
 
 class _Groups(torch.optim.Optimizer):
