@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, load_from_disk
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -23,11 +23,16 @@ from trl import (
     RLOOConfig,
     RLOOTrainer,
 )
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
+from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
+from trl.experimental.tpo import TPOConfig, TPOTrainer
 
 from frontends.torch.integrations.trainer import OffloadTrainer
-from tests.support.hugging_face import CLIP, LR, ExactNorm, MeanOfRanks
+from tests.support.hugging_face import LR, ExactNorm, MeanOfRanks
 
-STEPS = 3
+STEPS, CLIP = 3, 0.03
 
 
 def _words(seed, n):
@@ -46,7 +51,9 @@ def reward(completion_ids, **kwargs):
 
 
 _PREFERENCES = [{"prompt": prompt, "chosen": chosen, "rejected": rejected} for prompt, chosen, rejected in _rows()]
-_LABELLED = [{"prompt": p, "completion": c if i % 2 else r, "label": bool(i % 2)} for i, (p, c, r) in enumerate(_rows())]
+_LABELLED = [
+    {"prompt": p, "completion": c if i % 2 else r, "label": bool(i % 2)} for i, (p, c, r) in enumerate(_rows())
+]
 _PROMPTS = [{"prompt": prompt} for prompt, _, _ in _rows()]
 _GENERATES = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.0}
 
@@ -70,6 +77,13 @@ KINDS = {
     "reward": Kind(RewardTrainer, RewardConfig, _PREFERENCES, {}, {}, scores=True),
     "grpo": Kind(GRPOTrainer, GRPOConfig, _PROMPTS, {**_GENERATES, "beta": 0.1}, {"reward_funcs": reward}),
     "rloo": Kind(RLOOTrainer, RLOOConfig, _PROMPTS, {**_GENERATES, "beta": 0.1}, {"reward_funcs": reward}),
+    "GMPO": Kind(GMPOTrainer, GMPOConfig, _PROMPTS, {**_GENERATES, "beta": 0.1}, {"reward_funcs": reward}),
+    "online DPO": Kind(
+        OnlineDPOTrainer, OnlineDPOConfig, _PROMPTS, {"max_new_tokens": 6, "max_length": 64}, {"reward_funcs": reward}
+    ),
+    "CPO": Kind(CPOTrainer, CPOConfig, _PREFERENCES, {"max_length": 64, "remove_unused_columns": False}, {}),
+    "ORPO": Kind(ORPOTrainer, ORPOConfig, _PREFERENCES, {"max_length": 64, "remove_unused_columns": False}, {}),
+    "TPO": Kind(TPOTrainer, TPOConfig, [{**row, "reference": row["chosen"]} for row in _PREFERENCES], {}, {}),
 }
 
 
@@ -78,8 +92,9 @@ def start(scores=False):
     """A folder with a model and its tokenizer, from which the trainers load it, and a reference model again."""
     folder = tempfile.mkdtemp(prefix="trl-")
     torch.manual_seed(0)
-    config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-                         num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2, num_labels=1)  # fmt: skip
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = LlamaConfig(vocab_size=64, num_key_value_heads=2, num_labels=1, **sizes, **ids)
     (LlamaForSequenceClassification if scores else LlamaForCausalLM)(config).save_pretrained(folder)
     words = WordLevel({"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, 64)}}, unk_token="<pad>")
     tokenizer = Tokenizer(words)
@@ -107,12 +122,19 @@ def on_engine(kind):
     return type(f"Offload{kind}", (OffloadTrainer, KINDS[kind].trainer), {})
 
 
-def run(folder, kind, of=plain, *, base=None, resume=None, settings=None, model=None, **fields):
+def rows_on_disk(kind, folder):
+    """The rows in a folder, beside which TRL keeps precomputed values, one for all ranks."""
+    Dataset.from_list(KINDS[kind].data).save_to_disk(folder)
+    return folder
+
+
+def run(folder, kind, of=plain, *, base=None, rows=None, settings=None, **fields):
     """Train for three updates that accumulate and clip.
 
     Args:
         of: :func:`plain`, :func:`plain_mean` or :func:`on_engine`.
         base: the folder that :func:`start` has made; on several ranks one for all.
+        rows: the folder of :func:`rows_on_disk`; None: the rows are in memory.
     """
     this = KINDS[kind]
     given = {
@@ -123,12 +145,12 @@ def run(folder, kind, of=plain, *, base=None, resume=None, settings=None, model=
     } | this.settings | (settings or {})  # fmt: skip
     arguments = this.config(str(folder), **given)
     base = base or start(this.scores)
-    if model is None:
-        model = (LlamaForSequenceClassification if this.scores else LlamaForCausalLM).from_pretrained(base)
+    model = (LlamaForSequenceClassification if this.scores else LlamaForCausalLM).from_pretrained(base)
+    data = Dataset.from_list(this.data) if rows is None else load_from_disk(rows)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
     trainer = of(kind)(
-        model=model, args=arguments, train_dataset=Dataset.from_list(this.data), processing_class=tokenizer,
+        model=model, args=arguments, train_dataset=data, processing_class=tokenizer,
         **this.fields, **fields,
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train()
     return trainer

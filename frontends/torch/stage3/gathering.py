@@ -64,7 +64,8 @@ class Gathering:
         """Raise :class:`StateError` inside ``gathered_parameters``."""
         if self._open:
             raise StateError(
-                f"{what} inside gathered_parameters() or generating(); expected it after: what is written there is in no shard yet"
+                f"{what} inside gathered_parameters() or generating(); expected it after: what is written there is in "
+                "no shard yet"
             )
 
     @contextmanager
