@@ -305,8 +305,9 @@ class Engine(nn.Module):
         Where the whole model does not fit on the device, call ``engine.module.generate``, on several ranks with
         ``synced_gpus=True``: it gathers each layer for each token.
         """
+        module: Any = self.module
         with self.generating():
-            return self.module.generate(*args, **kwargs)
+            return module.generate(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.

@@ -7,7 +7,6 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:You are importing from 'trl.experimental'",
 )
 
-LORA = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])}
+LORA = {"peft_config": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}
 FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 RUNS = {
@@ -56,6 +55,9 @@ RUNS = {
 QUICK = {"GRPO", "GRPO, an adapter", "RLOO", "DPO, an adapter", "DPO, the reference follows", "KTO", "a reward"}
 QUICK |= {"DPO, the reference comes first"}
 ON_RANKS = {"GRPO, an adapter", "DPO, the reference follows"}
+ON_ONE_RANK = {"GRPO, autocast", "GRPO, checkpointing", "GRPO, the head in fp32"}  # ranks add nothing to these
+ON_ONE_RANK |= {"GRPO, a continuous batch"}  # TRL's own run of it breaks off on several
+ON_ONE_RANK |= {"CPO", "ORPO", "online DPO", "GMPO", "TPO"}
 
 
 def of(names, quick):
@@ -75,10 +77,7 @@ def test_its_trainers_train_as_with_torchs_fused_adamw(tmp_path, name):
     assert max(norms(expected)) > CLIP
 
 
-RANKED = [name for name in RUNS if not {"autocast", "checkpointing"} & {*name.split(", ")}][:22]
-
-
-@pytest.mark.parametrize("name", of(RANKED, ON_RANKS))
+@pytest.mark.parametrize("name", of([name for name in RUNS if name not in ON_ONE_RANK], ON_RANKS))
 def test_two_ranks_train_as_torch_does_on_each_micro_steps_mean(tmp_path, name):
     """They generate up to 40 tokens, and end at different ones."""
     kind, settings, fields = RUNS[name]

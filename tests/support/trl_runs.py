@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, load_from_disk
+from peft import LoraConfig
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -32,7 +33,7 @@ from trl.experimental.tpo import TPOConfig, TPOTrainer
 from frontends.torch.integrations.trainer import OffloadTrainer
 from tests.support.hugging_face import LR, ExactNorm, MeanOfRanks
 
-STEPS, CLIP = 3, 0.03
+STEPS, CLIP = 3, 0.01
 
 
 def _words(seed, n):
@@ -128,12 +129,13 @@ def rows_on_disk(kind, folder):
     return folder
 
 
-def run(folder, kind, of=plain, *, base=None, rows=None, settings=None, **fields):
+def run(folder, kind, of=plain, *, base=None, rows=None, settings=None, peft_config=None, **fields):
     """Train for three updates that accumulate and clip.
 
     Args:
         of: :func:`plain`, :func:`plain_mean` or :func:`on_engine`.
         base: the folder that :func:`start` has made; on several ranks one for all.
+        peft_config: arguments of ``LoraConfig``; None: the whole model is trained.
         rows: the folder of :func:`rows_on_disk`; None: the rows are in memory.
     """
     this = KINDS[kind]
@@ -148,6 +150,8 @@ def run(folder, kind, of=plain, *, base=None, rows=None, settings=None, **fields
     model = (LlamaForSequenceClassification if this.scores else LlamaForCausalLM).from_pretrained(base)
     data = Dataset.from_list(this.data) if rows is None else load_from_disk(rows)
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    if peft_config is not None:
+        fields["peft_config"] = LoraConfig(**peft_config)
     trainer = of(kind)(
         model=model, args=arguments, train_dataset=data, processing_class=tokenizer,
         **this.fields, **fields,
