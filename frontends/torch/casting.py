@@ -1,10 +1,12 @@
 """The element types of a model's tensors: ``param_dtype``, ``buffer_dtype``, and layers that need one type for both."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_map_only
 
 from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BFLOAT16, BY_NAME, FLOAT32, ElementType
@@ -54,6 +56,15 @@ class Casts:
         for tensor, target in [*((p, self.of_param(p)) for p in params), *((b, of_buffers) for b in buffers)]:
             if target is not None and tensor.is_floating_point() and not is_quantised(tensor):
                 cast_param(tensor, TORCH_DTYPES[target])
+
+
+def cast_inputs(config: OffloadConfig, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Return the arguments of a forward, with floating-point tensors in ``param_dtype`` (``cast_inputs=False``: as they
+    are)."""
+    if config.target_dtype is None or not config.cast_inputs:
+        return args, kwargs
+    dtype = TORCH_DTYPES[config.target_dtype]
+    return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
 
 
 _has_warned = False

@@ -10,7 +10,6 @@ from typing import Any, Unpack
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
@@ -24,7 +23,7 @@ from offload_core.step.pipeline import StepReport
 from offload_core.support.user_line import UserLine
 
 from . import pending
-from .casting import warn_if_slow
+from .casting import cast_inputs, warn_if_slow
 from .compiled import run_compiled_modules, untraced
 from .device_memory import ReleaseReport
 from .files.checkpoint import ModelCheckpoints
@@ -35,7 +34,6 @@ from .model_changes import ModelChanges, check_present
 from .optimizer import OffloadedOptimizer, class_for
 from .placed import is_placed
 from .ranks.collectives import default_group
-from .tensors import TORCH_DTYPES
 from .values import packed_values
 
 
@@ -172,10 +170,7 @@ class Engine(nn.Module):
 
     def cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a forward, with floating-point tensors in ``param_dtype``, as :meth:`forward` says."""
-        if self.offload_config.target_dtype is None or not self.offload_config.cast_inputs:
-            return args, kwargs
-        dtype = TORCH_DTYPES[self.offload_config.target_dtype]
-        return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+        return cast_inputs(self.offload_config, args, kwargs)
 
     def _recover(self) -> None:
         """Release all gathered parameters after an error."""
@@ -289,6 +284,30 @@ class Engine(nn.Module):
             hooks.callback(self.register_forward_pre_hook(begin).remove)
             hooks.callback(self.register_forward_hook(end, always_call=True).remove)
             yield
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Keep all parameters whole in stage 3, so that forwards inside gather none: ``with engine.generating(): ...``
+
+        They are gathered once, whatever ``max_live_parameters`` says: leave room on the device for the model. All ranks
+        enter and leave it together; inside, ranks may make forwards of unlike numbers, as generated texts of unlike
+        lengths do, without ``synced_gpus``. Parameters may be read, and are changed as outside. In stages 1 and 2 it
+        does nothing.
+
+        Raises:
+            StateError: an update inside; a parameter was changed without ``gathered_parameters``: the change is lost.
+        """
+        parted = self.optimizer.partitioned
+        return nullcontext() if parted is None else parted.gathering.generating()
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module's ``generate`` returns, which runs in :meth:`generating`.
+
+        Where the whole model does not fit on the device, call ``engine.module.generate``, on several ranks with
+        ``synced_gpus=True``: it gathers each layer for each token.
+        """
+        module: Any = self.module
+        with self.generating():
+            return module.generate(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.

@@ -78,6 +78,7 @@ class LiveParams:
         self._state_lock = state_lock
         """Of the pipeline whose parameters these are."""
         self._order = UseOrder()
+        self._aside: list[UseOrder] = []
         self._params: list[PartitionedParam] = []
         self._whole: dict[PartitionedParam, None] = {}
         self._ahead: dict[PartitionedParam, None] = {}
@@ -176,6 +177,18 @@ class LiveParams:
     def forget_order(self) -> None:
         """Predict nothing from past rounds: those of this rank may differ from other ranks'."""
         self._order.forget()
+
+    @changes("a gathering of parameters")
+    def begin_apart(self) -> None:
+        """Begin uses that this rank may make in another number than other ranks: they teach no order, which all ranks
+        must share. What they use is whole already."""
+        self._aside.append(self._order)
+        self._order = UseOrder(self._order.sizes)
+
+    @changes("a gathering of parameters")
+    def end_apart(self) -> None:
+        """End the uses of the last :meth:`begin_apart`."""
+        self._order = self._aside.pop()
 
     # --- decisions -----------------------------------------------------------------------------------
 

@@ -38,8 +38,8 @@ class UseOrder:
     are skipped. The new round replaces the recording.
     """
 
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
+    def __init__(self, sizes: list[int] | None = None) -> None:
+        self.sizes = [] if sizes is None else sizes
         """Elements of each parameter."""
         self._recordings: dict[Hashable, _Recording] = {}
         self._kind: Hashable = None

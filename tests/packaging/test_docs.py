@@ -31,8 +31,9 @@ PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^( *)```(\w+)\n(.*?)^ *```$", flags=re.DOTALL | re.MULTILINE)
 FILE = re.compile(r"# ([\w-]+\.py)\n")
 COMMAND = re.compile(r"^\$ (.*)\n", flags=re.MULTILINE)
-IGNORED = ["`is_gradient_checkpointing` is deprecated", "param_dtype='bfloat16'", "nvme_path"]
-"""Warnings of PEFT, and of ``wrap`` where this processor multiplies bf16 slowly, or temporary files are in memory."""
+IGNORED = ["`is_gradient_checkpointing`", "`gradient_checkpointing", "param_dtype='bfloat16'", "nvme_path"]
+"""Warnings of PEFT and TRL, and of ``wrap`` where this processor multiplies bf16 slowly, or temporary files are in
+memory."""
 OPTIONS = ["-W", "error", *(word for message in IGNORED for word in ("-W", f"ignore:{message}"))]
 """Of the interpreter."""
 LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")

@@ -3,9 +3,10 @@
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import MISSING, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from accelerate.utils import is_peft_model
 from safetensors import safe_open
 from torch import nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig, is_set
@@ -22,12 +22,14 @@ from offload_core.deepspeed import translation
 from offload_core.deepspeed.keys import AUTO
 from offload_core.errors import CheckpointError, ConfigError
 
+from ..casting import cast_inputs
 from ..engine import Engine, wrap
 from ..files.checkpoint import ModelCheckpoints
 from ..files.export import named_tensors, whole_state_dict
 from ..stage3.construction import in_shards
 from ..stage3.gathering import gathered_parameters
 from .accelerate import EngineOptimizer
+from .generation import generate_whole
 from .placement import to_device
 from .shards import FOLDER
 from .transformers import OffloadCallback
@@ -103,13 +105,14 @@ class OffloadTrainer(Trainer):
         vars(self.callback_handler).update(call_event=self._call_event)
         if self.model_init is None:
             self.create_optimizer()
+        self._find_reads_of_trl()
 
     def _call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
         """Call the callbacks. In stage 3 they may read weights: those that they read are gathered until they return."""
         parted = None if self.engine is None else self.engine.optimizer.partitioned
         reads = nullcontext() if parted is None or event in _OF_CHECKPOINTS else parted.gathering.gathered_when_read()
         with reads:
-            return CallbackHandler.call_event(self.callback_handler, event, *args, **kwargs)
+            return type(self.callback_handler).call_event(self.callback_handler, event, *args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -124,10 +127,23 @@ class OffloadTrainer(Trainer):
         """Move the model; in stage 3 one that is elsewhere is cut on the way, for it may not fit."""
         elsewhere = any(param.device.type != device.type for param in model.parameters())
         cuts = elsewhere and self._config.takes_apart(self.args.world_size)
+        cuts = cuts and not getattr(self.args, "precompute_ref_log_probs", False)  # TRL runs it before it has an engine
         if cuts or any(map(in_shards, model.parameters())):
             to_device(model, device, self._config if cuts else None)
         else:
             super()._move_model_to_device(model, device)
+
+    def _find_reads_of_trl(self) -> None:
+        """Have TRL gather what it reads, in the places where it asks for DeepSpeed's stage 3."""
+        if (inference := getattr(self, "vllm_generation", None)) is not None:
+            vars(inference._dist).update(gather_params=self._gathered)
+        for callback in self.callback_handler.callbacks:
+            if (follow := getattr(callback, "sync_target_model", None)) is not None:  # the reference follows the model
+                vars(callback).update(sync_target_model=partial(_follow_by_weight, follow))
+
+    def _gathered(self, params: Any) -> Any:
+        """Make parameters whole for an inference engine, for which adapters are merged into them for a time."""
+        return gathered_parameters(params, modifier_rank=0 if is_peft_model(self.model) else None)
 
     # --- training ------------------------------------------------------------------------------------
 
@@ -173,9 +189,13 @@ class OffloadTrainer(Trainer):
                 'whose gradients underflow; expected "dynamic", a larger number, or no loss_scale'
             )
         engine = wrap(self._module, config, params=groups)
+        if config.target_dtype is not None:  # what else a batch holds, as TRL's advantages, keeps its type
+            engine.module.register_forward_pre_hook(partial(_cast, config), with_kwargs=True)
         if self.args.torch_compile:
             engine.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         self.accelerator.prepare_model(engine.module, device_placement=False, evaluation_mode=True)  # autocast
+        if engine.optimizer.partitioned is not None:
+            generate_whole(engine, gather=getattr(self.args, "ds3_gather_for_generation", True))  # TRL's
         vars(engine.module)["_is_accelerate_prepared"] = True  # Accelerate's own mark: no DistributedDataParallel
         return engine
 
@@ -207,10 +227,6 @@ class OffloadTrainer(Trainer):
         norm = None if bound is None else torch.tensor(math.nan, dtype=torch.float64)
         vars(self.optimizer)["norm"] = norm
         return norm
-
-    def _prepare_inputs(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        inputs = super()._prepare_inputs(inputs)
-        return inputs if self.engine is None else self.engine.cast((), inputs)[1]
 
     # --- saving and loading --------------------------------------------------------------------------
 
@@ -278,6 +294,28 @@ class OffloadTrainer(Trainer):
                 with gathered_parameters(found[name], modifier_rank=0):
                     found[name].copy_(reader.get_tensor(name))
         return True
+
+
+def _cast(config: OffloadConfig, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Cast the inputs of a forward, as the engine's own forward does."""
+    return cast_inputs(config, args, kwargs)
+
+
+class _OneWeight:
+    """A model of one parameter."""
+
+    def __init__(self, param: nn.Parameter) -> None:
+        self._param = param
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [self._param]
+
+
+def _follow_by_weight(follow: Callable[..., None], model: nn.Module, target: nn.Module, alpha: float) -> None:
+    """Mix a model's weights into those of its reference, with one weight of each whole at a time."""
+    for param, mixed in zip(model.parameters(), target.parameters(), strict=True):
+        with gathered_parameters(param), gathered_parameters(mixed, modifier_rank=0):
+            follow(_OneWeight(param), _OneWeight(mixed), alpha)
 
 
 class _Groups(torch.optim.Optimizer):

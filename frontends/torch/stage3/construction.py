@@ -252,10 +252,10 @@ def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -
                     shards.release(param)
 
 
-def unexpected_change(name: str) -> StateError:
+def unexpected_change(name: str, where: str = "gathered_parameters()") -> StateError:
     """Return the error of ``gathered_parameters`` for a change without ``modifier_rank``."""
     return StateError(
-        f"parameter {name!r} was changed inside gathered_parameters(), which says that no rank changes it; the change "
+        f"parameter {name!r} was changed inside {where}, which says that no rank changes it; the change "
         "is lost; expected gathered_parameters(..., modifier_rank=0)"
     )
 

@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -64,7 +64,8 @@ class Gathering:
         """Raise :class:`StateError` inside ``gathered_parameters``."""
         if self._open:
             raise StateError(
-                f"{what} inside gathered_parameters(); expected it after: what is written there is in no shard yet"
+                f"{what} inside gathered_parameters() or generating(); expected it after: what is written there is in "
+                "no shard yet"
             )
 
     @contextmanager
@@ -84,19 +85,12 @@ class Gathering:
         graphs = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach) if saves else nullcontext()
         node = next_node()
         self._open += 1
-        versions = [record.param._version for record in records]
-        for record in records:
-            record.data_writes.seen()
-            record.data_writes.forget()
+        versions = _versions(records)
         try:
             with graphs:
                 yield
             self._refuse_resized(records)
-            changed = [
-                r
-                for r, before in zip(records, versions, strict=True)
-                if r.data_writes.seen() or r.param._version not in (before, r.spread)
-            ]
+            changed = _changed(versions)
             fixed = next((record.spec.name for record in changed if record.values.fixed), None)
             if fixed is not None:
                 raise StateError(
@@ -143,6 +137,23 @@ class Gathering:
             finally:
                 self.runs.gather_read = before
 
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Keep all parameters whole, as ``Engine.generating`` says."""
+        records = list(self._parameters.records.values())
+        self.runs.whole.hold(records)
+        versions = _versions(records)
+        self._open += 1
+        self._parameters.live.begin_apart()
+        try:
+            yield
+            if changed := _changed(versions):
+                raise unexpected_change(changed[0].spec.name, "generating()")
+        finally:
+            self._parameters.live.end_apart()
+            self._open -= 1
+            self.runs.whole.let_go(records, may_stay=False)
+
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
         """Raise :class:`ParameterError` if a parameter has another size or type; restore its own."""
         resized = [record for record in records if not record.values.fixed and not record.fits]
@@ -187,6 +198,23 @@ class Gathering:
 
     def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:
         self._parameters.live.in_order(lambda: self._world.start_alike([spec], [values], source))
+
+
+def _versions(records: Sequence[PartitionedParameter]) -> dict[PartitionedParameter, int]:
+    """Return the versions of whole parameters, for :func:`_changed`."""
+    for record in records:
+        record.data_writes.seen()
+        record.data_writes.forget()
+    return {record: record.param._version for record in records}
+
+
+def _changed(versions: Mapping[PartitionedParameter, int]) -> list[PartitionedParameter]:
+    """Return the parameters that were changed since, but for changes that all ranks have got."""
+    return [
+        record
+        for record, before in versions.items()
+        if record.data_writes.seen() or record.param._version not in (before, record.spread)
+    ]
 
 
 def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:
