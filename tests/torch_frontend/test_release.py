@@ -1,7 +1,9 @@
 """``release()`` and ``restore()``: nothing of an engine stays on the device, and every bit comes back."""
 
 import gc
+import signal
 import weakref
+from contextlib import suppress
 
 import pytest
 import torch
@@ -9,8 +11,10 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
-from tests.support import simulated
+from tests.support import killed_released, simulated
+from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
 from tests.support.phases import STREAMED, allocated, mixed, train, x_of
+from tests.support.processes import forked, torch_server
 from tests.support.torch_models import assert_all_same, everything, loss_of, make, same_bits, step
 
 SETTINGS = {
@@ -420,3 +424,42 @@ def test_a_tensor_whose_memory_cannot_be_given_back_is_named_and_may_stay(device
         assert engine.memory_report().device_bytes == module.frozen.weight.nbytes
     train(engine, range(1))
     engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+@pytest.mark.parametrize("fields", [{"param_dtype": "bfloat16"}, {"schedule": "serial"}, STREAMED], ids=str)
+@pytest.mark.parametrize("what", ["release", "restore"])
+def test_an_interrupt_at_any_line_leaves_a_model_that_restore_brings_back(what, fields, device):
+    engine = wrap(mixed(), lr=1e-2, **fields)
+    train(engine, range(2))
+    expected = everything(engine)
+
+    def act():
+        getattr(engine, what)()
+
+    def begin():
+        engine.restore() if what == "release" else engine.release()
+
+    begin()
+    lines = numbers_of(act, "first pass")
+    for number in lines:
+        begin()
+        with suppress(FewerLines):
+            interrupt_at(number, act)
+        engine.restore()
+        assert not engine.is_released, number
+        assert_all_same(everything(engine), expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_run_that_is_killed_between_release_and_restore_resumes_from_its_last_checkpoint(kills, tmp_path):
+    simulated.prepare()
+    expected = forked(lambda: killed_released.states(3 * kills + 1))
+    for seed in range(kills):
+        job = {"call": ["tests.support.killed_released", "run", {"folder": str(tmp_path), "seed": seed}]}
+        [(status, *output)] = torch_server().run_all([job])
+        assert status == -signal.SIGKILL, output
+        done, bits = (tmp_path / f"{seed}.resumed").read_text().split()
+        assert (int(done), bits) == (3 * seed, expected[3 * seed])
