@@ -641,8 +641,8 @@ def check_new(
     device: torch.device,
     taker: Owner | None,
     known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = (),
-) -> None:
-    """Check that an optimizer can take on these parameters.
+) -> list[Owner]:
+    """Check that an optimizer can take on these parameters. Return those that will give way to it.
 
     Args:
         device: the device that all of them must be on.
@@ -660,7 +660,7 @@ def check_new(
             raise ParameterError(
                 f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
             )
-    earlier_owners(trained, taker, known)
+    return earlier_owners(trained, taker, known)
 
 
 def earlier_owners(

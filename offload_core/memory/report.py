@@ -100,7 +100,7 @@ class MemoryReport:
                     row.what,
                     format_bytes(row.planned),
                     format_bytes(row.held),
-                    f"{row.held / max(self.numel, 1):.2f}",
+                    f"{row.held / self.numel:.2f}" if self.numel else "",
                 )
                 for row in rows
             ],
