@@ -286,6 +286,7 @@ class Registration:
             host=available_bytes(),
             device=device.free_bytes(),
             processes=processes,
+            lent=pipeline.buckets.lent_bytes(specs),
         )
         first = len(pipeline.params)
         cut = parted.parameters.cut(trained) if parted else {}

@@ -104,6 +104,7 @@ def check_memory(
     host: int,
     device: int | None,
     processes: int,
+    lent: int = 0,
 ) -> None:
     """Check before new parameters are taken on that there is memory for them, as :meth:`MemoryPlan.check`.
 
@@ -112,7 +113,9 @@ def check_memory(
     Args:
         host: the free bytes of this machine; those of ``device`` as in :meth:`MemoryPlan.check`.
         processes: the processes of this machine that share them, each with such a plan.
+        lent: the bytes of each plan's host memory that other engines of its process lend while they rest.
     """
+    host += processes * lent
     fill_host_memory(terms, plan, again, host // processes).check(host, device, processes=processes)
 
 

@@ -683,8 +683,11 @@ def a_parameter_that_does_not_arrive():
                 update_and_call(twin, call, order[-1].bucket.pieces[0].param)
             twin.check_at_rest()
             # What had left arrives, whatever is done with the staging that it went through.
-            for buffer in twin.pipeline.buckets.staging._free:
-                buffer[:] = 0xFF
+            staging = twin.pipeline.buckets.staging
+            lease = staging.lease()
+            for _ in range(twin.pipeline.buckets.terms.staging_slots):
+                lease.borrow(staging.slot_bytes, np.dtype(np.uint8))[:] = 0xFF
+            lease.release()
             twin.device.synchronize()
             twin.pipeline.last_step.finish()  # it is said once
             twin.naive.step(1.0)
@@ -1121,7 +1124,7 @@ CORE_CHANGES = [
         ("step.reduction", "Reduction._reduce", "work.give(", "(lambda task: None)("),
         ("step.reduction", "Reduction._reduce", "work.release()", "pass"),
         ("step.local_bucket", "LocalBucket.arrive", "self.written = None", "pass"),
-        ("step.gradient_memory", "_Slot.held", "self.holder.home is self.lent", "False"),
+        ("step.gradient_memory", "_Slot.held", "self.holder.home is home", "False"),
         ("step.update", "Updates.send_early", "work.owed = None\n                work.give_back()", "work.owed = None"),
         ("step.local_bucket", "LocalBucket.forget_gradients", "self.give_back()", "pass"),
         ("step.buckets", "LocalBuckets.claim", "work.take()", "pass"),
