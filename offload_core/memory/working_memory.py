@@ -37,12 +37,27 @@ class _Loan:
     """The memory of a block, as NumPy takes it over. Every array of it keeps this object alive."""
 
     def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
         self.__array_interface__ = {
             "version": 3,
             "typestr": "|u1",
             "shape": memory.shape,
             "data": (kernels.address(memory), False),
         }
+
+
+def unprotected(array: np.ndarray) -> np.ndarray:
+    """Return a view of the same memory that does not keep its loan: the memory may be lent again while it is alive.
+
+    Copies of real devices keep no loan either. Devices of tests use this, so that a missing wait shows.
+    """
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not isinstance(base, _Loan):
+        return array
+    start = kernels.address(array) - kernels.address(base.memory)
+    return base.memory[start : start + array.nbytes].view(array.dtype)
 
 
 class Blocks:
