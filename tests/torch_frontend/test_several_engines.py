@@ -1,7 +1,10 @@
 """Several engines in one process: frozen ones, those that share tensors, and those that take turns."""
 
 import gc
+import threading
+import time
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -10,12 +13,21 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from offload_core import ParameterError, StateError
-from tests.support.processes import on_ranks
+from offload_core.memory.working_memory import blocks_of, bytes_held
+from tests.support import simulated
+from tests.support.processes import SECONDS, forked, on_ranks
 from tests.support.torch_models import assert_all_same, batch, everything, loss_of, make, on, same_bits, step
 
 SHARDS = {"stage": 3, "param_persistence_threshold": 0}
 IN_SHARDS = {**SHARDS, "offload_param": "cpu"}
 PLACES = {"stage 2": {}, "stage 3": SHARDS, "streamed": IN_SHARDS}
+
+
+@pytest.fixture(autouse=True)
+def prepared():
+    """Torch knows of the simulated device before its first backward."""
+    if simulated.why_not() is None:
+        simulated.prepare()
 
 
 @pytest.fixture(params=["cpu", "accelerator"])
@@ -261,3 +273,210 @@ def test_a_model_is_wrapped_anew_once_its_first_engine_is_garbage():
         wrap(models[1], lr=1e-2, **IN_SHARDS)
     finally:
         gc.enable()
+
+
+# --- memory that engines use in turn -----------------------------------------------------------------
+
+WAYS = {
+    "stage 2": {},
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "clipped": {"gradient_clipping": 0.05},
+    "early": {"update_in_backward": True},
+    "serial": {"schedule": "serial"},
+    "delayed": {"schedule": "delayed", "delay_warmup_steps": 1},
+    "streamed": IN_SHARDS,
+}
+WORKING = ("gradients on the host", "staging")
+
+
+def trainer(seed, **fields):
+    return wrap(make(torch.bfloat16, seed=seed), lr=1e-2, reduce_bucket_size=500, **fields)
+
+
+def working_bytes(engine):
+    host = engine.memory_report().host
+    return sum(host[what] for what in WORKING)
+
+
+def update(engine, number):
+    """Train until the next update has ended."""
+    for micro_step in range(engine.offload_config.gradient_accumulation_steps):
+        step(engine, 10 * number + micro_step)
+    engine.flush()
+
+
+def updates(engine, numbers):
+    for number in numbers:
+        update(engine, number)
+
+
+def six_steps(engine, between=lambda: None):
+    for each in range(6):
+        engine.backward(loss_of(engine, each))
+        between()
+        engine.step()
+
+
+def trained_alone(fields, seed, train):
+    engine = trainer(seed, **fields)
+    train(engine)
+    found = everything(engine), working_bytes(engine), bytes_held()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
+def test_engines_that_take_turns_have_the_memory_of_one_and_the_bits_of_each_alone(fields):
+    @forked
+    def found():
+        with simulated.available(), on(simulated.NAME):
+            alone = [trained_alone(fields, seed, partial(updates, numbers=range(4))) for seed in range(2)]
+            between, engines = bytes_held(), [trainer(seed, **fields) for seed in range(2)]
+            held = [bytes_held()]
+            for each in range(4):
+                for engine in engines:
+                    update(engine, each)
+                    held.append(bytes_held())
+            reference = wrap(make(seed=3).requires_grad_(False), **IN_SHARDS)
+            reference(batch(0))
+            with engines[0].released():
+                update(engines[1], 4)
+                held.append(bytes_held())
+            reports = [engine.memory_report() for engine in (*engines, reference)]
+            values = [everything(engine) for engine in engines]
+            engines[0].close()
+            after = bytes_held(), engines[1].memory_report().shared
+            engines[1].close()
+            return alone, between, held, reports, values, after, bytes_held()
+
+    alone, between, held, reports, values, after, end = found
+    ((states, needed, held_alone), (others, *_)) = alone
+    assert needed == held_alone > 0
+    assert (between, set(held), end) == (0, {needed}, 0)
+    assert_all_same(values[0], states)
+    assert len(values[1]) == len(others)
+    assert [report.shared for report in reports] == [needed, needed, 0]
+    assert "in turn with other engines" in str(reports[0])
+    assert "in turn" not in str(reports[2])
+    assert after == (needed, 0)
+
+
+def test_an_engine_of_other_sizes_adds_what_is_lacking():
+    @forked
+    def found():
+        with simulated.available(), on(simulated.NAME):
+            large = trainer(0)
+            before = bytes_held()
+            small = wrap(nn.Linear(16, 8).to(simulated.NAME, torch.bfloat16), reduce_bucket_size=500)
+            both = bytes_held()
+            wide = wrap(nn.Linear(64, 64).to(simulated.NAME, torch.bfloat16), reduce_bucket_size=1000)
+            more = bytes_held()
+            shared = [engine.memory_report().shared for engine in (large, small, wide)]
+            needed = [working_bytes(engine) for engine in (large, small, wide)]
+            del large
+            gc.collect()
+            return before, both, more, shared, needed, bytes_held()
+
+    before, both, more, shared, needed, end = found
+    assert before == both == needed[0]
+    assert max(needed) < more < sum(needed)
+    assert shared[1] == needed[1]
+    assert 0 < shared[0] < needed[0]
+    assert more == sum(needed) - shared[1] - (needed[0] + needed[2] - more)
+    assert needed[2] <= end < more
+
+
+def in_threads(*acts):
+    """Make these calls at the same time; an error of one is raised."""
+    errors = []
+
+    def run(act):
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=[act]) for act in acts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+        assert not thread.is_alive(), "they wait for each other"
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
+def test_engines_in_two_threads_have_memory_for_both_and_the_bits_of_each_alone(fields):
+    """Both hold gradients at a time."""
+
+    @forked
+    def found():
+        with simulated.available(), on(simulated.NAME):
+            alone = [trained_alone(fields, seed, six_steps) for seed in range(2)]
+            engines, both, held = [trainer(seed, **fields) for seed in range(2)], threading.Barrier(2), []
+
+            def between():
+                both.wait()
+                held.append(bytes_held())
+                both.wait()
+
+            in_threads(*(partial(six_steps, engine, between) for engine in engines))
+            values = [everything(engine) for engine in engines]
+            for engine in engines:
+                engine.close()
+            return alone, max(held), values, bytes_held()
+
+    alone, most, values, end = found
+    for (states, *_), value in zip(alone, values, strict=True):
+        assert_all_same(value, states)
+    [needed] = {each for _, each, _ in alone}
+    assert needed <= most <= 2 * needed
+    if "update_in_backward" not in fields:  # else the gradients of most are gone
+        assert most > needed
+    assert end == 0
+
+
+def test_ranks_whose_engines_take_turns_or_run_in_threads_get_the_bits_of_each_alone():
+    """One rank's threads are late, so that other engines than on the other rank find memory free."""
+
+    @on_ranks(2)
+    def found(rank):
+        def train(engine, seeds, late):
+            for each in seeds:
+                engine.backward(loss_of(engine, 10 * each + rank))
+                if late:
+                    time.sleep(0.01)
+                engine.step()
+
+        def new(seed, **fields):
+            return wrap(make(seed=seed), lr=1e-2, reduce_bucket_size=500, **fields)
+
+        result = {}
+        for name, fields in {**PLACES, "early": {"update_in_backward": True}}.items():
+            values, needed = [], []
+            for seed in range(2):
+                engine = new(seed, **fields)
+                train(engine, range(4), late=False)
+                values.append(everything(engine))
+                needed.append(bytes_held())
+                engine.close()
+            engines = [new(seed, **fields) for seed in range(2)]
+            needed.append(bytes_held())
+            n_blocks = [len(blocks_of(None).sizes)]
+            for each in range(2):
+                for engine in engines:
+                    train(engine, [each], late=False)
+            in_threads(*(partial(train, e, (2, 3), i == rank) for i, e in enumerate(engines)))
+            n_blocks.append(len(blocks_of(None).sizes))
+            result[name] = values, [everything(engine) for engine in engines], needed, n_blocks
+            for engine in engines:
+                engine.close()
+        return result
+
+    for of_rank in found:
+        for name, (alone, together, needed, (n_alone, n_together)) in of_rank.items():
+            for expected, got in zip(alone, together, strict=True):
+                assert_all_same(got, expected)
+            assert len(set(needed)) == 1, name
+            assert n_alone <= n_together <= 2 * n_alone, name
