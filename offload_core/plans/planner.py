@@ -35,6 +35,7 @@ from .terms import (
     BucketTerms,
 )
 
+ACTIVATIONS = "activations"
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
 NARROWER: dict[str, dict[str, Any]] = {
@@ -171,7 +172,7 @@ class Planner:
             DEVICE: devices * self._terms.config.activation_memory,
             HOST: self._terms.config.host_activation_memory,
         }
-        return [PlanRow("activations", where, n, "smaller micro-batches") for where, n in declared.items() if n]
+        return [PlanRow(ACTIVATIONS, where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
         """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,

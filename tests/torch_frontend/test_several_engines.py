@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch.internals import no_read
 from offload_core import ParameterError, StateError
-from offload_core.memory.working_memory import blocks_of, bytes_held
+from offload_core.memory.working_memory import blocks_of, bytes_held, bytes_in_turn
 from tests.support import simulated
 from tests.support.processes import SECONDS, forked, on_ranks
 from tests.support.torch_models import assert_all_same, batch, everything, loss_of, make, on, same_bits, step
@@ -42,6 +43,12 @@ def device(request):
 
 
 # --- an engine that trains nothing -------------------------------------------------------------------
+
+
+def no_reads(model):
+    """The model's parameters, as tensors that may be looked at while they are released."""
+    with no_read():
+        return [p.detach() for p in model.parameters()]
 
 
 def frozen(seed=0):
@@ -133,6 +140,34 @@ def test_ranks_hold_shards_of_a_frozen_model():
             least = {"stage 2": size, "stage 3": size // 2, "streamed": 0}[name]
             assert least <= n_bytes <= least + padding * (name == "stage 3")
             assert n_slots == 0
+
+
+def test_a_trunk_of_two_engines_is_released_with_one_of_them_unless_it_is_kept(accelerator):
+    with on(accelerator):
+        actor, critic = (wrap(model, lr=1e-2) for model in pair())
+        with actor.released(), pytest.raises(StateError, match="released parameters have no memory on the device"):
+            critic(batch(0))
+        with actor.released(keep=["trunk"]):
+            assert step(critic, 0).updated
+        assert step(actor, 0).updated
+        for engine in (actor, critic):
+            engine.close()
+
+
+@pytest.mark.parametrize("fields", PLACES.values(), ids=PLACES)
+def test_a_frozen_engine_is_released_and_restored(device, fields, tmp_path):
+    expected, engine = frozen()(batch(0)), wrap(frozen(), **fields)
+    for _ in range(2):
+        with engine.released():
+            with pytest.raises(StateError, match="released parameters have no memory"):
+                engine(batch(0))
+            engine.export_safetensors(tmp_path)
+            if device != "cpu":
+                assert all(not p.untyped_storage().nbytes() for p in no_reads(engine.module))
+        assert same_bits(engine(batch(0)), expected)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert all(same_bits(exported[name], value) for name, value in frozen().state_dict().items())
+    engine.close()
 
 
 # --- tensors that two models share -------------------------------------------------------------------
@@ -320,6 +355,9 @@ def six_steps(engine, between=lambda: None):
 def trained_alone(fields, seed, train):
     engine = trainer(seed, **fields)
     train(engine)
+    terms = engine.optimizer.pipeline.buckets.terms
+    planned = terms.working_sizes(terms.kinds(engine.optimizer.pipeline.params))
+    assert sum(bytes_in_turn([sizes]) for sizes in planned.values()) == working_bytes(engine)
     found = everything(engine), working_bytes(engine), bytes_held()
     engine.close()
     return found
