@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,7 @@ class HostMemory:
             array = self._pinned(label, n_bytes) if pinned else None
             return mapped(n_bytes, self._threads) if array is None else array
         except OSError as error:
-            raise HostMemoryError(
-                f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})"
-            ) from None
+            raise _refused(label, n_bytes, error) from None
 
     # --- memory that engines use in turn ---------------------------------------------------------------
 
@@ -75,14 +73,11 @@ class HostMemory:
         Raises:
             HostMemoryError: the system refused the memory.
         """
-        return Reservation(
-            self._live,
-            label,
-            blocks_of(self._pinning if pinned else None),
-            self._engine,
-            sizes,
-            partial(self._new, label, pinned=pinned),
-        )
+        sizes = [size for size in sizes if size]
+        try:
+            return Reservation(self, label, sizes, pinned=pinned)
+        except _NotPinnedError:  # a warning has said so
+            return Reservation(self, label, sizes, pinned=False)
 
     def lacking_bytes(self, sizes: Iterable[int], *, pinned: bool) -> int:
         """Return the bytes of memory that :meth:`reserve` would make for these sizes."""
@@ -119,29 +114,50 @@ class HostMemory:
         return {label: n_bytes for label, n_bytes in self._live.items() if n_bytes}
 
 
+class _NotPinnedError(Exception):
+    """Memory could not be pinned, and pageable memory must not be taken for pinned by other engines."""
+
+
 class Reservation:
     """Memory that an engine may borrow in turn with others, until this object dies; see :mod:`.working_memory`."""
 
-    def __init__(
-        self,
-        live: Counter[str],
-        label: str,
-        blocks: Blocks,
-        engine: object,
-        sizes: Iterable[int],
-        make: Callable[[int], np.ndarray],
-    ) -> None:
-        sizes = [size for size in sizes if size]
-        self._blocks, self._make = blocks, make
-        blocks.reserve(engine, sizes, make)
-        live[label] += sum(sizes)
-        ends = weakref.finalize(self, _end, live, label, blocks, engine, sizes)
+    def __init__(self, memory: HostMemory, label: str, sizes: list[int], *, pinned: bool) -> None:
+        self._pageable = partial(memory._new, label, pinned=False)
+        self._blocks, self._make = blocks_of(None), self._pageable
+        if pinned and memory._pinning is not None:
+            self._blocks, self._make = blocks_of(memory._pinning), partial(_pinned, memory, label)
+        try:
+            self._blocks.reserve(memory._engine, sizes, self._make)
+        except BaseException:
+            self._blocks.trim()
+            raise
+        memory._live[label] += sum(sizes)
+        ends = weakref.finalize(self, _end, memory._live, label, self._blocks, memory._engine, sizes)
         ends.atexit = False
 
     def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
         """An array with any contents. Its memory is free again when no view of it is alive."""
         n_bytes = numel * dtype.itemsize
-        return self._blocks.lend(n_bytes, self._make).view(dtype) if n_bytes else np.empty(0, dtype)
+        if n_bytes == 0:
+            return np.empty(0, dtype)
+        try:
+            return self._blocks.lend(n_bytes, self._make).view(dtype)
+        except _NotPinnedError:
+            return blocks_of(None).lend(n_bytes, self._pageable).view(dtype)
+
+
+def _refused(label: str, n_bytes: int, error: OSError) -> HostMemoryError:
+    return HostMemoryError(f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})")
+
+
+def _pinned(memory: HostMemory, label: str, n_bytes: int) -> np.ndarray:
+    try:
+        array = memory._pinned(label, n_bytes)
+    except OSError as error:
+        raise _refused(label, n_bytes, error) from None
+    if array is None:
+        raise _NotPinnedError
+    return array
 
 
 def _end(live: Counter[str], label: str, blocks: Blocks, engine: object, sizes: list[int]) -> None:

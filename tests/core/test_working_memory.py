@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.errors import HostMemoryError
+from offload_core.errors import HostMemoryError, HostMemoryWarning
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.working_memory import Blocks, bytes_in_turn, unprotected
 from tests.support.strategies import law
@@ -154,3 +154,38 @@ def test_a_copy_of_a_device_does_not_keep_a_loan():
     assert seen.tolist() == [2**32 - 1] * 6
     own = np.zeros(4)
     assert unprotected(own) is own
+
+
+class Pins:
+    """Pins so many arrays, and no more."""
+
+    def __init__(self, left):
+        self.left, self.pinned = left, []
+
+    def allocate(self, n_bytes, threads):
+        if not self.left:
+            raise HostMemoryError("as asked")
+        self.left -= 1
+        self.pinned.append(np.zeros(n_bytes, np.uint8))
+        return self.pinned[-1]
+
+
+def test_memory_that_could_not_be_pinned_is_not_lent_as_pinned_memory():
+    pinning = Pins(3)
+    first, second = HostMemory(1, pinning), HostMemory(1, pinning)
+    reserved = first.reserve("staging", [8, 8], pinned=True)
+    with pytest.warns(HostMemoryWarning, match="could not be pinned"):
+        other = second.reserve("staging", [8, 8, 8, 8], pinned=True)
+    assert first.report() == {"staging": 16}
+    assert second.report() == {"staging": 32}
+    lent = [reserved.borrow(8, BYTES) for _ in range(2)]
+    pageable = [other.borrow(8, BYTES) for _ in range(4)]
+
+    def is_pinned(array):
+        return any(array.ctypes.data == each.ctypes.data for each in pinning.pinned)
+
+    assert all(map(is_pinned, lent))
+    assert not any(map(is_pinned, pageable))
+    with pytest.warns(HostMemoryWarning, match="could not be pinned"):
+        more = [reserved.borrow(8, BYTES) for _ in range(2)]  # besides what was reserved
+    assert not all(map(is_pinned, more))
