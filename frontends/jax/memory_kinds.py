@@ -1,5 +1,6 @@
 """Device and host memory of JAX's arrays, and the ways between them that are as fast as the link."""
 
+from functools import cache
 from typing import Any
 
 import jax
@@ -51,8 +52,13 @@ def pinning_for(device: jax.Device) -> Pinning | None:
     """
     if device.platform != "gpu":
         return None
-    is_amd = "rocm" in device.client.platform_version
-    return Registered((Hip() if is_amd else Cuda(device.local_hardware_id or 0)).register)
+    return _registered("rocm" in device.client.platform_version, device.local_hardware_id or 0)
+
+
+@cache
+def _registered(is_amd: bool, number: int) -> Registered:
+    """One object for each device: engines see by it that their memory is pinned in one way."""
+    return Registered((Hip() if is_amd else Cuda(number)).register)
 
 
 def start_to_host(array: jax.Array) -> jax.Array:

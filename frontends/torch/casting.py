@@ -49,12 +49,17 @@ class Casts:
         """Bytes of a parameter or buffer after casting."""
         return bytes_as(tensor, self.of_param(tensor) if isinstance(tensor, nn.Parameter) else self._of_buffers)
 
+    def would_change(self, tensor: torch.Tensor) -> bool:
+        """True if :meth:`cast` gives a parameter or buffer another element type."""
+        target = self.of_param(tensor) if isinstance(tensor, nn.Parameter) else self._of_buffers
+        return target is not None and _is_cast(tensor) and tensor.dtype != TORCH_DTYPES[target]
+
     def cast(self, params: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
         """Cast a model's parameters and buffers in place. Frozen parameters meet the trained ones in the same
         operations, and are cast like them."""
         of_buffers = self._of_buffers
         for tensor, target in [*((p, self.of_param(p)) for p in params), *((b, of_buffers) for b in buffers)]:
-            if target is not None and tensor.is_floating_point() and not is_quantised(tensor):
+            if target is not None and _is_cast(tensor):
                 cast_param(tensor, TORCH_DTYPES[target])
 
 
@@ -65,6 +70,10 @@ def cast_inputs(config: OffloadConfig, args: Any, kwargs: Any) -> tuple[Any, Any
         return args, kwargs
     dtype = TORCH_DTYPES[config.target_dtype]
     return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, (args, kwargs))
+
+
+def _is_cast(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and not is_quantised(tensor)
 
 
 _has_warned = False

@@ -30,6 +30,7 @@ from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait
 from .groups import in_model
+from .internals import no_read
 from .model_changes import ModelChanges, check_present
 from .optimizer import OffloadedOptimizer, class_for
 from .placed import is_placed
@@ -52,7 +53,9 @@ def wrap(
             ``buffer_dtype``; parameters that ``init()`` built in shards are taken over as they are (``stage=3``).
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
         params: the parameters to train, as torch optimizers take them (tensors, named tensors or parameter groups);
-            None trains every parameter that requires a gradient.
+            None trains every parameter that requires a gradient. If none does (a reference or reward model), the
+            engine has no states: it casts the model, and holds it in shards in stage 3. Its :meth:`Engine.backward` is
+            an error until something is unfrozen.
         process_group: the ranks that partition the states and average the gradients. None: all ranks if
             ``torch.distributed`` is initialised (``torchrun``), else this process alone. The model starts from rank
             0's values.
@@ -96,14 +99,11 @@ class Engine(nn.Module):
         if params is None:
             # Frozen ones are included: they get states when they are unfrozen.
             params = [(name, p) for name, p in model.named_parameters() if p.is_floating_point() or p.requires_grad]
-            if not any(p.requires_grad for _, p in params):
-                raise ParameterError(
-                    f"{type(model).__name__} has no parameter that requires a gradient; expected at least one: "
-                    "unfreeze what is to be trained"
-                )
+            if not params:
+                raise ParameterError(f"{type(model).__name__} has no floating-point parameter; expected at least one")
         elif not isinstance(params, torch.Tensor):
             params, named = in_model(model, params)
-        placed = any(param.requires_grad and is_placed(param) for param in model.parameters())
+        placed = any(map(is_placed, [p for p in model.parameters() if p.requires_grad] or model.parameters()))
         group = process_group if placed else default_group(process_group)
         self.optimizer = class_for(config, overrides).of_engine(
             model, params, config, group, overrides, all_of_it=all_of_it, named=named
@@ -192,6 +192,7 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
+        self._check_trains("backward()")
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             self.optimizer.steps.expect(self.optimizer.param_groups, average=average)
         parts = self.optimizer.parts
@@ -219,6 +220,7 @@ class Engine(nn.Module):
             GradientError: averaged and summed gradients are mixed; nothing was updated.
             CollectiveError: an exchange with the other ranks failed, or they did not come.
         """
+        self._check_trains("step()")
         if boundary is None:
             self._warn_of_uncounted()
         self._changes.check(self.module, self.optimizer)
@@ -234,6 +236,19 @@ class Engine(nn.Module):
             except StateError:
                 check_present(self.module, self.optimizer)
                 raise
+
+    def _check_trains(self, what: str) -> None:
+        """Raise :class:`StateError` if the engine has no states, and nothing in its model is to be trained."""
+        if self.optimizer.parts.registration.slots:
+            return
+        with no_read():
+            if any(param.requires_grad for param in self.module.parameters()):
+                return
+        raise StateError(
+            f"{what} of an engine that trains nothing: no parameter of {type(self.module).__name__} requires a "
+            "gradient; expected requires_grad_(True) on what is to be trained, before the forward, or the backward() "
+            "and step() of the engine that trains"
+        )
 
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""

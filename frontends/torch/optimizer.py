@@ -40,6 +40,7 @@ from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .placed import is_placed, ranks_of, shards_to_come
 from .registration import NamedParam, Slot, named_in, named_params
+from .shared_tensors import note_optimizer
 from .stage3.partitioned import PartitionedModel
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
 from .state_views import plain_entries
@@ -226,6 +227,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.partitioned = made.partitioned
         self._open(trained(named), model)
         self._waits_for = None
+        note_optimizer(self)
 
     def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
         """Make the parts that hold parameters and states, and take on these parameters."""
@@ -299,6 +301,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def has_states(self, param: torch.Tensor) -> bool:
         """True if the optimizer has states of the parameter; a frozen one that was trained before has them, too."""
         return self._steps is not None and param in self._steps.parts.registration.slots
+
+    @property
+    def is_open(self) -> bool:
+        """True until the optimizer is closed."""
+        return self._steps is not None
+
+    def held_tensors(self) -> list[torch.Tensor]:
+        """The tensors that the optimizer and its engine use: all of the model's, and those that have states."""
+        model = None if self._model is None else self._model()
+        of_model = [] if model is None else [*model.parameters(), *model.buffers()]
+        return [*of_model, *(slot.param for slot in self.slots)]
 
     @property
     def sent_bytes(self) -> int:

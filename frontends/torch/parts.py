@@ -20,6 +20,7 @@ from .intake import Intake
 from .placed import check_alone, group_of, ranks_of, this_process
 from .ranks.device_ranks import device_for, device_of_placed
 from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen
+from .shared_tensors import check_shared
 from .stage3.construction import check_finished, check_takes_none
 from .stage3.leaf_modules import leaf_modules
 from .stage3.partitioned import PartitionedModel
@@ -93,6 +94,7 @@ class Foundation:
         memory: the pipeline's device.
         casts: the element types of the model's tensors.
         partitioned: the model's partitioned parameters (stage 3); None: none are.
+        device: the device of all trained parameters.
         early_copy: True if gradients are taken during backward.
         members: the ranks of torch's default group that may have parts of placed parameters.
     """
@@ -101,6 +103,7 @@ class Foundation:
     memory: TensorMemory
     casts: Casts
     partitioned: PartitionedModel | None
+    device: torch.device
     early_copy: bool
     members: tuple[int, ...]
 
@@ -128,13 +131,14 @@ class Foundation:
             ParameterError, StateError, ConfigError: nothing has changed.
         """
         params = [param for _, param, _ in trained(named)]
-        if not params:
+        if not params and model is None:  # an engine serves a frozen model, too
             raise ParameterError(
                 "no parameter requires a gradient; expected at least one: unfreeze what is to be trained"
             )
+        params = params or [param for _, param, _ in named]
         device = params[0].device
         check_finished()
-        check_new(named, device, owner)
+        give_way = check_new(named, device, owner)
         if model is None:  # only an engine announces its steps
             config = replace(config, update_in_backward=False)
         casts = casts or Casts(config, model)
@@ -148,7 +152,10 @@ class Foundation:
             world = device_of_placed(device, group_of(ranks), config)
         pipeline = Pipeline(config, world, scaler)
         partitioned = None
-        if model is not None and config.takes_apart(pipeline.device.world_size):
+        apart = model is not None and config.takes_apart(pipeline.device.world_size)
+        if model is not None:
+            check_shared(model, config, casts, apart=apart, give_way=give_way)
+        if model is not None and apart:
             partitioned = PartitionedModel(model, device, process_group, pipeline, casts)
         else:
             if model is not None:
@@ -156,7 +163,7 @@ class Foundation:
             others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
             check_takes_none([*(entry[:2] for entry in named), *others], config)
         own = this_process() if pipeline.device.world_size == 1 else ()
-        return cls(pipeline, world.memory, casts, partitioned, early_copy, ranks or own)
+        return cls(pipeline, world.memory, casts, partitioned, device, early_copy, ranks or own)
 
     def parts(
         self,
@@ -171,11 +178,10 @@ class Foundation:
             groups: the optimizer's parameter groups.
         """
         pipeline, partitioned, config = self.pipeline, self.partitioned, self.pipeline.config
-        device = named[0][1].device
         registration = Registration(
             owner,
             pipeline,
-            device,
+            self.device,
             partitioned,
             self.casts,
             members=self.members,

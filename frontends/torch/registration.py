@@ -286,6 +286,7 @@ class Registration:
             host=available_bytes(),
             device=device.free_bytes(),
             processes=processes,
+            lent=pipeline.buckets.lent_bytes(specs),
         )
         first = len(pipeline.params)
         cut = parted.parameters.cut(trained) if parted else {}
@@ -644,8 +645,8 @@ def check_new(
     device: torch.device,
     taker: Owner | None,
     known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = (),
-) -> None:
-    """Check that an optimizer can take on these parameters.
+) -> list[Owner]:
+    """Check that an optimizer can take on these parameters. Return those that will give way to it.
 
     Args:
         device: the device that all of them must be on.
@@ -663,7 +664,7 @@ def check_new(
             raise ParameterError(
                 f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
             )
-    earlier_owners(trained, taker, known)
+    return earlier_owners(trained, taker, known)
 
 
 def earlier_owners(

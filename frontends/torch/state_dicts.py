@@ -106,7 +106,7 @@ def checked_and_hidden(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, 
     check_counts(state_dict, pipeline.scaler)
 
     def take_counts() -> None:
-        optimizer.updates = int(state_dict.get("updates", max(float(step) for step in pipeline.counts.steps)))
+        optimizer.updates = int(state_dict.get("updates", max(map(float, pipeline.counts.steps), default=0)))
         if pipeline.scaler is not None and "loss_scale" in state_dict:
             pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 

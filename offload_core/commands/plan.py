@@ -3,8 +3,10 @@
 import argparse
 import json
 import math
+import string
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -18,8 +20,9 @@ from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..layout.partition import ParamSpec
 from ..memory.host_memory import available_bytes, format_bytes
-from ..memory.plan import DEVICE, HOST, MemoryPlan, format_table
+from ..memory.plan import DEVICE, DISK, HOST, MemoryPlan, format_table
 from ..plans.at_once import rows_at_once
+from ..plans.phases import Member, Phase, phases
 from ..plans.planner import FOLDER, NARROWER, Planner, fill_host_memory
 from ..plans.prediction import Speeds, StepTime, predict
 from ..plans.terms import BucketTerms
@@ -38,11 +41,15 @@ the same of a model's files, or of its Hugging Face configuration:
   python -m offload_core plan --model Qwen3-8B/config.json --device-memory 24GB --host-memory 128GB
 in JAX, parameters sharded over a mesh of 4 x 2 devices of one process:
   python -m offload_core plan --frontend jax --mesh 4x2 --parameters 7B --device-memory 24GB
+an actor, a critic and a frozen reference that have one GPU in turn, each released while another one has it:
+  python -m offload_core plan --parameters 7B --parameters 1.5B --frozen 7B --device-memory 80GB --host-memory 256GB
 with states on a disk, where they do not fit in host memory; its free space and bandwidth are measured:
   python -m offload_core plan --parameters 13B --host-memory 64GB --nvme-path /mnt/disk
 
 Sizes may be given in GB (10^9 bytes) or GiB (2^30); they are printed in GiB, so that 64GB is 59.6 GiB.
 The exit status is 0 if a stage fits, 1 if none does."""
+_LETTERS = string.ascii_uppercase
+"""The names of several models."""
 _COLUMNS = 100
 """The most columns of the output."""
 _TIERS: dict[str, tuple[tuple[int, str | None], ...]] = {
@@ -73,14 +80,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group(required=True)
     model.add_argument("--preset", choices=tuple(GPTS), help="a GPT of this size")
     model.add_argument(
-        "--parameters", type=partial(count, least=LEAST, most=MOST), metavar="N", help="a GPT of about so many, as 10B"
+        "--parameters",
+        action="append",
+        type=partial(count, least=LEAST, most=MOST),
+        metavar="N",
+        help="a GPT of about so many, as 10B; give it again for further models",
     )
     model.add_argument(
         "--model",
         "--safetensors",
+        action="append",
         type=Path,
         metavar="PATH",
-        help="a .safetensors file, an index of several, a Hugging Face config.json, or the folder of one of these",
+        help="a .safetensors file, an index of several, a Hugging Face config.json, or the folder of one of these; "
+        "give it again for models whose engines have the device in turn",
+    )
+    add(
+        "--frozen",
+        action="append",
+        type=_path_or_count,
+        default=[],
+        metavar="PATH|N",
+        help="a further model, as for --model or --parameters, that is not trained: a reference or reward model",
     )
     add("--param-dtype", choices=tuple(BY_NAME), help="of the device parameters (default: the file's, else bfloat16)")
     add("--frontend", choices=("torch", "jax"), default="torch", help="what trains the model (default: torch)")
@@ -175,6 +196,10 @@ class _Tier:
     """The multiplications of each rank with matrices."""
     disk: _Disk | None = None
     """None: no states are on a disk."""
+    working: Mapping[bool, Counter[int]] = field(default_factory=dict)
+    """As :attr:`Member.working`."""
+    frozen: bool = False
+    """True if the model is not trained."""
 
     @property
     def name(self) -> str:
@@ -191,9 +216,17 @@ class _Tier:
         return not self.missing
 
 
+def _path_or_count(text: str) -> Path | int:
+    path = Path(text)
+    return path if path.exists() else count(text, least=LEAST, most=MOST)
+
+
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    what, shapes, dtypes = _model(args)
+    models = _models(args)
+    if len(models) > 1:
+        return _run_several(args, models)
+    [(what, shapes, dtypes)] = models
     asked = _Asked(args, shapes, dtypes)
     tiers = asked.tiers()
     formats = {setting: asked.tiers(asked.stores[:1], **fields) for setting, fields in _FORMATS.items()}
@@ -247,8 +280,15 @@ def run(args: argparse.Namespace) -> int:
 class _Asked:
     """The machine and the model that were asked for, and the plans of their tiers."""
 
-    def __init__(self, args: argparse.Namespace, shapes: Shapes, dtypes: ElementType | dict[str, ElementType]) -> None:
-        self.args, self.shapes, self.dtypes = args, shapes, dtypes
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        shapes: Shapes,
+        dtypes: ElementType | dict[str, ElementType],
+        *,
+        frozen: bool = False,
+    ) -> None:
+        self.args, self.shapes, self.dtypes, self.frozen = args, shapes, dtypes, frozen
         self.processes: int = args.local_world_size or args.world_size
         """Those of a machine."""
         self.host: int = available_bytes() if args.host_memory is None else args.host_memory
@@ -297,6 +337,8 @@ class _Asked:
         specs = specs_of(self.shapes, self.dtypes, config, args.world_size)
         scaled = scaler_for(config, [spec.dtype for spec in specs]) is not None
         terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
+        if self.frozen:
+            return self._tier(args, about, store, terms, [], lambda: Planner(terms).plan([], frozen=specs))
         return self._tier(args, about, store, terms, specs, lambda: Planner(terms).plan(specs))
 
     def _plan_jax(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
@@ -337,13 +379,14 @@ class _Asked:
         )
         missing = plan.missing(self.host, self.device_memory, processes=self.processes)
         disk = None
-        if store == "nvme":
+        if store == "nvme" and not self.frozen:
             traffic, _ = Planner(terms).traffic(specs)
             written = self.processes * traffic.disk_write
             a_day = None if step.disk is None else written * _DAY / step.seconds
             disk = _Disk(traffic.disk_read, traffic.disk_write, a_day)
         about = {**about, "offload_optimizer": store}
-        return _Tier(about, plan, missing, step, Planner(terms).matrix_work(specs), disk)
+        work, working = Planner(terms).matrix_work(specs), terms.working_sizes(terms.kinds(specs))
+        return _Tier(about, plan, missing, step, work, disk, working, self.frozen)
 
     @property
     def device_memory(self) -> int | None:
@@ -372,6 +415,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--local-world-size {local} with --world-size {ranks}; expected at most that many")
     if (args.flops is None) != (args.tokens is None):
         raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
+    if len(args.frozen) + len(args.model or args.parameters or ()) > len(_LETTERS):
+        raise ConfigError(f"more models than {len(_LETTERS)} were given; expected fewer")
+    if args.frontend == "jax" and len([*(args.model or ()), *(args.parameters or ()), *args.frozen]) > 1:
+        raise ConfigError(
+            "several models take turns in torch (engine.release()); expected one model with --frontend jax"
+        )
     if args.frontend == "jax":
         of_torch = [
             name
@@ -408,13 +457,130 @@ def _disk_options(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in _OF_DISK if getattr(args, name) is not None]
 
 
-def _model(args: argparse.Namespace) -> tuple[str, Shapes, ElementType | dict[str, ElementType]]:
-    if args.model is not None:
-        return str(args.model), *shapes_of(args.model)
-    if args.preset is not None:
-        return args.preset, GPTS[args.preset].shapes, BFLOAT16
-    gpt = gpt_of(args.parameters)
+_Model = tuple[str, Shapes, ElementType | dict[str, ElementType]]
+"""A model in words, its shapes, and its element types."""
+
+
+def _models(args: argparse.Namespace) -> list[_Model]:
+    """The models that were asked for: those that are trained, then the frozen ones."""
+    trained = [*(args.model or ()), *(args.parameters or ())]
+    preset = [] if args.preset is None else [(args.preset, GPTS[args.preset].shapes, BFLOAT16)]
+    return [*preset, *map(_model, trained), *map(_model, args.frozen)]
+
+
+def _model(given: Path | int) -> _Model:
+    if isinstance(given, Path):
+        return str(given), *shapes_of(given)
+    gpt = gpt_of(given)
     return f"a GPT of {gpt.layers} layers of width {gpt.width}", gpt.shapes, BFLOAT16
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """One of several models, and the plans of its tiers."""
+
+    name: str
+    what: str
+    asked: "_Asked"
+    tiers: Sequence[_Tier]
+
+    @property
+    def numel(self) -> int:
+        return sum(map(math.prod, self.asked.shapes.values()))
+
+    def in_tier(self, tier: _Tier) -> Member:
+        return Member(self.name, tier.plan, tier.working, self.asked.frozen)
+
+
+@dataclass(frozen=True)
+class _Turns:
+    """The phases of several models in one tier, and the places in which each has too little."""
+
+    tier: _Tier
+    phases: Sequence[Phase]
+    missing: Sequence[Sequence[str]]
+
+    @property
+    def fits(self) -> bool:
+        """True if the models fit in turn, or all at once."""
+        *in_turn, at_once = self.missing
+        return not at_once or (bool(in_turn) and not any(in_turn))
+
+
+def _run_several(args: argparse.Namespace, models: Sequence[_Model]) -> int:
+    """Plan models whose engines have the device in turn. Return 0 if they fit in a tier, else 1."""
+    n_trained = len(models) - len(args.frozen)
+    if args.nvme_host_bytes is None and (args.offload_optimizer == "nvme" or _disk_options(args)):
+        args.nvme_host_bytes = 0  # else the first one would take what is free
+    planned: list[_Planned] = []
+    for number, (what, shapes, dtypes) in enumerate(models):
+        asked = _Asked(args, shapes, dtypes, frozen=number >= n_trained)
+        planned.append(_Planned(_LETTERS[number], what, asked, asked.tiers()))
+        args = argparse.Namespace(**{**vars(args), "dram_bandwidth": planned[0].asked.speeds.dram})  # measured once
+    first = planned[0].asked
+    free = {HOST: first.host, DEVICE: first.device_memory, DISK: first.disk}
+    turns = []
+    for tiers in zip(*(each.tiers for each in planned), strict=True):
+        found = phases([each.in_tier(tier) for each, tier in zip(planned, tiers, strict=True)])
+        turns.append(_Turns(tiers[0], found, [phase.missing(free, processes=first.processes) for phase in found]))
+    fits = any(each.fits for each in turns)
+    if args.json:
+        print(json.dumps(_several_as_json(planned, turns)))
+        return 0 if fits else 1
+    for each in planned:
+        words = f"{each.name}: {each.what}: {each.numel:,} parameters{', frozen' * each.asked.frozen}"
+        if each is planned[0]:
+            _print_heading(first.args, first, words)
+        else:
+            print(f"{words}\n")
+        print(f"{_memory_table(each.tiers)}\n" + ("" if each.asked.frozen else f"\n{_time_table(each.tiers)}\n"))
+    print("\n\n".join(map(_phase_table, turns)))
+    print("\nin each phase but the last the other models are released")
+    return 0 if fits else 1
+
+
+def _several_as_json(planned: Sequence[_Planned], turns: Sequence[_Turns]) -> dict[str, Any]:
+    first = planned[0].asked
+    return {
+        "models": [
+            {
+                "name": each.name,
+                "model": each.what,
+                "parameters": each.numel,
+                "frozen": each.asked.frozen,
+                "tiers": [_as_json(tier) for tier in each.tiers],
+            }
+            for each in planned
+        ],
+        "host_memory": first.host,
+        "device_memory": first.device_memory,
+        "disk_memory": first.disk,
+        "phases": [
+            {
+                **each.tier.about,
+                "fits": each.fits,
+                "phases": [
+                    {"phase": phase.name, "bytes": dict(phase.needs), "missing": lacks}
+                    for phase, lacks in zip(each.phases, each.missing, strict=True)
+                ],
+            }
+            for each in turns
+        ],
+        "fits": any(each.fits for each in turns),
+    }
+
+
+def _phase_table(turns: _Turns) -> str:
+    places = [*dict.fromkeys(where for phase in turns.phases for where in phase.needs)]
+    lines = [
+        [phase.name, *(format_bytes(phase.needs[where]) for where in places), _lacking(lacks)]
+        for phase, lacks in zip(turns.phases, turns.missing, strict=True)
+    ]
+    return format_table(lines, [turns.tier.name, *places, "fits"])
+
+
+def _lacking(places: Sequence[str]) -> str:
+    return f"no: too little {' and '.join(places)}" if places else "yes"
 
 
 def _print_heading(args: argparse.Namespace, asked: _Asked, model: str) -> None:

@@ -67,6 +67,25 @@ class AfterAll:
         return all(event.done() for event in self._events)
 
 
+class WaitedOnce:
+    """The event of an operation for one thread, which waits for it, and others, which ask if it is :meth:`done`. It
+    keeps no memory of the operation alive once it has been waited for."""
+
+    def __init__(self, event: Event) -> None:
+        self._event: Event | None = event
+        self._done = False
+
+    def wait(self) -> None:
+        """As :meth:`Event.wait`."""
+        if (event := self._event) is not None:
+            event.wait()
+            self._done, self._event = event.done(), None
+
+    def done(self) -> bool:
+        """As :meth:`Event.done`."""
+        return self._done if (event := self._event) is None else event.done()
+
+
 class _Watched:
     """An event that a trace notes after it was waited for."""
 

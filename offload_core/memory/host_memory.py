@@ -3,6 +3,7 @@
 import ctypes
 import weakref
 from collections import Counter, deque
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ..errors import HostMemoryError, HostMemoryWarning
 from ..support import control_groups
 from ..support.user_line import UserLine
 from .pinning import Pinning, mapped
+from .working_memory import Blocks, blocks_of, shared_bytes
 
 
 class HostMemory:
@@ -31,6 +33,8 @@ class HostMemory:
         self._threads = threads
         self._pinning = pinning
         self._live: Counter[str] = Counter()
+        self._engine = object()
+        """Stands for the engine among those that use memory in turn."""
 
     def allocate(self, label: str, numel: int, dtype: np.dtype, *, pinned: bool = False) -> np.ndarray:
         """A zeroed array of ``numel`` elements.
@@ -46,17 +50,43 @@ class HostMemory:
         n_bytes = numel * dtype.itemsize
         if n_bytes == 0:
             return np.empty(0, dtype)
-        try:
-            array = self._pinned(label, n_bytes) if pinned else None
-            if array is None:
-                array = mapped(n_bytes, self._threads)
-        except OSError as error:
-            raise HostMemoryError(
-                f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})"
-            ) from None
+        array = self._new(label, n_bytes, pinned)
         self._live[label] += n_bytes
         weakref.finalize(array, self._live.subtract, {label: n_bytes})
         return array.view(dtype)
+
+    def _new(self, label: str, n_bytes: int, pinned: bool) -> np.ndarray:
+        try:
+            array = self._pinned(label, n_bytes) if pinned else None
+            return mapped(n_bytes, self._threads) if array is None else array
+        except OSError as error:
+            raise _refused(label, n_bytes, error) from None
+
+    # --- memory that engines use in turn ---------------------------------------------------------------
+
+    def reserve(self, label: str, sizes: Iterable[int], *, pinned: bool) -> "Reservation":
+        """Have memory for arrays of these sizes at a time, in bytes, that other engines use while this one rests.
+
+        Args:
+            label, pinned: as in :meth:`allocate`. The report counts all of it as this engine's.
+
+        Raises:
+            HostMemoryError: the system refused the memory.
+        """
+        sizes = [size for size in sizes if size]
+        try:
+            return Reservation(self, label, sizes, pinned=pinned)
+        except _NotPinnedError:  # a warning has said so
+            return Reservation(self, label, sizes, pinned=False)
+
+    def lacking_bytes(self, sizes: Iterable[int], *, pinned: bool) -> int:
+        """Return the bytes of memory that :meth:`reserve` would make for these sizes."""
+        return sum(blocks_of(self._pinning if pinned else None).lacking(self._engine, sizes))
+
+    @property
+    def shared_bytes(self) -> int:
+        """Bytes held now that other engines of this process would keep if this one were closed."""
+        return shared_bytes(self._engine)
 
     def _pinned(self, label: str, n_bytes: int) -> np.ndarray | None:
         """Return pinned bytes; None if the memory cannot be pinned."""
@@ -84,8 +114,59 @@ class HostMemory:
         return {label: n_bytes for label, n_bytes in self._live.items() if n_bytes}
 
 
+class _NotPinnedError(Exception):
+    """Memory could not be pinned, and pageable memory must not be taken for pinned by other engines."""
+
+
+class Reservation:
+    """Memory that an engine may borrow in turn with others, until this object dies; see :mod:`.working_memory`."""
+
+    def __init__(self, memory: HostMemory, label: str, sizes: list[int], *, pinned: bool) -> None:
+        self._pageable = partial(memory._new, label, pinned=False)
+        self._blocks, self._make = blocks_of(None), self._pageable
+        if pinned and memory._pinning is not None:
+            self._blocks, self._make = blocks_of(memory._pinning), partial(_pinned, memory, label)
+        try:
+            self._blocks.reserve(memory._engine, sizes, self._make)
+        except BaseException:
+            self._blocks.trim()
+            raise
+        memory._live[label] += sum(sizes)
+        ends = weakref.finalize(self, _end, memory._live, label, self._blocks, memory._engine, sizes)
+        ends.atexit = False
+
+    def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
+        """An array with any contents. Its memory is free again when no view of it is alive."""
+        n_bytes = numel * dtype.itemsize
+        if n_bytes == 0:
+            return np.empty(0, dtype)
+        try:
+            return self._blocks.lend(n_bytes, self._make).view(dtype)
+        except _NotPinnedError:
+            return blocks_of(None).lend(n_bytes, self._pageable).view(dtype)
+
+
+def _refused(label: str, n_bytes: int, error: OSError) -> HostMemoryError:
+    return HostMemoryError(f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})")
+
+
+def _pinned(memory: HostMemory, label: str, n_bytes: int) -> np.ndarray:
+    try:
+        array = memory._pinned(label, n_bytes)
+    except OSError as error:
+        raise _refused(label, n_bytes, error) from None
+    if array is None:
+        raise _NotPinnedError
+    return array
+
+
+def _end(live: Counter[str], label: str, blocks: Blocks, engine: object, sizes: list[int]) -> None:
+    live[label] -= sum(sizes)
+    blocks.cancel(engine, sizes)
+
+
 class StagingRing:
-    """A bounded set of equal host buffers that device copies pass through, made once.
+    """A bounded set of equal host buffers that device copies pass through, and other engines' in turn.
 
     The caller makes sure that a buffer is free before it borrows. Threads may borrow and return at the same time.
     """
@@ -93,33 +174,37 @@ class StagingRing:
     def __init__(self, memory: HostMemory, *, slots: int, n_bytes: int, pinned: bool, label: str = "staging") -> None:
         self.slot_bytes = n_bytes
         """Bytes of each buffer."""
-        allocate = partial(memory.allocate, label, n_bytes, np.dtype(np.uint8), pinned=pinned)
-        self._free = deque(allocate() for _ in range(slots))
+        self.memory = memory.reserve(label, slots * [n_bytes], pinned=pinned)
+        self._free = deque(range(slots))
+        """The buffers that nobody borrows, by number."""
 
     def lease(self) -> "Lease":
         """A set of buffers to be borrowed and given back together."""
-        return Lease(self._free)
+        return Lease(self)
 
 
 class Lease:
     """Borrowed buffers of a :class:`StagingRing`; :meth:`release` them when their last reader is done."""
 
-    def __init__(self, free: deque[np.ndarray]) -> None:
-        self._free = free
+    def __init__(self, ring: StagingRing) -> None:
+        self._ring = ring
+        self._numbers: list[int] = []
         self._borrowed: list[np.ndarray] = []
 
     def __len__(self) -> int:
-        return len(self._borrowed)
+        return len(self._numbers)
 
     def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
         """A buffer seen as ``numel`` elements of ``dtype``."""
-        self._borrowed.append(self._free.pop())
+        self._numbers.append(self._ring._free.pop())
+        self._borrowed.append(self._ring.memory.borrow(self._ring.slot_bytes, np.dtype(np.uint8)))
         return self._borrowed[-1][: numel * dtype.itemsize].view(dtype)
 
     def release(self) -> None:
         """Give the buffers back."""
-        while self._borrowed:
-            self._free.append(self._borrowed.pop())
+        self._borrowed.clear()
+        while self._numbers:
+            self._ring._free.append(self._numbers.pop())
 
 
 def give_back_freed() -> None:

@@ -188,7 +188,7 @@ class MemoryPlan:
                     row.where + " (in wrap only)" * row.passing,
                     row.what,
                     format_bytes(row.n_bytes),
-                    f"{row.n_bytes / max(self.numel, 1):.2f}",
+                    f"{row.n_bytes / self.numel:.2f}" if self.numel else "",
                     row.remedy,
                 )
                 for row in sorted(self.rows, key=lambda row: (row.where, -row.n_bytes))

@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..support.optional import library
 from .host_memory import format_bytes
@@ -41,9 +41,14 @@ class MemoryReport:
     """Trained parameters, in elements."""
     rows: tuple[MemoryRow, ...]
     """One for each kind of memory that is in use or planned."""
+    shared: int = field(default=0, compare=False)
+    """Bytes of staging and gradients on the host that engines of this process use in turn, so that reports of others
+    count them, too: they stay if this engine is closed."""
 
     @classmethod
-    def of(cls, numel: int, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> "MemoryReport":
+    def of(
+        cls, numel: int, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int], *, shared: int = 0
+    ) -> "MemoryReport":
         """Planned memory (of any number of plans) beside ``held``, the bytes in use by ``(where, what)``."""
         lasting = [row for row in planned if not row.passing]
         brief = {(row.where, row.what) for row in lasting if row.brief}
@@ -52,7 +57,7 @@ class MemoryReport:
             plans[row.where, row.what] += row.n_bytes
         kinds = sorted(dict.fromkeys([*plans, *held]), key=lambda kind: (kind[0], kind in brief))
         rows = [MemoryRow(*kind, plans[kind], held.get(kind, 0), kind in brief) for kind in kinds]
-        return cls(numel, tuple(row for row in rows if row.planned or row.held))
+        return cls(numel, tuple(row for row in rows if row.planned or row.held), shared)
 
     @property
     def host(self) -> dict[str, int]:
@@ -93,6 +98,8 @@ class MemoryReport:
         for where in self._places:
             rows += [row for row in self.rows if row.where == where]
             rows.append(self._sum(where))
+        if self.shared:
+            rows.append(MemoryRow(HOST, "of it in turn with other engines", self.shared, self.shared))
         return format_table(
             [
                 (
@@ -100,7 +107,7 @@ class MemoryReport:
                     row.what,
                     format_bytes(row.planned),
                     format_bytes(row.held),
-                    f"{row.held / max(self.numel, 1):.2f}",
+                    f"{row.held / self.numel:.2f}" if self.numel else "",
                 )
                 for row in rows
             ],

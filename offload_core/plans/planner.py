@@ -35,6 +35,7 @@ from .terms import (
     BucketTerms,
 )
 
+ACTIVATIONS = "activations"
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
 NARROWER: dict[str, dict[str, Any]] = {
@@ -104,6 +105,7 @@ def check_memory(
     host: int,
     device: int | None,
     processes: int,
+    lent: int = 0,
 ) -> None:
     """Check before new parameters are taken on that there is memory for them, as :meth:`MemoryPlan.check`.
 
@@ -112,7 +114,9 @@ def check_memory(
     Args:
         host: the free bytes of this machine; those of ``device`` as in :meth:`MemoryPlan.check`.
         processes: the processes of this machine that share them, each with such a plan.
+        lent: the bytes of each plan's host memory that other engines of its process lend while they rest.
     """
+    host += processes * lent
     fill_host_memory(terms, plan, again, host // processes).check(host, device, processes=processes)
 
 
@@ -168,7 +172,7 @@ class Planner:
             DEVICE: devices * self._terms.config.activation_memory,
             HOST: self._terms.config.host_activation_memory,
         }
-        return [PlanRow("activations", where, n, "smaller micro-batches") for where, n in declared.items() if n]
+        return [PlanRow(ACTIVATIONS, where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
         """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,

@@ -4,6 +4,7 @@
 what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -276,6 +277,32 @@ class BucketTerms:
 
     def home_dtype(self, bucket: Bucket) -> ElementType:
         return FLOAT32 if self.sums else self.device.sizes.arrival(self.wire(bucket)).dtype
+
+    def may_arrive_as(self, bucket: Bucket, home: ElementType) -> bool:
+        """True if the device's copies of gradients may end where they wait, in this element type."""
+        return self.device.sizes.arrival(self.wire(bucket)) == as_it_stays(home)
+
+    def home_is_pinned(self, bucket: Bucket) -> bool:
+        """True if the device copies to the memory in which the bucket's gradients wait."""
+        return self.may_arrive_as(bucket, self.home_dtype(bucket))
+
+    def working_sizes(self, kinds: Kinds) -> dict[bool, Counter[int]]:
+        """Return the sizes of the memory that engines use in turn, of pinned memory (True) and of other.
+
+        They are those of a first set of parameters: what other ones have already is not subtracted.
+        """
+        found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
+        if self.direct:
+            return found
+        buckets = [bucket for bucket, _ in kinds]
+        lent = self.slot_bytes_of_kinds(kinds)
+        if lent is not None:
+            found[any(map(self.home_is_pinned, buckets))][lent] += GRADIENT_SLOTS
+        for bucket, n in kinds if lent is None else ():
+            found[self.home_is_pinned(bucket)][self.home_bytes(bucket)] += n
+        found[True][self.slot_bytes(buckets)] += self.staging_slots
+        found[True][self.direction_bytes(buckets)] += self.direction_slots
+        return {pinned: Counter({size: n for size, n in sizes.items() if size}) for pinned, sizes in found.items()}
 
     @property
     def direction_slots(self) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..device.events import Event
+from ..device.events import WaitedOnce
 from ..rules import Scalars
 from ..support.threads import uninterrupted
 from .bucket_states import Gradient, Publication, PublicationEvent
@@ -41,9 +41,9 @@ class Announcement:
     scalars: Scalars
     before_send: Callable[[Collection[int]], None]
     _stopped: bool = False
-    _until: Event | None = None
+    _until: WaitedOnce | None = None
 
-    def close(self, until: Event) -> None:
+    def close(self, until: WaitedOnce) -> None:
         """Note that the step has come: buckets that the worker has not got to by the end of this event wait for it."""
         self._until = until
 
@@ -69,7 +69,7 @@ class Announced:
         self.tensors: Sequence[Any] = ()
         """All parameters, as the last announcement or step gave them."""
 
-    def begin_step(self, tensors: Sequence[Any], last: Event) -> None:
+    def begin_step(self, tensors: Sequence[Any], last: WaitedOnce) -> None:
         """Begin the step: early sends stop at the end of ``last``, and the rest go in the order of the next forward.
 
         Args:

@@ -63,10 +63,15 @@ class LocalBuckets:
         self.worker = self.terms.worker()
 
     def close(self) -> None:
-        """Give back all that the states take. This object's end does so, too: a front end without ``close()`` and a
-        ``wrap`` that fails rely on it."""
+        """Give back all that the states take, and the memory that gradients and copies pass through. This object's end
+        does so, too: a front end without ``close()`` and a ``wrap`` that fails rely on it."""
         if self._end.detach() is not None:
             self.store.close()
+        for work in self.all:
+            work.give_back()
+            work.lease = None
+        self.staging = self.directions = None
+        self.gradient_memory = GradientMemory(self.memory, self.device, self.terms)
 
     # --- parameters and states ---------------------------------------------------------------------
 
@@ -117,6 +122,15 @@ class LocalBuckets:
                 self.load_master(work, piece, tensors[piece.param - first])
             self._begin_states(work)
         return self.all[-len(buckets) :] if buckets else []
+
+    def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
+        """Return the bytes of the host memory of first parameters that other engines lend in turn: :meth:`add` makes
+        no memory for them."""
+        if self.all:
+            return 0
+        sizes = self.terms.working_sizes(self.terms.kinds(specs))
+        needed = {pinned: [*each.elements()] for pinned, each in sizes.items()}
+        return sum(sum(each) - self.memory.lacking_bytes(each, pinned=pinned) for pinned, each in needed.items())
 
     def _begin_states(self, work: LocalBucket) -> None:
         """Give new states, which are zeros, their first values."""
@@ -196,12 +210,13 @@ class LocalBuckets:
 
     def await_home(self, work: LocalBucket) -> None:
         """Have memory for the bucket's gradients. Where all slots are lent, this waits for updates that free one."""
+        memory = self.gradient_memory
         if work.home is None:
-            for holder in self.gradient_memory.holders():
-                if self.gradient_memory.has_free:
+            for holder in memory.holders() if memory.needs_slot(work) else ():
+                if memory.has_free:
                     break
                 self.claim(holder, "wait for gradient memory")
-            self.gradient_memory.lend(work)
+            memory.lend(work)
 
     # --- small decisions, each made here only --------------------------------------------------------
 

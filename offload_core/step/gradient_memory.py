@@ -1,14 +1,17 @@
 """The host memory in which gradients wait for their update.
 
-Each bucket has memory of its own (*home*), or all pass through a few slots: where a bucket's update follows its
-arrival (``BucketTerms.lends_gradient_memory``). A slot is a bucket's from its launch until its update has read it, or
-its gradients are dropped; ``LocalBucket.home`` alone says so, and an interrupt can therefore lose none.
+Each bucket borrows memory of its size (*home*) from its launch until its update has read it, or its gradients are
+dropped: other engines of the process use it in between (``memory/working_memory.py``). Or all buckets pass through a
+few slots: where a bucket's update follows its arrival (``BucketTerms.lends_gradient_memory``). ``LocalBucket.home``
+alone says who has memory, and an interrupt can therefore lose none. Where nothing is moved (``BucketTerms.direct``),
+sums have memory of their own.
 
 The update of a bucket may have to wait for ``step()`` after all: if nobody announced the step (a plain
 ``loss.backward()``), or another rank does not take part. If such buckets hold all slots, waiting would be for ever, and
 the next bucket gets memory of its own, for good.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,25 +21,25 @@ from ..device.protocols import Device
 from ..dtypes import ElementType
 from ..errors import HostMemoryWarning
 from ..layout.partition import Bucket
-from ..memory.host_memory import HostMemory, format_bytes
-from ..plans.terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST, BucketTerms, as_it_stays
+from ..memory.host_memory import HostMemory, Reservation, format_bytes
+from ..plans.terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST, BucketTerms
 from ..support.user_line import UserLine
 from .local_bucket import LocalBucket
 
 
 @dataclass(eq=False)
 class _Slot:
-    memory: np.ndarray
-    lent: np.ndarray | None = None
-    """The part of it that was lent last."""
     holder: LocalBucket | None = None
     """The bucket that it was lent to last."""
+    lent: "weakref.ref[np.ndarray] | None" = None
+    """The memory that was lent last; to keep it alive is up to the bucket."""
     turn: int = 0
     """Slots that were lent before this one."""
 
     @property
     def held(self) -> bool:
-        return self.holder is not None and self.holder.home is self.lent
+        home = None if self.lent is None else self.lent()
+        return home is not None and self.holder is not None and self.holder.home is home
 
 
 class GradientMemory:
@@ -46,32 +49,43 @@ class GradientMemory:
         self._memory = memory
         self._device = device
         self._terms = terms
+        self._homes: dict[int, Reservation] = {}
+        """By bucket, the memory in which it finds one of its size."""
+        self._of_slots: Reservation | None = None
         self._slots: list[_Slot] = []
         self._turns = 0
         self._warned = False
 
     def take_on(self, buckets: Sequence[Bucket]) -> list[np.ndarray | None]:
-        """Allocate for new buckets. The memory that each has of its own; None: it gets a slot, or needs none."""
-        slot_bytes = self._terms.gradient_slot_bytes(buckets)
+        """Reserve memory for new buckets. The memory that each has of its own; None: it borrows, or needs none."""
+        terms = self._terms
+        if terms.direct:
+            return [self.allocate(b, terms.home_dtype(b)) if terms.has_home else None for b in buckets]
+        slot_bytes = terms.gradient_slot_bytes(buckets)
         if slot_bytes is None:
-            return [self.allocate(b, self._terms.home_dtype(b)) if self._terms.has_home else None for b in buckets]
-        if slot_bytes > self._terms.lent_bytes:
-            self._slots = []  # free before allocating their successors; a bucket that holds one keeps it
-            pinned = any(self._arrives_as(bucket, self._terms.home_dtype(bucket)) for bucket in buckets)
-            for _ in range(GRADIENT_SLOTS):
-                array = self._memory.allocate(GRADIENTS_ON_HOST, slot_bytes, np.dtype(np.uint8), pinned=pinned)
-                self._slots.append(_Slot(array))
-            self._terms.gradient_slots_were_made(slot_bytes)
+            for pinned in (True, False):
+                alike = [bucket for bucket in buckets if terms.home_is_pinned(bucket) is pinned]
+                sizes = [terms.home_bytes(bucket) for bucket in alike]
+                homes = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
+                self._homes |= dict.fromkeys((bucket.index for bucket in alike), homes)
+        elif slot_bytes > terms.lent_bytes:
+            self._slots, self._of_slots = [], None  # a bucket that holds one keeps it
+            pinned = any(map(terms.home_is_pinned, buckets))
+            sizes = GRADIENT_SLOTS * [slot_bytes]
+            self._of_slots = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
+            self._slots = [_Slot() for _ in range(GRADIENT_SLOTS)]
+            terms.gradient_slots_were_made(slot_bytes)
         return [None] * len(buckets)
 
     def allocate(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
         """Memory of a bucket's own."""
         numel = len(self._device.ranks) * bucket.shard_numel
-        return self._memory.allocate(GRADIENTS_ON_HOST, numel, dtype.numpy, pinned=self._arrives_as(bucket, dtype))
+        pinned = self._terms.may_arrive_as(bucket, dtype)
+        return self._memory.allocate(GRADIENTS_ON_HOST, numel, dtype.numpy, pinned=pinned)
 
-    def _arrives_as(self, bucket: Bucket, dtype: ElementType) -> bool:
-        """True if the device's copies may end there."""
-        return self._device.sizes.arrival(self._terms.wire(bucket)) == as_it_stays(dtype)
+    def needs_slot(self, work: LocalBucket) -> bool:
+        """True if the bucket's memory is one of the slots."""
+        return work.bucket.index not in self._homes
 
     @property
     def has_free(self) -> bool:
@@ -82,18 +96,23 @@ class GradientMemory:
         return [slot.holder for slot in sorted(self._slots, key=lambda slot: slot.turn) if slot.holder is not None]
 
     def lend(self, work: LocalBucket) -> None:
-        """Give a bucket a free slot; if there is none, memory of its own."""
+        """Give a bucket memory of its size. If it needs a slot and none is free, it gets memory of its own."""
         dtype = self._terms.home_dtype(work.bucket)
+        numel = self._terms.home_bytes(work.bucket) // dtype.itemsize
+        if not self.needs_slot(work):
+            work.home = self._homes[work.bucket.index].borrow(numel, dtype.numpy)
+            return
         slot = next((slot for slot in self._slots if not slot.held), None)
         if slot is None:
             self._warn(work)
             work.own = work.home = self.allocate(work.bucket, dtype)
             return
-        n_bytes = self._terms.home_bytes(work.bucket)
+        assert self._of_slots is not None
+        home = self._of_slots.borrow(numel, dtype.numpy)
         slot.turn = self._turns = self._turns + 1
-        slot.lent = slot.memory[:n_bytes].view(dtype.numpy)
+        slot.lent = weakref.ref(home)
         slot.holder = work
-        work.home = slot.lent
+        work.home = home
 
     def _warn(self, work: LocalBucket) -> None:
         if self._warned:

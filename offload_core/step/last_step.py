@@ -84,7 +84,8 @@ class LastStep:
     @property
     def returning(self) -> list[LocalBucket]:
         """The buckets whose parameters a :meth:`restore` brings back: their memory is the device's alone."""
-        return [work for work in self._buckets.all if work.writes is Writes.STAGING]
+        sent = [work for work in self._buckets.all if work.writes is Writes.STAGING]
+        return [work for work in sent if work.master is not Master.PARAMETER]
 
     def release(self, reason: str) -> None:
         """Parameters on the device lose their memory. All have been waited for, and are those of the master weights."""

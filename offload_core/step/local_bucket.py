@@ -64,7 +64,7 @@ class LocalBucket:
     """The element type in which gradients travel."""
     own: np.ndarray | None
     """The host memory of the bucket's own in which gradients wait: fp32 if they are summed here, else of type ``wire``.
-    None where they are read in the device's own memory, and where memory is lent to the bucket."""
+    None where memory is lent to the bucket, and where gradients are read in the device's own memory."""
     master: Master
     """Parameters may lag behind master weights that lie apart. Others change with them."""
     writes: Writes

@@ -516,4 +516,5 @@ class Pipeline:
         store = self.buckets.store
         own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
         kept = {(store.place, what): n_bytes for what, n_bytes in store.held().items()}
-        return MemoryReport.of(numel, [*self.buckets.planned, *planned], {**own, **kept, **held})
+        held = {**own, **kept, **held}
+        return MemoryReport.of(numel, [*self.buckets.planned, *planned], held, shared=self.memory.shared_bytes)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..device.events import Done, Event
+from ..device.events import Done, WaitedOnce
 from ..device.protocols import Arrival, HostArrays
 from ..device.trace import REDUCTION
 from ..dtypes import BY_NUMPY, FLOAT32
@@ -24,7 +24,7 @@ class Reduction:
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
-        self.last: Event = Done()
+        self.last = WaitedOnce(Done())
         """The arrival of the bucket that was launched last."""
 
     def check(self, param: int, gradient: Any) -> None:
@@ -83,7 +83,9 @@ class Reduction:
         work.lease = buckets.staging.lease()
         numel = arrival.parts * work.home.size
         received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
-        self.last = event = buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
+        reduced = buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
+        self.last = event = WaitedOnce(reduced)  # the last bucket's memory must not stay lent until the next launch
+        del reduced
 
         def land() -> None:
             event.wait()

@@ -17,6 +17,7 @@ from ..device.events import Done, Event
 from ..device.host import compute_in, fill
 from ..device.protocols import Copy, HostArray, HostArrays, Matrices
 from ..dtypes import BY_NUMPY, ElementType
+from ..memory.working_memory import unprotected
 from ..support.threads import Task, TaskThread
 
 
@@ -119,7 +120,7 @@ class FakeDevice:
         return HostArrays.columns(map(self.host_array, tensors))
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
-        after = self.mark()
+        after, host = self.mark(), unprotected(host)
         host.view(np.uint8)[:] = 0xFF  # a NaN in every element type
         runs = [(c.offset, c.tensor.memory[c.start : c.start + c.numel]) for c in copies]
 
@@ -130,6 +131,7 @@ class FakeDevice:
         return self._enqueue("to_host", host.nbytes, read)
 
     def to_device(self, host: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+        host = unprotected(host)
         runs = [(c.tensor.memory[c.start : c.start + c.numel], host[c.offset : c.offset + c.numel]) for c in copies]
 
         def spoil() -> None:
@@ -149,6 +151,8 @@ class FakeDevice:
         return self._enqueue("to_device", host.nbytes, write)
 
     def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
+        host = unprotected(host)
+
         def compute() -> None:
             moved = host.copy()
             for matrix in matrices.in_(host):

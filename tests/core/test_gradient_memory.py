@@ -74,7 +74,7 @@ def step(subject, params=BACKWARD, number=0):
 
 
 def all_lent(subject):
-    return {work.own is None for work in subject.pipeline.buckets.all}
+    return {subject.pipeline.buckets.gradient_memory.needs_slot(work) for work in subject.pipeline.buckets.all}
 
 
 # --- bytes -----------------------------------------------------------------------------------------

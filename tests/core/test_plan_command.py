@@ -180,6 +180,82 @@ def test_what_is_printed_is_at_most_100_columns_wide(memory, rates, capsys) -> N
     assert max(map(len, printed.splitlines())) <= 100
 
 
+# --- several models -------------------------------------------------------------------------------------
+
+
+IN_TURN = ["--parameters=7B", "--parameters=2B", "--frozen=3B", *RATES[:1]]
+
+
+def phases_of(found: dict, stage: int, offload_param: str | None) -> dict:
+    [tier] = [t for t in found["phases"] if (t["stage"], t["offload_param"]) == (stage, offload_param)]
+    return {phase["phase"]: phase["bytes"] for phase in tier["phases"]}
+
+
+def test_models_in_turn_need_the_largest_on_the_device_and_all_states_on_the_host(capsys) -> None:
+    found = plan(capsys, *IN_TURN, "--host-memory=9TB")
+    assert [(each["name"], each["frozen"]) for each in found["models"]] == [("A", False), ("B", False), ("C", True)]
+    for stage, offload_param in ((2, None), (3, "cpu")):
+        [a, b, c] = [
+            next(t for t in each["tiers"] if (t["stage"], t["offload_param"]) == (stage, offload_param))
+            for each in found["models"]
+        ]
+        given = phases_of(found, stage, offload_param)
+        assert list(given) == ["A trains", "B trains", "C runs", "all at once"]
+        assert [given[phase]["device"] for phase in list(given)[:-1]] == [t["device_bytes"] for t in (a, b, c)]
+        at_once = {where: sum(t[f"{where}_bytes"] for t in (a, b, c)) for where in ("host", "device")}
+        assert given["all at once"] == at_once
+        working = sum(row["n_bytes"] for row in b["rows"] if row["what"] in ("gradients on the host", "staging"))
+        frozen = c["device_bytes"] if offload_param is None else 0  # the copy of what was released
+        assert frozen in (0, 2 * found["models"][2]["parameters"])
+        hosts = {given[phase]["host"] for phase in list(given)[:-1]}
+        [host] = hosts
+        saved = at_once["host"] + frozen - host
+        assert working * 0.9 <= saved <= working  # B's few odd sizes may be none of A's
+
+
+@pytest.mark.parametrize(
+    ("memory", "fits"),
+    [
+        (["--host-memory=9TB"], True),
+        (["--host-memory=9TB", "--device-memory=16GB"], True),
+        (["--host-memory=9TB", "--device-memory=1GB"], False),
+        (["--host-memory=99GB"], False),
+    ],
+)
+def test_models_in_turn_fit_where_each_phase_does(memory, fits, capsys) -> None:
+    found = plan(capsys, *IN_TURN, "--stage=2", *memory, status=0 if fits else 1)
+    assert found["fits"] is fits
+    [tier] = found["phases"]
+    *in_turn, at_once = [phase["missing"] for phase in tier["phases"]]
+    assert any(in_turn) is not fits
+    assert ("device" in at_once) is ("device" in str(memory))
+
+
+def test_models_in_turn_are_printed_with_a_table_of_each_and_of_phases(capsys) -> None:
+    assert main(["plan", *IN_TURN, "--host-memory=9TB"]) == 0
+    printed = capsys.readouterr().out
+    for words in ("\nB: a GPT", "parameters, frozen\n", "\nA trains ", "\nC runs ", "\nall at once "):
+        assert words in printed
+    assert printed.count("all at once") == 4
+    assert max(map(len, printed.splitlines())) <= 100
+
+
+def test_on_the_cpu_and_on_disks_models_have_what_they_have_alone(capsys) -> None:
+    found = plan(capsys, *IN_TURN, "--device=cpu", "--host-memory=9TB", "--stage=2")
+    [[phase]] = [tier["phases"] for tier in found["phases"]]
+    alone = sum(tier[f"{where}_bytes"] for each in found["models"] for tier in each["tiers"] for where in WHERE)
+    assert phase == {"phase": "all at once", "bytes": {"host": alone}, "missing": []}
+    disk = ["--offload-optimizer=nvme", "--disk-memory=9TB", "--disk-bandwidth=1GB"]
+    found = plan(capsys, *IN_TURN, *disk, "--host-memory=9TB", "--stage=2")
+    [tier] = found["phases"]
+    n_bytes = sum(each["tiers"][0]["disk_bytes"] for each in found["models"])
+    assert {phase["bytes"]["disk"] for phase in tier["phases"]} == {n_bytes}
+    assert n_bytes > 12 * 8 * 10**9
+
+
+WHERE = ("host", "device")
+
+
 # --- the plan -------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,8 @@ from offload_core.device.trace import TO_DEVICE, TO_HOST, UPDATE
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CollectiveError, ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
+from offload_core.memory.working_memory import blocks_of
+from offload_core.plans.terms import GRADIENT_SLOTS
 from offload_core.rules.adam import AdamHyper
 from offload_core.rules.muon import MuonHyper
 from offload_core.step.bucket_states import GRADIENT, OWNER, PUBLICATION, Gradient, Publication, StateMachine
@@ -65,6 +67,8 @@ class Twin:
         self.naive = naive(masters, dtypes, groups, config, self.hypers)
         self.subject = Subject(self.device, masters, dtypes, groups, config, collectives=rank, hypers=self.hypers)
         self.pipeline = self.subject.pipeline
+        self.most_homes = 0
+        """The most buckets that had memory for gradients at a time, in steps in backward."""
 
     @property
     def tensors(self):
@@ -105,6 +109,8 @@ class Twin:
         for i in params:
             with self.backward_reads(i):
                 self.add(i)
+                homes = sum(work.home is not None for work in self.pipeline.buckets.all)
+                self.most_homes = max(self.most_homes, homes)
                 if not host_is_late:
                     self.go_on()
         self.update()
@@ -418,6 +424,7 @@ def gradients_pass_through_few_slots():
         for params in ([3, 2, 1, 0], [0, 2], [1], [0, 1, 2, 3]):
             twin.early_step(*params, host_is_late=host_is_late)
             assert {work.own is None for work in twin.pipeline.buckets.all} == {True}
+            assert twin.most_homes <= GRADIENT_SLOTS
         twin.read(0, 1, 2, 3)
         twin.end()
 
@@ -683,8 +690,9 @@ def a_parameter_that_does_not_arrive():
                 update_and_call(twin, call, order[-1].bucket.pieces[0].param)
             twin.check_at_rest()
             # What had left arrives, whatever is done with the staging that it went through.
-            for buffer in twin.pipeline.buckets.staging._free:
-                buffer[:] = 0xFF
+            for free in [*blocks_of(None)._free.values()]:
+                for block in [*free]:
+                    block.memory[:] = 0xFF
             twin.device.synchronize()
             twin.pipeline.last_step.finish()  # it is said once
             twin.naive.step(1.0)
@@ -1121,7 +1129,7 @@ CORE_CHANGES = [
         ("step.reduction", "Reduction._reduce", "work.give(", "(lambda task: None)("),
         ("step.reduction", "Reduction._reduce", "work.release()", "pass"),
         ("step.local_bucket", "LocalBucket.arrive", "self.written = None", "pass"),
-        ("step.gradient_memory", "_Slot.held", "self.holder.home is self.lent", "False"),
+        ("step.gradient_memory", "_Slot.held", "self.holder.home is home", "False"),
         ("step.update", "Updates.send_early", "work.owed = None\n                work.give_back()", "work.owed = None"),
         ("step.local_bucket", "LocalBucket.forget_gradients", "self.give_back()", "pass"),
         ("step.buckets", "LocalBuckets.claim", "work.take()", "pass"),

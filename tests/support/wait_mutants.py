@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from offload_core.memory import working_memory
+
 WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
          "wait_for", "await_param", "wait_event", "wait_stream", "record_stream",
          "_await_arrival", "_abort", "await_values", "await_values_of_garbage", "flush",
@@ -233,10 +235,12 @@ def made(mutant: Mutant) -> Iterator[None]:
     sound = function.__code__
     assert sound.replace(co_filename="") != code.replace(co_filename="")
     function.__code__ = code
+    working_memory._BLOCKS.clear()  # engines that are made now share no memory with earlier ones, nor with later ones
     try:
         yield
     finally:
         function.__code__ = sound
+        working_memory._BLOCKS.clear()
 
 
 def who_notices(scenarios: Mapping[str, Callable[[], None]]) -> tuple[str | None, BaseException | None]:

@@ -54,7 +54,15 @@ def checked_plan(
         return replace(planner.plan_of(rows, specs, shared=placement.on_host), held=held)
 
     processes = min(local_processes(), device.collectives.world_size)
-    check_memory(terms, plan(), plan, host=available_bytes(), device=device.free_bytes(), processes=processes)
+    check_memory(
+        terms,
+        plan(),
+        plan,
+        host=available_bytes(),
+        device=device.free_bytes(),
+        processes=processes,
+        lent=pipeline.buckets.lent_bytes(specs),
+    )
     return planned
 
 

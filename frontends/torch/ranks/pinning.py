@@ -1,6 +1,8 @@
 """Drivers of torch's devices, and the pinning of host memory for them. Only this module names vendors."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ REGISTERED: dict[str, Registered] = {}
 """The registration of host memory for types of devices whose driver offers it; tests add theirs."""
 
 
+@dataclass(frozen=True)
 class TorchPinned:
     """Memory of torch's own pinned allocator, which may round sizes up."""
 
@@ -33,5 +36,10 @@ def drivers_of(device: torch.device) -> Sequence[Driver]:
     """The driver of a type of devices, if it is one that is known."""
     if device.type != "cuda":
         return ()
-    number = torch.accelerator.current_device_index() if device.index is None else device.index
+    return _drivers(torch.accelerator.current_device_index() if device.index is None else device.index)
+
+
+@cache
+def _drivers(number: int) -> Sequence[Driver]:
+    """One object for each device: engines see by it that their memory is pinned in one way."""
     return (Hip() if torch.version.hip else Cuda(number),)

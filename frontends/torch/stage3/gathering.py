@@ -1,6 +1,5 @@
 """Partitioned parameters (stage 3) made whole by hand: ``with gathered_parameters(...)``."""
 
-import gc
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -272,19 +271,3 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     gathering = _GATHERINGS.get(id(param))
     if gathering is not None and gathering.knows(param):
         gathering.runs.hook(module)
-
-
-def check_unowned(model: nn.Module) -> None:
-    """Raise :class:`StateError` if another engine has partitioned one of the parameters."""
-
-    def owned() -> str | None:
-        named = ((name, param, _gathering_of(param)) for name, param in model.named_parameters())
-        return next((name for name, param, other in named if other is not None and other.knows(param)), None)
-
-    if owned() is not None:
-        gc.collect()  # a reference cycle of an old trainer may keep its engine
-    if (name := owned()) is not None:
-        raise StateError(
-            f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
-            ".close(), or give this model a parameter of its own"
-        )

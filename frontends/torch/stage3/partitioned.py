@@ -10,7 +10,7 @@ from offload_core.step.pipeline import Pipeline
 
 from ..casting import Casts
 from ..ranks.device_ranks import device_for
-from .gathering import Gathering, check_unowned
+from .gathering import Gathering
 from .hooks import check_hooks_run
 from .leaf_modules import leaf_modules
 from .parameters import PartitionedParameter, PartitionedParameters
@@ -28,7 +28,6 @@ class PartitionedModel:
     """
 
     def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline, casts: Casts) -> None:
-        check_unowned(model)
         check_hooks_run(model, pipeline.config.param_persistence_threshold)
         self._world = device_for(device, group, pipeline.config, apart=True)
         self._world.trace = pipeline.device.trace

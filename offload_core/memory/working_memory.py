@@ -1,0 +1,196 @@
+"""Blocks of host memory that the engines of a process use in turn: staging, and gradients until their update.
+
+An engine reserves the sizes that it needs when it takes parameters on. Blocks are made for what is lacking, so that an
+engine whose turn it is finds all of its sizes among them while the others rest. A block is lent when it is needed, and
+is free again as soon as no array of it is alive: nobody gives it back, so that no interrupt and no failed copy can lose
+it, or give it to two. If engines work at the same time and no block is free, another one is made. Nobody ever waits for
+a block: two engines in two threads cannot stop each other, and the order in which ranks exchange does not depend on who
+has which block.
+
+There is no lock here. Each change is one call of C code, a block may die in any thread at any time, and two threads
+that meet make one block too many at worst. An interrupt may lose a block that is about to be lent, until no engine is
+left.
+"""
+
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from operator import setitem
+from typing import Any
+
+import numpy as np
+
+from ..native import kernels
+
+
+class Block:
+    """Host memory of one size, for whoever needs no more."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+        """Its bytes."""
+
+
+class _Loan:
+    """The memory of a block, as NumPy takes it over. Every array of it keeps this object alive."""
+
+    def __init__(self, memory: np.ndarray) -> None:
+        self.memory = memory
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": memory.shape,
+            "data": (kernels.address(memory), False),
+        }
+
+
+def unprotected(array: np.ndarray) -> np.ndarray:
+    """Return a view of the same memory that does not keep its loan: the memory may be lent again while it is alive.
+
+    Copies of real devices keep no loan either. Devices of tests use this, so that a missing wait shows.
+    """
+    base: Any = array
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if not isinstance(base, _Loan):
+        return array
+    start = kernels.address(array) - kernels.address(base.memory)
+    return base.memory[start : start + array.nbytes].view(array.dtype)
+
+
+class Blocks:
+    """The blocks of one kind of host memory, and what the engines need of it."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, dict[Block, Any]] = {}
+        """The blocks that are not lent, by size. The values mean nothing."""
+        self._loans: dict[Block, weakref.ref[_Loan]] = {}
+        """The last loan of each block. When it dies, C code makes the block free."""
+        self._made: set[weakref.ref[Block]] = set()
+        """All blocks. One that dies is taken out by C code."""
+        self._needs: dict[Hashable, Counter[int]] = {}
+        """The sizes that each engine needs at a time."""
+
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of all blocks, lent or free."""
+        return [block.memory.size for made in [*self._made] if (block := made()) is not None]
+
+    def lend(self, n_bytes: int, make: Callable[[int], np.ndarray]) -> np.ndarray:
+        """Return an array of so many bytes, of the smallest block that is free and large enough; ``make`` makes one."""
+        sizes = sorted(size for size in [*self._free] if size >= n_bytes)
+        block = next((block for size in sizes if (block := self._take(size)) is not None), None)
+        if block is None:
+            block = self._new(make(n_bytes))
+        loan = _Loan(block.memory)
+        self._loans[block] = weakref.ref(loan, partial(setitem, self._of_size(block), block))
+        return np.asarray(loan)[:n_bytes]
+
+    def _take(self, size: int) -> Block | None:
+        try:
+            return self._free[size].popitem()[0]
+        except KeyError:
+            return None
+
+    def _of_size(self, block: Block) -> dict[Block, Any]:
+        return self._free.setdefault(block.memory.size, {})
+
+    def _new(self, memory: np.ndarray) -> Block:
+        block = Block(memory)
+        self._made.add(weakref.ref(block, self._made.discard))
+        return block
+
+    # --- what engines need -----------------------------------------------------------------------------
+
+    def lacking(self, engine: Hashable, sizes: Iterable[int]) -> list[int]:
+        """Return the sizes of the blocks to be made for these sizes, besides those that the engine needs already."""
+        needed = sorted(chain(self._needs.get(engine, Counter()).elements(), sizes), reverse=True)
+        there, lacking = deque(sorted(self.sizes, reverse=True)), []
+        for size in needed:  # one that is large enough for this size is so for each that follows
+            if there and there[0] >= size:
+                there.popleft()
+            else:
+                lacking.append(size)
+        return lacking
+
+    def reserve(self, engine: Hashable, sizes: Iterable[int], make: Callable[[int], np.ndarray]) -> None:
+        """Have blocks for these sizes while the engine works alone."""
+        for size in self.lacking(engine, sizes):
+            block = self._new(make(size))
+            self._of_size(block)[block] = None
+        self._needs[engine] = self._needs.get(engine, Counter()) + Counter(sizes)
+        self.trim()
+
+    def cancel(self, engine: Hashable, sizes: Iterable[int]) -> None:
+        """End what :meth:`reserve` began, and free blocks that no engine needs."""
+        left = self._needs.pop(engine, Counter()) - Counter(sizes)
+        if left:
+            self._needs[engine] = left
+        self.trim()
+
+    def trim(self) -> None:
+        """Free the blocks that no engine needs, if they are not lent."""
+        if not self._needs:
+            for block in [block for block, loan in [*self._loans.items()] if loan() is None]:
+                self._loans.pop(block, None)
+        required, sizes = _required(self._needs.values()), self.sizes
+        for size in sorted(self._free, reverse=True):
+            while all(sum(s >= least for s in sizes) > n for least, n in required.items() if least <= size):
+                unneeded = self._take(size)
+                if unneeded is None:
+                    break
+                self._loans.pop(unneeded, None)
+                del unneeded
+                if size in sizes:
+                    sizes.remove(size)
+
+    def shared_bytes(self, engine: Hashable) -> int:
+        """Return the bytes of an engine's needs that other engines would keep if it were closed."""
+        others = [needs for other, needs in self._needs.items() if other != engine]
+        mine = self._needs.get(engine, Counter())
+        more = bytes_in_turn([*others, mine]) - bytes_in_turn(others)
+        return bytes_in_turn([mine]) - more
+
+
+def _required(needs: Iterable[Mapping[int, int]]) -> dict[int, int]:
+    """Return, for each size, the blocks of this size or more that the engine needs that needs the most of them."""
+    needs = [each for each in needs if each]
+    sizes = sorted(set(chain.from_iterable(needs)), reverse=True)
+    sums: list[int] = [0] * len(needs)
+    required = {}
+    for size in sizes:
+        sums = [n + each.get(size, 0) for n, each in zip(sums, needs, strict=True)]
+        required[size] = max(sums)
+    return required
+
+
+def bytes_in_turn(needs: Iterable[Mapping[int, int]]) -> int:
+    """Return the bytes of blocks that suffice for engines that work one at a time.
+
+    Args:
+        needs: how many blocks of each size each engine needs.
+    """
+    total = before = 0
+    for size, n in _required(needs).items():
+        total, before = total + size * (n - before), n
+    return total
+
+
+_BLOCKS: dict[Any, Blocks] = {}
+
+
+def blocks_of(kind: Any) -> Blocks:
+    """Return the blocks of a kind of host memory: what pins it for a device, or None."""
+    return _BLOCKS.setdefault(kind, Blocks())
+
+
+def shared_bytes(engine: Hashable) -> int:
+    """As :meth:`Blocks.shared_bytes`, of all kinds of memory."""
+    return sum(blocks.shared_bytes(engine) for blocks in [*_BLOCKS.values()])
+
+
+def bytes_held() -> int:
+    """Return the bytes of all blocks of this process."""
+    return sum(sum(blocks.sizes) for blocks in [*_BLOCKS.values()])

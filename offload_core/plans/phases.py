@@ -1,0 +1,81 @@
+"""The memory of several models in one process whose engines take turns: one has the device, the others are released.
+
+Host memory stays as it is in a release, with two exceptions. Engines use staging and gradient memory in turn
+(``memory/working_memory.py``). Frozen parameters that lie on the device have a copy on the host once they were
+released.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..memory.plan import DEVICE, HOST, MemoryPlan
+from ..memory.working_memory import bytes_in_turn
+from .planner import ACTIVATIONS
+from .terms import PARAMETERS
+
+
+@dataclass(frozen=True)
+class Member:
+    """One of the models.
+
+    Attributes:
+        name: for phases.
+        plan: of the model alone.
+        working: the sizes of the host memory that engines use in turn (:meth:`BucketTerms.working_sizes`).
+        frozen: True if it is not trained.
+    """
+
+    name: str
+    plan: MemoryPlan
+    working: Mapping[bool, Counter[int]]
+    frozen: bool
+
+    @property
+    def activations(self) -> int:
+        """The bytes of activations that wait on the host."""
+        return sum(row.n_bytes for row in self.plan.rows if (row.where, row.what) == (HOST, ACTIVATIONS))
+
+    @property
+    def working_bytes(self) -> int:
+        return sum(size * n for sizes in self.working.values() for size, n in sizes.items())
+
+    @property
+    def copies(self) -> int:
+        """The bytes of the host that have the parameters of a frozen model that was released."""
+        rows = [row.n_bytes for row in self.plan.rows if (row.where, row.what) == (DEVICE, PARAMETERS)]
+        return sum(rows) if self.frozen and not self.plan.shared else 0
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Bytes of one process in one phase, by place."""
+
+    name: str
+    needs: Mapping[str, int]
+
+    def missing(self, free: Mapping[str, int | None], *, processes: int) -> list[str]:
+        """The places that have less free than processes of one machine need; the device is not shared."""
+        return [
+            where
+            for where, n in self.needs.items()
+            if (has := free.get(where)) is not None and n * (1 if where == DEVICE else processes) > has
+        ]
+
+
+def phases(members: Sequence[Member]) -> list[Phase]:
+    """Return the phases in which one model has the device, and last that in which all have it and work at a time."""
+    places = dict.fromkeys([HOST, DEVICE, *(where for each in members for where in each.plan.elsewhere)])
+    total = {where: sum(each.plan.bytes_in(where) for each in members) for where in places}
+    apart = sum(each.working_bytes + each.activations for each in members)
+    in_turn = sum(bytes_in_turn([each.working[pinned] for each in members]) for pinned in (True, False))
+    copies = sum(each.copies for each in members)
+    found = []
+    for member in members if not members[0].plan.shared else ():
+        host = total[HOST] - apart + in_turn + member.activations + copies
+        name = f"{member.name} {'runs' if member.frozen else 'trains'}"
+        found.append(Phase(name, {**total, HOST: host, DEVICE: member.plan.bytes_in(DEVICE)}))
+    at_once = dict(total)
+    if members[0].plan.shared:  # device memory is host memory, and stays
+        at_once[HOST] += at_once.pop(DEVICE)
+    return [*found, Phase("all at once", at_once)]
