@@ -118,6 +118,7 @@ class NamedWeights:
             number = None if asked.since is None else _number_of(pipeline, asked.since)
         _check_alike(collectives, asked, dtype, units)
         optimizer.flush()
+        optimizer.checkpoints.state_lock.change(_WHAT, optimizer.parts.registration.current_tensors)
         self._look(model, optimizer, pipeline.changes.number)
         if number is not None:
             flags = self._changed(optimizer, units, number)
@@ -328,12 +329,15 @@ class WeightBuckets:
             StateError: another rank has left, or the model has had an update or a load since the call.
         """
         if self._ended:
-            return None
+            raise StateError(
+                f"{_WHAT}: this iterator was ended before all weights were taken, by an error or by a later call; "
+                "expected that one to be used"
+            )
         try:
             self._check_unchanged()
             self._agree(goes_on=True)
             taken = self._take()
-            self._ended = not taken
+            self._ended = not taken  # all ranks alike
             whole = self._pipeline.state_lock.whole
             return [named for unit in taken for named in whole(_WHAT, self._read, unit)] if taken else None
         except BaseException:
@@ -396,13 +400,15 @@ class WeightIterator(Iterator[Named]):
     """Yields ``(name, tensor)``. An iterator that is closed or dropped before its end ends on all ranks."""
 
     def __init__(self, buckets: WeightBuckets) -> None:
-        self._buckets = buckets
+        self._buckets: WeightBuckets | None = buckets
+        """None: all were read, or the iterator was closed."""
         self._read: deque[Named] = deque()
 
     def __next__(self) -> Named:
         while not self._read:
-            bucket = self._buckets.next()
+            bucket = None if self._buckets is None else self._buckets.next()
             if bucket is None:
+                self._buckets = None
                 raise StopIteration
             self._read.extend(bucket)
         return self._read.popleft()
@@ -410,6 +416,8 @@ class WeightIterator(Iterator[Named]):
     def close(self) -> None:
         """End the iteration, on all ranks."""
         self._read.clear()
-        self._buckets.leave()
+        buckets, self._buckets = self._buckets, None
+        if buckets is not None:
+            buckets.leave()
 
     __del__ = close
