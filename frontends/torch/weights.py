@@ -32,7 +32,7 @@ from .tensors import ELEMENT_TYPES, NUMPY_DTYPES, elements_of, flat, memory, mem
 CPU = torch.device("cpu")
 LAYOUTS = ("contiguous", "own")
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ELEMENT_TYPES}
-_PIECE = 2**22
+_PIECE = 2**20
 """Elements of a shard that are read at a time: one on disk is copied twice."""
 
 

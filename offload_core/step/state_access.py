@@ -24,7 +24,7 @@ from .health import Use
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
 
-_PIECE = 2**20
+_PIECE = 2**18
 """Elements that are rounded at a time."""
 
 
@@ -247,11 +247,12 @@ class StateAccess:
         if dtype is FLOAT32:
             run.read(0, out)
             return
+        piece = np.empty(min(out.size, _PIECE), np.float32)
         for at in range(0, out.size, _PIECE):
             part = out[at : at + _PIECE]
-            piece = np.empty(part.size, np.float32)
-            run.read(at, piece)
-            kernels.cast_array(piece, FLOAT32, part, dtype, self._buckets.threads)
+            exact = piece[: part.size]
+            run.read(at, exact)
+            kernels.cast_array(exact, FLOAT32, part, dtype, self._buckets.threads)
 
     def _read_parameter(self, work: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:
         source = self._buckets.read(work, piece, tensor, at, out.size)
