@@ -10,6 +10,7 @@ from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model, injec
 from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
+from frontends.torch.merged_weights import AdaptedLayer
 from offload_core.errors import ParameterError
 from tests.support.adapters import LORA, adapted, batch, on_engine
 from tests.support.hugging_face import LR, alone, llama
@@ -135,7 +136,7 @@ def test_since_a_report_only_layers_with_an_adapter_are_given(stage):
     assert names == [name for name in llama().state_dict() if "q_proj" in name or "v_proj" in name]
 
 
-def test_one_layer_is_copied_at_a_time_and_the_engine_is_not():
+def test_one_layer_is_copied_at_a_time_without_the_hooks_of_the_engine(monkeypatch):
     engine = wrap(adapted(), lr=LR, **STAGE_3)
     on_engine(engine, [0])
 
@@ -143,10 +144,21 @@ def test_one_layer_is_copied_at_a_time_and_the_engine_is_not():
         gc.collect()
         return sum(type(each).__module__.startswith("peft.tuners.lora") for each in gc.get_objects())
 
-    held = layers()
-    alive = []
+    def hooks(layer):
+        return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in layer.modules())
+
+    seen, make = [], AdaptedLayer._copy
+
+    def copied(adapted, values):
+        layer = make(adapted, values)
+        seen.append((hooks(adapted.layer) > 0, hooks(layer)))
+        return layer
+
+    monkeypatch.setattr(AdaptedLayer, "_copy", copied)
+    held, alive = layers(), []
     engine.named_weights(merge_lora=True, into=lambda bucket: alive.append(layers()))
     assert alive == [held]
+    assert seen == [(True, 0)] * 4
 
 
 def test_adapters_that_cannot_be_merged_are_refused_by_name():
