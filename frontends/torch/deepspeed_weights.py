@@ -22,8 +22,8 @@ from offload_core.support.checks import shown
 from offload_core.support.files import open_regular, read_regular
 
 from .engine import Engine
-from .files.export import named_tensors
 from .stage3.gathering import gathered_parameters
+from .weights import named_tensors
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")

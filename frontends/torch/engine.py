@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait
 from .groups import in_model
 from .internals import no_read
 from .model_changes import ModelChanges, check_present
+from .named_weights import Asked, NamedWeights
 from .optimizer import OffloadedOptimizer, class_for
 from .placed import is_placed
 from .ranks.collectives import default_group
@@ -119,6 +120,7 @@ class Engine(nn.Module):
         self.module = model
         """The wrapped module."""
         self._changes = ModelChanges(model, self.optimizer)
+        self._weights = NamedWeights(model, self.optimizer)
         self._gathering_waits = have_gathering_wait(model)
         """False if FSDP2 gathers parameters without a wait for their updates."""
         self._traced = False
@@ -500,6 +502,54 @@ class Engine(nn.Module):
         export = partial(export_safetensors, max_shard_bytes=max_shard_bytes, dtype=dtype)
         lock = self.optimizer.checkpoints.state_lock
         lock.whole("export_safetensors()", export, self.module, self.optimizer, folder)
+
+    def named_weights(
+        self,
+        *,
+        dtype: str | torch.dtype | None = None,
+        layout: str = "contiguous",
+        device: str | torch.device | None = None,
+        into: Callable[[list[tuple[str, torch.Tensor]]], object] | Mapping[str, torch.Tensor] | None = None,
+        since: StepReport | None = None,
+        merge_lora: bool = False,
+        rank0_only: bool = False,
+    ) -> Any:
+        """Return an iterator of ``(name, tensor)`` over the model's whole weights, in any stage, or hand them to a
+        receiver: ``engine.named_weights(dtype="bfloat16", into=llm_model.load_weights)``. All ranks must call this.
+
+        Weights have the names, the order and the bits that :meth:`export_safetensors` writes: those of
+        ``state_dict()``, tied weights once. Each tensor is a copy. At most ``reduce_bucket_size`` elements are in
+        memory at a time, or one weight that is larger. Ranks go from bucket to bucket together. A rank that fails or
+        leaves the iterator early ends it on all ranks, which raise :class:`StateError`. Nothing is lost then, and the
+        next call gives all weights. It begins with :meth:`flush`.
+
+        Args:
+            dtype: None gives the parameters that the model runs with, ``"float32"`` the exact master weights,
+                ``"bfloat16"`` and ``"float16"`` the rounded master weights. Tensors that are not trained are cast;
+                buffers that are not floating-point stay as they are.
+            layout: ``"contiguous"`` tensors in C order, or ``"own"``, the parameter's order in memory (channels_last).
+            device: of the tensors; None: host memory, or where ``into`` has all its tensors.
+            into: a function that is called with a list of ``(name, tensor)`` for each bucket, or a mapping from all
+                names to tensors of the weights' shapes, of any floating-point type and on any device, that are
+                overwritten. The call then returns the number of weights that this rank has given. A mapping may also
+                have the other names of tied weights.
+            since: a report of this engine's :meth:`step`: give only what may have changed after it. These are the
+                parameters that an update, a load or a write has changed since, and buffers. After a load, an earlier
+                report gives all trained parameters. Writes to a frozen parameter's ``data`` are not seen.
+            merge_lora: True merges the active adapters of PEFT into the base on the host, with the bits and names of
+                ``merge_and_unload()`` of a copy on the CPU. With ``dtype`` it is merged in fp32 and rounded once. The
+                model does not change. A layer and PEFT's copies of its weight are in memory at a time.
+            rank0_only: True gives weights on rank 0 alone. The others call this, too: their iterator yields nothing and
+                must be run to its end, and their ``into`` is not used.
+
+        Raises:
+            ConfigError, ParameterError: an argument is wrong, differs among ranks or does not fit the model, or a
+                weight cannot be given (a quantised one); nothing was given.
+            StateError: another rank has failed or left; or the model has had an update or a load before the iterator
+                ended.
+        """
+        asked = Asked(dtype, layout, device, into, since, merge_lora, rank0_only)
+        return self._weights.give(self.module, self.optimizer, asked)
 
     # --- memory --------------------------------------------------------------------------------------
 

@@ -18,11 +18,12 @@ from offload_core.support.checks import shown
 from offload_core.support.threads import uninterrupted
 
 from .parts_of_wholes import Held, PartOfWhole
+from .ranks.device import as_torch
 from .registration import Registration, Slot
 from .rule_words import counted
 from .stage3.gathering import gathered_parameters
 from .state_views import Kept, Views, plain_entries, state_views
-from .tensors import ELEMENT_TYPES, flat, flat_like, shaped, shaped_like
+from .tensors import ELEMENT_TYPES, flat, flat_like, memory, shaped, shaped_like
 
 
 class States(Kept, defaultdict):
@@ -203,12 +204,14 @@ class TorchStates:
             self._states.adopt(slot.index, shard)
         self._registration.doubt(slot)  # the model's weights may be loaded after this
 
-    def whole(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """As ``OffloadedAdamW.whole_states``."""
+    def whole(
+        self, param: torch.Tensor, names: Collection[str] | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, torch.Tensor]:
+        """As ``OffloadedAdamW.whole_states``, rounded to this element type."""
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
-        found = self._states.whole_states(slot.index, names, tensor=tensor)
-        states = {name: shaped_like(torch.from_numpy(state), slot.values) for name, state in found.items()}
+        found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
+        states = {name: shaped_like(as_torch(state), slot.values) for name, state in found.items()}
         if slot.placed is None or slot.placed.part.is_whole:
             return states
         return {name: self._joined(slot, name, state) for name, state in states.items()}
@@ -216,11 +219,12 @@ class TorchStates:
     def _joined(self, slot: Slot, name: str, state: torch.Tensor) -> torch.Tensor:
         """A state of a placed parameter, put together of all processes' parts."""
         assert slot.placed is not None
-        part, own = slot.placed.part, state.contiguous().numpy()
+        part = slot.placed.part
+        own = memory(state.contiguous().view(-1)).reshape(tuple(state.shape))
         parts = [(part.index, own)] if self._pipeline.params[slot.index].counted else []
         what = f"parameter {slot.name!r}: {name} of all processes"
         join = partial(merged, self._pipeline.device.collectives, part.shape, own.dtype, parts, what)
-        return torch.from_numpy(self._pipeline.buckets.run(join))
+        return as_torch(self._pipeline.buckets.run(join).reshape(-1)).view(part.shape)
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes

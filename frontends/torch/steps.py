@@ -55,7 +55,8 @@ class Steps:
         self._prepare(groups, boundary=False)
         self.parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
         scale, step = pipeline.loss_scale, pipeline.counts.updates + 1
-        return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step)
+        mark = pipeline.changes.mark
+        return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step, changes=mark)
 
     def end_micro_step(self, step: Callable[[], object], *, may_be_empty: bool, reads_wait: bool) -> None:
         """End an engine's micro-step and update.

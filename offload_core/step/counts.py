@@ -1,6 +1,7 @@
-"""The number of updates that parameters have had, and the kernel scalars of the next one."""
+"""The number of updates that parameters have had, the kernel scalars of the next one, and the last change of each."""
 
-from collections.abc import Collection, Sequence
+import secrets
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
@@ -9,14 +10,65 @@ from ..rules import Matrix, Rule, Scalars
 from .decision import StepArguments
 
 
+class Changes:
+    """The last change of each parameter, in a count of all changes that a load does not set back.
+
+    An update changes the parameters that it updates. Changes from outside (a load, a write to a parameter or to its
+    states) count, too.
+    """
+
+    def __init__(self) -> None:
+        self._source = secrets.randbits(63)
+        """Tells the marks of this object from those of others, also of other processes."""
+        self.number = 0
+        """Changes so far."""
+        self.of_all_ranks = 0
+        """Updates and loads among them, which all ranks make alike."""
+        self._last = np.zeros(0, np.int64)
+        """The number of each parameter's last change."""
+
+    @property
+    def mark(self) -> tuple[int, int]:
+        """The present moment, for :meth:`number_of`."""
+        return self._source, self.number
+
+    def number_of(self, mark: tuple[int, int]) -> int | None:
+        """Return the count of changes at this moment; None: the mark is another object's."""
+        return mark[1] if mark[0] == self._source else None
+
+    def since(self, number: int) -> np.ndarray:
+        """Return bool[parameters]: True for each that has changed after that count."""
+        return self._last > number
+
+    def note(self, params: Iterable[int]) -> None:
+        """Count one change of these parameters."""
+        self.number += 1
+        self._last[np.fromiter(params, np.int64)] = self.number
+
+    def note_all(self) -> None:
+        """Count a load, which changes all parameters."""
+        self.number += 1
+        self.of_all_ranks += 1
+        self._last[:] = self.number
+
+    def hold(self, n_params: int) -> None:
+        """Have so many parameters; those that are new count as changed."""
+        self.number += 1
+        new = np.full(max(n_params - self._last.size, 0), self.number)
+        self._last = np.append(self._last[:n_params], new)
+
+
 class UpdateCounts:
     """Counts the updates of a pipeline's parameters.
 
     Args:
+        changes: learns of them.
         rule: of parameters that name none.
     """
 
-    def __init__(self, rule: Rule) -> None:
+    def __init__(self, changes: Changes, rule: Rule) -> None:
+        self._changes = changes
+        changes.hold(0)
         self.updates = 0
         """Updates made so far."""
         self.steps: list[np.ndarray] = []
@@ -37,9 +89,12 @@ class UpdateCounts:
         self._rules += [spec.rule or self._rule for spec in specs]
         shapes = [self._matrices.setdefault(spec.matrix, len(self._matrices)) for spec in specs]
         self._of_shape = np.append(self._of_shape, np.array(shapes, np.int64))
+        self._changes.hold(len(self.steps))
 
     def count(self, params: Collection[int]) -> None:
         """Add one update of these parameters."""
+        self._changes.note(params)
+        self._changes.of_all_ranks += 1
         had = np.zeros(len(self.steps), np.float32)
         had[np.fromiter(params, np.int64, len(params))] = 1
         for counts in self._memory:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..layout.partition import ParamSpec
@@ -72,6 +72,8 @@ class StepReport:
     """Learning rates of the parameter groups; none while gradients accumulate."""
     step: int = 0
     """The update that this was or would have been, counted from 1 on through checkpoints."""
+    changes: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
+    """The moment after this call, for ``Engine.named_weights(since=...)``."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ one section that no signal cuts in two (:meth:`LastStep.change`).
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -45,7 +46,7 @@ from .announced import Announced
 from .arrivals import Arrivals
 from .bucket_states import GradientEvent, Publication
 from .buckets import LocalBuckets
-from .counts import UpdateCounts
+from .counts import Changes, UpdateCounts
 from .decision import Decision, SkippedSteps, StepArguments, StepReport, examine
 from .early_publish import EarlyPublish
 from .health import Health, HealthEvent, PipelineHealth, Use
@@ -88,6 +89,8 @@ class Pipeline:
         """Up to the last step a rank was asked to save; the same on all ranks."""
         self.health = PipelineHealth()
         self._skipped = SkippedSteps()
+        self.changes = Changes()
+        """The last change of each parameter."""
         self._begin()
 
     def _begin(self) -> None:
@@ -96,7 +99,7 @@ class Pipeline:
         self._examines = buckets.terms.examines
         self.params = buckets.params
         self.memory = buckets.memory
-        self.counts = counts = UpdateCounts(self._rule)
+        self.counts = counts = UpdateCounts(self.changes, self._rule)
         self.arrivals = arrivals = Arrivals(buckets)
         self.reduction = Reduction(buckets)
         self.updates = updates = Updates(buckets)
@@ -148,6 +151,7 @@ class Pipeline:
         self.health.on(HealthEvent.LOAD)
         self.drop_gradients()
         self.last_step.finish()
+        self.changes.note_all()
         if masters:
             self.buckets.store.forget_replaced()
         try:
@@ -325,7 +329,7 @@ class Pipeline:
             raise
         self.last_step.change(partial(self._carry_out, decision, after))
         self._skipped.note(decision.verdict, scale_fell=self.loss_scale < given.loss_scale)
-        return decision.report
+        return replace(decision.report, changes=self.changes.mark)
 
     def _collect(self, given: StepArguments) -> None:
         """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""

@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..config.state_formats import Master
+from ..dtypes import FLOAT32, ElementType
 from ..layout.partition import Bucket, Piece
 from ..layout.regions import Elements, InMemory
+from ..native import kernels
 from ..ranks.collectives import merge
 from ..rules import MASTER, Rule
 from ..states.arrays import StateArray, StateRun
@@ -21,6 +23,9 @@ from ..support.checks import LARGEST, shown
 from .health import Use
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
+
+_PIECE = 2**18
+"""Elements that are rounded at a time."""
 
 
 def checked_count(value: Any) -> int:
@@ -130,19 +135,21 @@ class StateAccess:
         return self._pipeline.buckets.terms.rule_of(self._pipeline.params[param])
 
     def whole_states(
-        self, param: int, names: Collection[str] | None = None, *, tensor: Any = None
+        self, param: int, names: Collection[str] | None = None, *, tensor: Any = None, dtype: ElementType = FLOAT32
     ) -> dict[str, np.ndarray]:
-        """A copy of a parameter's whole states, with the parts of all ranks it is cut over: ``{name: fp32 array}``.
+        """A copy of a parameter's whole states, with the parts of all ranks it is cut over: ``{name: array}``.
 
         One-dimensional, in the order of :meth:`states`. All processes call it alike.
 
         Args:
             names: of the states; None: all.
             tensor: the device parameter; it is read where it is its own master weights.
+            dtype: of the arrays; values are rounded to nearest. Besides the arrays this takes the memory of one fp32
+                piece.
         """
         self._pipeline.health.check(Use.READ)
         wanted = self.rule(param).state_names if names is None else names
-        return self._pipeline.buckets.run(lambda: self._whole_states(param, wanted, tensor))
+        return self._pipeline.buckets.run(lambda: self._whole_states(param, wanted, tensor, dtype))
 
     # --- writing -------------------------------------------------------------------------------------
 
@@ -151,6 +158,7 @@ class StateAccess:
         came from the states as they were."""
         self._pipeline.last_step.finish()
         self._pipeline.early.recall(params)
+        self._pipeline.changes.note(params)
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
@@ -187,6 +195,7 @@ class StateAccess:
         """
         self._pipeline.last_step.finish()
         self._pipeline.early.recall([param])
+        self._pipeline.changes.note([param])
         for work, piece in self._pieces_of(param):
             if work.master is not Master.PARAMETER:
                 source = self._buckets.read(work, piece, tensor)  # it holds the memory
@@ -233,18 +242,33 @@ class StateAccess:
             found.append(ParameterRun(piece.start, piece.numel, runs, in_place, read))
         return found
 
+    def _read_as(self, dtype: ElementType, run: StateRun, out: np.ndarray) -> None:
+        """Copy a run to ``out``, of this element type."""
+        if dtype is FLOAT32:
+            run.read(0, out)
+            return
+        piece = np.empty(min(out.size, _PIECE), np.float32)
+        for at in range(0, out.size, _PIECE):
+            part = out[at : at + _PIECE]
+            exact = piece[: part.size]
+            run.read(at, exact)
+            kernels.cast_array(exact, FLOAT32, part, dtype, self._buckets.threads)
+
     def _read_parameter(self, work: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:
         source = self._buckets.read(work, piece, tensor, at, out.size)
         np.copyto(out, source.view())
 
-    def _whole_states(self, param: int, names: Collection[str], tensor: Any) -> dict[str, np.ndarray]:
+    def _whole_states(
+        self, param: int, names: Collection[str], tensor: Any, dtype: ElementType
+    ) -> dict[str, np.ndarray]:
         spec = self._pipeline.params[param]
         # int64 words: ranks add bits, and all but one add zeros.
-        words = {name: np.zeros(-(-spec.numel // 2), np.int64) for name in names}
-        whole = {name: array.view(np.float32)[: spec.numel] for name, array in words.items()}
+        words = {name: np.zeros(-(-spec.numel * dtype.itemsize // 8), np.int64) for name in names}
+        n_bytes = spec.numel * dtype.itemsize
+        whole = {name: array.view(np.uint8)[:n_bytes].view(dtype.numpy) for name, array in words.items()}
         for run in self._runs(param, tensor):
             for name, array in whole.items():
-                run.arrays[name].read(0, array[run.start : run.start + run.numel])
+                self._read_as(dtype, run.arrays[name], array[run.start : run.start + run.numel])
         for name, mine in words.items() if self._pipeline.device.world_size > 1 else ():
             merge(self._pipeline.device.collectives.sum_integers, mine, f"{name} of {spec.name}")
         return whole

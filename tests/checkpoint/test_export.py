@@ -320,14 +320,19 @@ def test_only_tensors_of_known_types_are_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_one_parameter_is_in_memory_at_a_time(tmp_path, monkeypatch):
-    engine = wrap(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), **STAGE_3, **BF16)
-    live, sizes = engine.optimizer.partitioned.live, []
-    acquire = live.acquire
-    monkeypatch.setattr(live, "acquire", lambda params: (acquire(params), sizes.append(live.numel))[0])
-    engine.export_safetensors(tmp_path)
-    assert sizes == [64 * 64] * 8
-    assert live.numel == 0
+def test_one_parameter_is_gathered_at_a_time_and_none_where_one_rank_has_all_shards(tmp_path):
+    for world_size, expected in ((1, []), (2, [64 * 64] * 8)):
+
+        @on_ranks(world_size)
+        def found(rank):
+            engine = wrap(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), **STAGE_3, **BF16)
+            live, sizes = engine.optimizer.partitioned.live, []
+            acquire = live.acquire
+            live.acquire = lambda params: (acquire(params), sizes.append(live.numel))[0]
+            engine.export_safetensors(tmp_path)
+            return [*sizes], live.numel
+
+        assert found == [(expected, 0)] * world_size
 
 
 # --- transformers ------------------------------------------------------------------------------------

@@ -27,9 +27,8 @@ from offload_core.checkpoint.stateful import (
     states_of,
 )
 from offload_core.checkpoint.values import ArrayType
-from offload_core.errors import CheckpointError, ParameterError
+from offload_core.errors import CheckpointError
 from offload_core.layout.partition import Bucket
-from offload_core.layout.regions import Elements, InMemory
 from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
 
@@ -37,11 +36,12 @@ from ..compiled import uncompiled
 from ..groups import checked_values, groups_of_params, paired, set_values
 from ..internals import no_read
 from ..optimizer import OffloadedOptimizer
-from ..placed import Placed, count_once, is_placed, local_of
+from ..placed import count_once, is_placed, local_of
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.partitioned import PartitionedModel
-from ..tensors import NUMPY_DTYPES, elements_of, flat, memory, memory_order, usable_accelerator
+from ..tensors import NUMPY_DTYPES, flat, memory, usable_accelerator
 from ..values import is_quantised
+from ..weights import HeldRun, Weights, elements_in, is_dense, placed_as
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:
@@ -92,7 +92,7 @@ class ModelCheckpoints:
     def _contents(self, stateful: Mapping[str, Any] | None, extras: Any, frozen: bool) -> Contents:
         optimizer = self._optimizer
         sources, shapes, left_out, group_of = [], {}, {}, groups_of_params(optimizer.param_groups)
-        alone = optimizer.pipeline.device.collectives.rank == 0
+        alone, weights = optimizer.pipeline.device.collectives.rank == 0, Weights(optimizer)
         untrained = [*self._untrained()]
         counted = self._counted([(name, tensor) for name, tensor, _ in untrained])
         kept = set() if frozen else {id(param) for param in self._model.parameters() if not param.requires_grad}
@@ -101,11 +101,8 @@ class ModelCheckpoints:
                 left_out[name] = tuple(tensor.shape)
                 continue
             shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))
-            if record is not None:
-                sources += _shard_sources(name, record)
-            elif counted.get(id(tensor), alone):
-                values = optimizer.parts.device_memory.values(local_of(tensor))
-                sources.append(_source(name, tensor, values))
+            if record is not None or counted.get(id(tensor), alone):
+                sources += _sources(weights, name, tensor)
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
         state = {
             "updates": optimizer.updates,
@@ -134,7 +131,7 @@ class ModelCheckpoints:
         if not placed:
             return {}
         pipeline = self._optimizer.pipeline
-        held = [(name, tensor, _placed(name, tensor)) for name, tensor in placed]
+        held = [(name, tensor, placed_as(name, tensor)) for name, tensor in placed]
         agree = partial(count_once, pipeline.device.collectives, held)
         counted: list[bool] = self._state_lock.change("save_checkpoint()", pipeline.buckets.run, agree)
         return {id(tensor): counts for (_, tensor), counts in zip(placed, counted, strict=True)}
@@ -326,8 +323,8 @@ def _target(
     where = local_of(where)
 
     def begin() -> torch.Tensor:
-        run = flat(where.data) if _is_dense(where) else where.detach()
-        if where.device.type == "cpu" and _is_dense(where):
+        run = flat(where.data) if is_dense(where) else where.detach()
+        if where.device.type == "cpu" and is_dense(where):
             return run
         host = torch.empty(where.numel(), dtype=where.dtype, device="cpu")
         staged.append(partial(_put, run, host.view(run.shape)))
@@ -361,7 +358,7 @@ def _target_of(
     Args:
         begin: returns the memory to read to, and adds to ``staged`` the calls that move it to its place.
     """
-    elements = _elements_of(name, tensor)
+    elements = elements_in(name, tensor)
 
     def wants(kind: str) -> Iterable[Want]:
         with no_read(), torch.no_grad():
@@ -387,29 +384,18 @@ def _put(run: torch.Tensor, host: torch.Tensor) -> None:
     run[once].copy_(host[once])
 
 
-def _source(name: str, tensor: torch.Tensor, values: torch.Tensor) -> Source:
-    """The source of a tensor, of which this process has these values."""
-    [(_, region)] = _elements_of(name, tensor).regions(0, values.numel())
-    run = flat(values.data) if _is_dense(values) else values.detach().contiguous().view(-1)
-    return Source(name, "param", region, _numpy_dtype(name, tensor), partial(_read, run))
-
-
-def _shard_sources(name: str, record: PartitionedParameter) -> list[Source]:
-    elements, dtype = elements_of(record.param), record.spec.dtype.numpy
+def _sources(weights: Weights, name: str, tensor: torch.Tensor) -> list[Source]:
+    """This process's part of a tensor that is not trained."""
+    elements, dtype = elements_in(name, tensor), _numpy_dtype(name, tensor)
     return [
-        Source(name, "param", region, dtype, partial(_read_shard, record, at + offset))
-        for start, at, numel in record.runs
-        for offset, region in elements.regions(start, numel)
+        Source(name, "param", region, dtype, partial(_read_from, run, at))
+        for run in weights.held(tensor)
+        for at, region in elements.regions(run.start, run.numel)
     ]
 
 
-def _read_shard(record: PartitionedParameter, at: int, start: int, out: np.ndarray) -> None:
-    _read(record.read(at + start, out.size), 0, out)
-
-
-def _read(run: torch.Tensor, start: int, out: np.ndarray) -> None:
-    part = run[start : start + out.size].view(torch.uint8)
-    torch.from_numpy(out.view(np.uint8)).copy_(part)
+def _read_from(run: HeldRun, at: int, start: int, out: np.ndarray) -> None:
+    run.read(at + start, out)
 
 
 def _numpy_dtype(name: str, tensor: torch.Tensor) -> np.dtype:
@@ -433,26 +419,6 @@ def _kind_of(tensor: torch.Tensor) -> str:
     with no_read():
         special = "nested " * tensor.is_nested + "meta " * tensor.is_meta
         return f"{special}{tensor.layout} tensor of {tensor.dtype}"
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    try:
-        elements_of(tensor)
-    except ParameterError:
-        return False
-    return True
-
-
-def _placed(name: str, tensor: torch.Tensor) -> Placed:
-    """The placement of a DTensor."""
-    local = local_of(tensor)
-    return Placed.of(name, tensor, memory_order(local) if _is_dense(local) else None)
-
-
-def _elements_of(name: str, tensor: torch.Tensor) -> Elements:
-    if is_placed(tensor):
-        return _placed(name, tensor).part
-    return elements_of(tensor) if _is_dense(tensor) else InMemory(tuple(tensor.shape))
 
 
 def random_states() -> dict[str, Any]:

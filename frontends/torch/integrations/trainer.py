@@ -25,9 +25,10 @@ from offload_core.errors import CheckpointError, ConfigError
 from ..casting import cast_inputs
 from ..engine import Engine, wrap
 from ..files.checkpoint import ModelCheckpoints
-from ..files.export import named_tensors, whole_state_dict
+from ..files.export import whole_state_dict
 from ..stage3.construction import in_shards
 from ..stage3.gathering import gathered_parameters
+from ..weights import named_tensors
 from .accelerate import EngineOptimizer
 from .generation import generate_whole
 from .placement import to_device
