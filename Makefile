@@ -166,6 +166,12 @@ endif
 TITAN := torchtitan==0.3.0 torchdata==0.11.0 torch_checkpointing==0.1.1 spmd_types==0.2.3 einops==0.8.2 \
     tyro==1.0.17 docstring_parser==0.18.0 typeguard==4.6.1
 
+# Of tests/integrations/test_verl.py, 6 MB: without what verl asks for, which has older versions of other tests' libraries.
+# For Python 3.11 and 3.12 alone.
+VERL := verl==0.9.1 tensordict==0.10.0 hydra-core==1.3.8 omegaconf==2.3.1 antlr4-python3-runtime==4.9.3 \
+    codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 uvicorn==0.54.0 fastapi==0.165.0 starlette==1.10.0 \
+    opentelemetry-api==1.45.2 cachetools==8.0.2
+
 SETS := $(addprefix $(VENV)/.has-,torch jax test lint docs package)
 $(VENV)/.has-torch: private WHAT = torch and 15 small packages
 $(VENV)/.has-torch: private EXTRAS = torch
@@ -176,7 +182,7 @@ $(VENV)/.has-jax: private EXTRAS = jax,bench
 $(VENV)/.has-jax: $(VENV)/.python
 $(VENV)/.has-test: private WHAT = torch, jax and the libraries that tests combine them with (141 packages, 760 MB, 2.6 GB on disk)
 $(VENV)/.has-test: private EXTRAS = torch,jax,test,bench
-$(VENV)/.has-test: private BESIDE = $(TITAN)
+$(VENV)/.has-test: private BESIDE = TITAN VERL
 $(VENV)/.has-test: $(VENV)/.torch
 $(VENV)/.has-lint: private WHAT = ruff, mypy and clang-format (50 MB)
 $(VENV)/.has-lint: private EXTRAS = lint
@@ -192,7 +198,7 @@ $(SETS): pyproject.toml constraints.txt | $(BUILD_STAMP)
 	@echo "make: installing into $(VENV): $(WHAT)"
 	@start=$$(date +%s); $(PIP) 'offload-core[$(EXTRAS)]==$(RELEASE)' $(MORE) || { \
 	    echo "make: pip could not install it (its words are above); a second call goes on from here"; exit 1; }; \
-	$(if $(BESIDE),$(PIP) --no-deps $(BESIDE) || echo "make: without $(firstword $(BESIDE)): its test is skipped";) \
+	$(foreach set,$(BESIDE),$(PIP) --no-deps $($(set)) || echo "make: without $(firstword $($(set))): its test is skipped";) \
 	echo "make: installed, in $$(($$(date +%s) - start)) s"
 	@touch $@
 

@@ -188,6 +188,10 @@ def Event(**options: bool) -> torch.Event:
     return torch.Event(NAME, **options)
 
 
+def synchronize(device: Any = NAME) -> None:
+    torch.accelerator.synchronize(_index(device))
+
+
 def current_stream(device: Any = NAME) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
 

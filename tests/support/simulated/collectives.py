@@ -16,12 +16,13 @@ BACKEND = "late"
 
 
 class LateGroup(dist.ProcessGroup):
-    """Tensors of the host are exchanged by gloo alone."""
+    """Tensors of the host have a gloo of their own, as beside nccl: streams come to their exchanges at any time."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self._store = store
-        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo/", store), rank, size, timeout=timeout)
+        made = (dist.PrefixStore(f"gloo {which}/", store) for which in ("of the device", "of the host"))
+        self._gloo, self._host = (dist.ProcessGroupGloo(each, rank, size, timeout=timeout) for each in made)
         self._stream: torch.Stream | None = None
         self._failure: BaseException | None = None
 
@@ -40,18 +41,18 @@ class LateGroup(dist.ProcessGroup):
         return self._store
 
     def _get_backend(self, device: torch.device) -> Any:
-        return self._gloo if device.type == "cpu" else self
+        return self._host if device.type == "cpu" else self
 
     def alltoall_base(self, received: Any, sent: Any, *sizes: Any) -> Any:
-        return self._exchange(received, sent, lambda to, of: self._gloo.alltoall_base(to, of, [], []))
+        return self._exchange(received, sent, lambda gloo, to, of: gloo.alltoall_base(to, of, [], []))
 
     def all_gather_single(self, received: Any, sent: Any, *options: Any) -> Any:
-        return self._exchange(received, sent, self._gloo._allgather_base)
+        return self._exchange(received, sent, dist.ProcessGroupGloo._allgather_base)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
 
     def reduce_scatter_single(self, received: Any, sent: Any, *options: Any) -> Any:
-        return self._exchange(received, sent, self._gloo._reduce_scatter_base)
+        return self._exchange(received, sent, dist.ProcessGroupGloo._reduce_scatter_base)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -60,15 +61,33 @@ class LateGroup(dist.ProcessGroup):
         source = dist.BroadcastOptions()  # the given one is gone when the stream comes to it
         source.rootRank = options.rootRank
 
-        def start(to: torch.Tensor, of: torch.Tensor) -> Any:
+        def start(gloo: Any, to: torch.Tensor, of: torch.Tensor) -> Any:
             to.copy_(of)
-            return self._gloo.broadcast([to], source)
+            return gloo.broadcast([to], source)
 
         return self._exchange(tensor, tensor, start)
 
+    def allreduce(self, tensors: Any, options: Any) -> Any:
+        [tensor] = tensors
+        how = dist.AllreduceOptions()
+        how.reduceOp = options.reduceOp
+
+        def start(gloo: Any, to: torch.Tensor, of: torch.Tensor) -> Any:
+            to.copy_(of)
+            return gloo.allreduce([to], how)
+
+        return self._exchange(tensor, tensor, start)
+
+    def allgather(self, received: Any, sent: Any, options: Any) -> Any:
+        """Gather tensors of the host: libraries gather objects so."""
+        return self._host.allgather(received, sent)
+
+    def barrier(self, opts: Any = None) -> Any:
+        return self._host.barrier()
+
     def _exchange(self, received: torch.Tensor, sent: torch.Tensor, start: Callable[..., Any]) -> Any:
         if received.device.type == "cpu":
-            return start(received, sent)
+            return start(self._host, received, sent)
         if self._failure is not None:
             raise RuntimeError("an exchange has failed") from self._failure
         # No group shares a stream with another one: they would wait for each other, as ranks may use them in any order.
@@ -78,7 +97,7 @@ class LateGroup(dist.ProcessGroup):
 
         def exchange() -> None:
             try:
-                start(to, of).wait()
+                start(self._gloo, to, of).wait()
             except BaseException as error:
                 self._failure = error
                 raise
