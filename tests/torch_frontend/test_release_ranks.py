@@ -1,5 +1,6 @@
 """``release()`` and ``restore()`` on two ranks with simulated devices."""
 
+import gc
 import re
 
 import pytest
@@ -60,6 +61,7 @@ def rounds(rank, tmp=None, n=3):
     for name, fields in SETTINGS.items():
         found, held, files = [], set(), []
         for releases in (False, True):
+            gc.collect()
             before = allocated()
             engine = wrap(model_on(device), lr=1e-2, reduce_bucket_size=1000, **fields)
             with simulated.delays(seed=rank, kernel=200 * rank, copy=2000 * (1 - rank)):
