@@ -342,3 +342,26 @@ def test_every_wait_of_an_exchange_between_devices_that_is_taken_out_is_noticed(
     assert {mutant for mutant, by in first.items() if by is None} == {*UNNOTICED}
     for mutant in {*first} - {*UNNOTICED}:
         NOTICED_BY.assert_noticed(mutant, first[mutant])
+
+
+def beside_the_program(rank):
+    """The program reduces over the same ranks right after each step, while parameters are on their way."""
+    device, found = device_of(rank), []
+    engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=500)
+    for seed in range(6):
+        with simulated.delays(seed=seed, kernel=200 * rank, copy=3000 * (1 - rank)):
+            engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
+            engine.step()
+            for n in range(4):
+                total = torch.full((1000,), float(rank + n), device=device)
+                dist.all_reduce(total)
+                found.append(total.cpu().unique().tolist())
+    bits = whole_bits(engine)
+    engine.close()
+    return bits, found
+
+
+def test_what_a_program_reduces_does_not_mix_with_parameters_on_their_way():
+    first, second = on_ranks(2, backend=collectives.BACKEND, seconds=60)(beside_the_program)
+    assert first == second
+    assert first[1] == [[1.0 + 2 * n] for _ in range(6) for n in range(4)]
