@@ -114,9 +114,7 @@ class OffloadEngine(FSDPEngine):  # type: ignore[misc]
         self._autocast_dtype = self._precision("param_dtype", "bf16")
         elsewhere = any(param.device.type != device.type for param in module.parameters())
         to_device(module, device, config if elsewhere and config.takes_apart(dist.get_world_size()) else None)
-        # Its own group: verl sums losses over all ranks right after a step, while parameters are still gathered, and
-        # the exchanges of a group must have one order.
-        return wrap(module, config, process_group=dist.new_group())
+        return wrap(module, config)
 
     def _build_optimizer(self, module: Engine) -> torch.optim.Optimizer:
         return module.optimizer
