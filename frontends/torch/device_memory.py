@@ -172,7 +172,11 @@ class DeviceMemory:
         pipeline.flush(self._registration.current_tensors())
         if self._partitioned is not None:
             self._partitioned.before_change()
-        self._await_restored({memory.storage._cdata for memory in memories})
+        self.settle()  # what stays now, or leaves again, may be on its way back still
+        leaving = {memory.storage._cdata for memory in memories}
+        for number, memory in self._memories.items():
+            for tensor in memory.tensors if number not in leaving else ():
+                forget(tensor)  # nobody may have read it since it came back
         copied = [memory for memory in memories if memory.copied] if self._moves else []
         for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
             event.wait()
@@ -196,14 +200,6 @@ class DeviceMemory:
         after, given_back = self._allocator(), sum(memory.n_bytes for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
-
-    def _await_restored(self, leaving: Collection[int]) -> None:
-        """Wait for all that the last :meth:`restore` brings back. Readers of what stays now, which may not have read it
-        since then, need not wait any more."""
-        for number, memory in self._memories.items():
-            memory.arrived.wait()
-            for tensor in memory.tensors if number not in leaving else ():
-                forget(tensor)
 
     def _agreed(self, what: str) -> bool:
         """True if parameters are released; :class:`StateError` on all ranks if that is so on some alone."""

@@ -67,6 +67,7 @@ class LocalBuckets:
         does so, too: a front end without ``close()`` and a ``wrap`` that fails rely on it."""
         if self._end.detach() is not None:
             self.store.close()
+        self.device.synchronize()  # a step that broke off may have left copies on their way
         for work in self.all:
             work.give_back()
             work.lease = None

@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 from offload_core.config.options import OffloadConfig
-from offload_core.device.events import Waiting
+from offload_core.device.events import Done, Waiting
+from offload_core.device.protocols import Copy
 from offload_core.device.trace import TO_DEVICE, TO_HOST, UPDATE
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CollectiveError, ParameterError, StateError
@@ -427,6 +428,15 @@ def gradients_pass_through_few_slots():
             assert twin.most_homes <= GRADIENT_SLOTS
         twin.read(0, 1, 2, 3)
         twin.end()
+
+
+def memory_that_is_given_back_while_copies_run():
+    """The end of buckets waits for the device's copies, whatever became of the step that asked for them."""
+    twin = Twin()
+    host = np.ones(8, BFLOAT16.numpy)
+    copied = twin.device.to_device(host, [Copy(twin.tensors[0], 0, 8, 0)], Done())
+    twin.pipeline.buckets.close()
+    assert copied.done()
 
 
 TENTATIVE = ({"gradient_clipping": 1e3}, {"gradient_clipping": 0.9}, {"skip_nonfinite": True})  # 0.9: some steps
@@ -1051,6 +1061,7 @@ SCENARIOS = [
     a_parameter_that_is_flushed_and_does_not_arrive,
     updates_in_backward,
     gradients_pass_through_few_slots,
+    memory_that_is_given_back_while_copies_run,
     what_was_emitted_is_taken_back,
     what_was_emitted_is_joined,
     a_step_that_is_announced_twice,
@@ -1228,7 +1239,7 @@ def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
     NOTICED_BY.assert_names(MUTANTS)
     assert UNNOTICED.keys() <= FOUND.keys()
-    assert len(SCENARIOS) == 49
+    assert len(SCENARIOS) == 50
     assert len(ON_DISK) == 29
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 

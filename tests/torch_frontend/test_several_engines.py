@@ -154,6 +154,21 @@ def test_a_trunk_of_two_engines_is_released_with_one_of_them_unless_it_is_kept(a
             engine.close()
 
 
+@pytest.mark.parametrize("freeze", [False, True])
+def test_a_tensor_that_was_released_and_is_kept_this_time_can_be_read(accelerator, freeze):
+    with on(accelerator):
+        model = make()
+        model[0].requires_grad_(not freeze)
+        engine = wrap(model, lr=1e-2)
+        step(engine, 0)
+        expected = model[0].weight.detach().cpu().clone()
+        with engine.released():
+            pass
+        with engine.released(keep=["0"]):
+            assert same_bits(model[0].weight, expected)
+        engine.close()
+
+
 @pytest.mark.parametrize("fields", PLACES.values(), ids=PLACES)
 def test_a_frozen_engine_is_released_and_restored(device, fields, tmp_path):
     expected, engine = frozen()(batch(0)), wrap(frozen(), **fields)
