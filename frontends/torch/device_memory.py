@@ -338,6 +338,7 @@ class DeviceMemory:
         with no_read():
             tensors = self._registration.tensors()
         pipeline.restore(tensors)
+        self._registration.have_readers_wait()  # of the pipeline, and no longer of this object
         self._on_device.clear()
         self._registration.columns.note_all()
         for memory in self._memories.values():

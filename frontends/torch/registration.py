@@ -502,6 +502,12 @@ class Registration:
         elif not broken:
             have_been_written([self.columns.params[index] for index in written])
 
+    def have_readers_wait(self) -> None:
+        """Have the readers of all whole parameters wait for them."""
+        for slot in self.slots.values():
+            if not slot.partitioned:
+                _make_readers_wait(slot, self._pipeline)
+
     def await_values(self, slot: Slot) -> None:
         """Wait until a whole parameter has been written."""
         _await(slot, self._pipeline)

@@ -211,6 +211,9 @@ def checkpoints():
         path = other.save_checkpoint(f"{folder}/other", wait=False)
         other.wait_for_checkpoint()
         assert path.is_dir()
+        path = other.save_checkpoint(f"{folder}/released", wait=False)
+        other.release()
+        assert path.is_dir()
         grown = on_device()
         path, saving_it = grown.save_checkpoint(f"{folder}/grown", wait=False), grown.optimizer.checkpoints
         bias = grown.module[2].bias
@@ -226,6 +229,8 @@ def an_export():
         two_steps(on_device(schedule="delayed", delay_warmup_steps=1)).export_safetensors(folder)
         weights = load_file(f"{folder}/model.safetensors")
         assert_parameters([weights[name] for name, _ in make().named_parameters()])
+    engine = two_steps(on_device(schedule="delayed", delay_warmup_steps=1))
+    assert_parameters([tensor for _, tensor in engine.named_weights()])
 
 
 def a_model_that_trainer_saves():
@@ -408,6 +413,58 @@ def parameters_of_a_class_of_their_own():
         assert_parameters(model.parameters())
 
 
+def partly_frozen(device, **fields):
+    """An engine after two steps, of a model with frozen parameters and a buffer."""
+    model = make().to(device)
+    model[2].requires_grad_(False)
+    model.register_buffer("shift", torch.arange(16.0, device=device))
+    return two_steps(wrap(model, **{**OPTIONS, **fields}))
+
+
+@functools.cache
+def partly_frozen_on_the_host():
+    return [*map(torch.clone, partly_frozen("cpu", schedule="serial").module.state_dict().values())]
+
+
+def assert_as_on_the_host(tensors):
+    for got, want in zip(tensors, partly_frozen_on_the_host(), strict=True):
+        assert same_bits(got.detach().cpu(), want)
+
+
+def a_model_that_was_released():
+    for fields in ({}, STREAMED):
+        engine = partly_frozen(D, **fields)
+        for _ in range(2):  # at once again: copies are on their way
+            engine.release()
+            assert_as_on_the_host([tensor for _, tensor in engine.named_weights()])
+            engine.restore()
+        x = batch(0, torch.bfloat16).to(D)
+        got = engine(x)
+        engine.flush()
+        assert same_bits(got.cpu(), engine(x).cpu())
+        with gathered_parameters(engine.module.parameters()):
+            assert_as_on_the_host(engine.module.state_dict().values())
+
+
+def memory_of_released_models_that_end():
+    """Copies of what comes back have ended before its memory on the host is given back to the system."""
+    for close in (False, True):
+        held = [partly_frozen(D)]
+        tensors = [*held[0].module.state_dict(keep_vars=True).values()]
+        held[0].release()
+        held[0].restore()
+
+        def end(held=held, close=close, tensors=tensors):
+            if close:
+                held[0].close()
+            held.clear()
+            gc.collect()
+            assert_as_on_the_host(tensors)
+
+        assert not dies(end)
+        held.clear()
+
+
 @contextmanager
 def placed_on_a_mesh():
     """An engine after two steps, whose parameters FSDP2 has placed on a mesh of this process."""
@@ -513,6 +570,8 @@ SCENARIOS = [
     an_export,
     a_model_that_trainer_saves,
     parameters_of_a_class_of_their_own,
+    a_model_that_was_released,
+    memory_of_released_models_that_end,
     placed_parameters_that_their_own_methods_read,
     a_local_tensor_that_is_replaced,
     the_optimizer_alone,
@@ -522,6 +581,7 @@ SCENARIOS = [
 ]
 ELSEWHERE = {
     "deepspeed_weights",  # reads files, test_deepspeed_weights.py
+    "integrations.verl",  # needs verl, test_verl.py
     "ranks.device_ranks",  # of processes, test_simulated_ranks.py
     "ranks.header_line",  # sockets between processes, test_own_groups.py
     "ranks.own_group",  # likewise
@@ -535,7 +595,7 @@ FOUND = by_name(
 )
 ALL_MUTANTS = {name.removeprefix("frontends.torch."): mutant for name, mutant in FOUND.items()}
 UNNOTICED = {
-    "engine.Engine._release: self.optimizer.partitioned.recover()": "each hook lets go of its own parameters; this "
+    "engine.Engine._recover: self.optimizer.partitioned.recover()": "each hook lets go of its own parameters; this "
     "releases those gathered ahead, which the next forward would",
     "intake.Intake.discard: self._registration.flush()": "test_device_failures.py needs it",
     "steps.Steps._end_broken_step: parts.pipeline.last_step.finish()": "test_torch_interrupts.py needs it",
