@@ -321,3 +321,36 @@ def test_under_fsdp2_the_bits_are_those_of_the_model_without_it_and_gradients_le
     for p, q in zip(plain.parameters(), model.parameters(), strict=True):
         assert same_bits(p, q.to_local())
         assert engine.optimizer.state[q]["exp_avg"].to_local().device.type == "cpu"
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}], ids=str
+)
+def test_a_released_engine_holds_nothing_and_every_bit_comes_back(fields, accelerator):
+    found = []
+    for releases in (True, False):
+        torch.accelerator.synchronize()
+        before = torch.accelerator.memory_allocated()
+        model = make(accelerator, torch.bfloat16)
+        model[2].requires_grad_(False)
+        model.register_buffer("shift", torch.arange(256.0, device=accelerator))
+        engine = wrap(model, lr=1e-2, param_dtype="bfloat16", reduce_bucket_size=60_000, **fields)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            x = torch.randn(8, 256, dtype=torch.bfloat16).to(accelerator)
+            engine.backward(engine(x).float().pow(2).mean())
+            engine.step()
+            del x
+            if releases:
+                report = engine.release()
+                assert torch.accelerator.memory_allocated() == before
+                assert report.released > 0
+                weights = dict(engine.named_weights())
+                engine.restore()
+        with gathered_parameters(engine.module.parameters()):
+            found.append([t.detach().cpu().clone() for t in engine.module.state_dict().values()])
+        if releases:
+            assert all(map(same_bits, weights.values(), found[0]))
+        engine.close()
+        del engine, model
+    assert all(map(same_bits, *found))
