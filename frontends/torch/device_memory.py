@@ -167,12 +167,12 @@ class DeviceMemory:
                 return ReleaseReport(0, 0, _pair(before, before, 0), _pair(before, before, 1))
             self._check_idle()
             memories = self._to_release([*named], keep)
+            self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
             if self._moves:
                 self._host_for([memory for memory in memories if memory.copied])
         pipeline.flush(self._registration.current_tensors())
         if self._partitioned is not None:
             self._partitioned.before_change()
-        self.settle()  # what stays now, or leaves again, may be on its way back still
         leaving = {memory.storage._cdata for memory in memories}
         for number, memory in self._memories.items():
             for tensor in memory.tensors if number not in leaving else ():
