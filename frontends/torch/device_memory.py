@@ -180,7 +180,8 @@ class DeviceMemory:
         copied = [memory for memory in memories if memory.copied] if self._moves else []
         for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
             event.wait()
-        pipeline.device.synchronize()
+        if self._moves:  # kernels on any stream may read what is freed now
+            torch.accelerator.synchronize(self._device)
 
         @torch.no_grad()  # in the section's own thread
         def section() -> None:

@@ -578,16 +578,17 @@ class Engine(nn.Module):
         return self.optimizer.release_tensors(self._named_memory(), [keep] if isinstance(keep, str) else [*keep])
 
     def _named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that hold the model's values, by name."""
+        """The tensors that hold the model's values, by name. They come back in this order, and those of buffers are waited
+        for at once."""
         for module in fsdp_modules(self.module):
             module.reshard()
         parted = self.optimizer.partitioned
         packed = packed_values(self.module) if parted is None else parted.parameters.packed
+        yield from self.module.named_buffers()
         for name, param in self.module.named_parameters():
             yield name, param
             if id(param) in packed:
                 yield from ((name, tensor) for tensor in packed[id(param)].tensors)
-        yield from self.module.named_buffers()
 
     def restore(self) -> None:
         """Take the device again, and bring everything back, in the background: a layer waits for its own parameters.

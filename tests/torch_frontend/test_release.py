@@ -16,6 +16,7 @@ from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
 from tests.support.phases import STREAMED, allocated, mixed, train, x_of
 from tests.support.processes import forked, torch_server
 from tests.support.torch_models import assert_all_same, everything, loss_of, make, same_bits, step
+from tests.torch_frontend.test_device_failures import drained
 
 SETTINGS = {
     "stage 1": {"stage": 1},
@@ -237,6 +238,24 @@ def test_without_room_on_the_host_nothing_is_released(device, monkeypatch):
     with pytest.raises(HostMemoryError, match="released values: refused"):
         engine.release()
     assert not engine.is_released
+    assert_all_same(everything(engine), before)
+    engine.close()
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+def test_a_copy_to_the_host_that_fails_is_the_error_of_the_release_and_nothing_is_released(device):
+    engine = wrap(mixed(), lr=1e-2)
+    train(engine, range(2))
+    before = everything(engine)
+    torch.accelerator.synchronize()
+    simulated.fail_copy(1)
+    with pytest.raises(RuntimeError):
+        engine.release()
+    drained()
+    assert not engine.is_released
+    assert_all_same(everything(engine), before)
+    with engine.released():
+        pass
     assert_all_same(everything(engine), before)
     engine.close()
 
