@@ -106,8 +106,6 @@ class LastStep:
             self._updates.publish(reversed(self._buckets.all), list(tensors), after)
 
         self.change(publish)
-        if not self._buckets.worker.behind:
-            self.finish()
 
     # --- breaking off ----------------------------------------------------------------------------------
 
