@@ -10,12 +10,25 @@ import torch.distributed as dist
 from transformers import TrainerCallback
 from trl.generation.vllm_generation import VLLMGeneration
 
+from frontends.torch import gathered_parameters
 from frontends.torch.integrations.trainer import OffloadTrainer
 from tests.support import hugging_face
 from tests.support.hugging_face import STAGES, alone, assert_same_run, norms, told
 from tests.support.processes import on_ranks
-from tests.support.torch_models import same_bits
-from tests.support.trl_runs import CLIP, KINDS, on_engine, plain, plain_mean, rows_on_disk, run, start
+from tests.support.torch_models import assert_all_same, same_bits
+from tests.support.trl_runs import (
+    CLIP,
+    KINDS,
+    MODEL,
+    SCORES,
+    load,
+    on_engine,
+    plain,
+    plain_mean,
+    rows_on_disk,
+    run,
+    starts,
+)
 
 __all__ = ["alone"]  # a fixture
 pytestmark = pytest.mark.filterwarnings(
@@ -24,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 LORA = {"peft_config": {"r": 4, "target_modules": ["q_proj", "v_proj"]}}
+REWARDED = {"reward_model": True}
 FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 1}
 PRECOMPUTED = {"precompute_ref_log_probs": True}
 RUNS = {
@@ -35,7 +49,9 @@ RUNS = {
     "GRPO, autocast": ("grpo", {"bf16": True}, {}),
     "GRPO, the head in fp32": ("grpo", {"cast_lm_head_to_fp32": True}, {}),
     "GRPO, a continuous batch": ("grpo", {"use_transformers_continuous_batching": True}, {}),
+    "GRPO, a reward model": ("grpo", {}, REWARDED),
     "RLOO": ("rloo", {}, {}),
+    "RLOO, a reward model": ("rloo", {}, REWARDED),
     "RLOO, an adapter": ("rloo", {}, LORA),
     "RLOO, the reference follows": ("rloo", FOLLOWS, {}),
     "DPO": ("dpo", {}, {}),
@@ -49,6 +65,7 @@ RUNS = {
     "KTO, the reference comes first": ("kto", PRECOMPUTED, {}),
     "a reward": ("reward", {}, {}),
     "a reward, an adapter": ("reward", {}, LORA),
+    **{name: (name, {}, {}) for name in ("distillation", "GKD")},
     **{name: (name, {}, {}) for name in ("CPO", "ORPO", "online DPO", "GMPO", "TPO")},
 }
 """The trainer, its arguments, and what else it gets."""
@@ -64,6 +81,12 @@ def of(names, quick):
     return [pytest.param(name, marks=[] if name in quick else pytest.mark.slow) for name in names]
 
 
+def evaluated(trainer):
+    """The models beside the one that is trained."""
+    models = [getattr(trainer, name, None) for name in ("teacher_model", "ref_model")]
+    return [each for each in (*models, *getattr(trainer, "reward_funcs", ())) if isinstance(each, torch.nn.Module)]
+
+
 @pytest.mark.parametrize("name", of(RUNS, QUICK))
 def test_its_trainers_train_as_with_torchs_fused_adamw(tmp_path, name):
     """Accumulating and clipping, in stages 2 and 3."""
@@ -74,6 +97,7 @@ def test_its_trainers_train_as_with_torchs_fused_adamw(tmp_path, name):
         assert_same_run(trainer, expected)
         assert norms(trainer) == pytest.approx(norms(expected), rel=1e-12)
         assert trainer.engine.optimizer.updates == trainer.state.global_step
+        assert [engine.module for engine in trainer.frozen_engines] == (evaluated(trainer) if stage == "3" else [])
     assert max(norms(expected)) > CLIP
 
 
@@ -84,16 +108,18 @@ def test_two_ranks_train_as_torch_does_on_each_micro_steps_mean(tmp_path, name):
     settings = {"ddp_backend": "gloo", **settings}
     if kind in ("grpo", "rloo"):
         settings["max_completion_length"] = 40
-    base = start(KINDS[kind].scores)
+    bases = starts()
     rows = {which: rows_on_disk(kind, tmp_path / "rows" / which) for which in ("torch", "2", "3")}
 
     @on_ranks(2)
     def _(rank):
-        trainer = run(tmp_path / "torch", kind, plain_mean, base=base, rows=rows["torch"], settings=settings, **fields)
+        trainer = run(
+            tmp_path / "torch", kind, plain_mean, bases=bases, rows=rows["torch"], settings=settings, **fields
+        )
         expected = told(trainer)
         for stage in ("2", "3"):
             trainer = run(
-                tmp_path / stage, kind, on_engine, base=base, rows=rows[stage], settings=settings,
+                tmp_path / stage, kind, on_engine, bases=bases, rows=rows[stage], settings=settings,
                 offload=STAGES[stage], **fields,
             )  # fmt: skip
             assert told(trainer) == expected, stage
@@ -161,13 +187,13 @@ def test_a_generation_inside_a_step_gathers_each_parameter_once(tmp_path):
 
 
 def test_ranks_that_generate_by_layer_go_on_until_all_have_ended(tmp_path):
-    base = start()
+    bases = starts()
 
     @on_ranks(2)
     def _(rank):
         settings = {"ddp_backend": "gloo", "max_completion_length": 40, "max_steps": 1}
         runs = [
-            run(tmp_path / f"{whole}", "grpo", on_engine, base=base, offload=STAGES["3"],
+            run(tmp_path / f"{whole}", "grpo", on_engine, bases=bases, offload=STAGES["3"],
                 settings={**settings, "ds3_gather_for_generation": whole})
             for whole in (True, False)
         ]  # fmt: skip
@@ -218,12 +244,12 @@ class WithVLLM:
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [{}, LORA], ids=["full", "adapter"])
 def test_an_inference_engine_gets_whole_weights_with_adapters_merged(tmp_path, fields, world_size):
-    base = start()
+    bases = starts()
 
     def sent(folder, trainer, **offload):
         kind = type("Sends", (*trainer, WithVLLM, KINDS["grpo"].trainer), {})
         settings = {"ddp_backend": "gloo"} if world_size > 1 else {}
-        made = run(folder, "grpo", lambda name: kind, base=base, settings=settings, **offload, **fields)
+        made = run(folder, "grpo", lambda name: kind, bases=bases, settings=settings, **offload, **fields)
         made.vllm_generation.sync_weights()
         weights = made.vllm_generation.vllm_client.weights
         made.train()  # what was merged is not any more
@@ -261,24 +287,80 @@ def test_log_probabilities_and_advantages_keep_their_type_beside_bfloat16_parame
     assert {*types.values()} == {torch.float32}
 
 
+# --- models that are evaluated beside it ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("world_size", "fields"),
+    [pytest.param(2, {**STAGES["3"], "offload_param": None}, marks=pytest.mark.quick), (1, STAGES["3"])],
+    ids=["ranks", "streamed"],
+)
+def test_a_reference_and_a_reward_model_lie_in_shards(tmp_path, world_size, fields):
+    bases = starts()
+
+    @on_ranks(world_size)
+    def found(rank):
+        settings = {"max_steps": 1, **({"ddp_backend": "gloo"} if world_size > 1 else {})}
+        of = lambda stage: {"bases": bases, "settings": settings, "offload": stage, "reward_model": True}  # noqa: E731
+        trainer = run(tmp_path / "3", "grpo", on_engine, **of(fields))
+        reports = [engine.memory_report() for engine in (*trainer.frozen_engines, trainer.engine)]
+        weights = []
+        for model in evaluated(trainer):
+            with gathered_parameters(model.parameters()):
+                weights.append([p.clone() for p in model.parameters()])
+        whole = run(tmp_path / "2", "grpo", on_engine, **of(STAGES["2"]))
+        for model, mine in zip(evaluated(whole), weights, strict=True):
+            assert_all_same(model.parameters(), mine)
+        assert told(trainer) == told(whole)
+        return [report.device_bytes for report in reports], [{*report.host} for report in reports[:2]]
+
+    for on_device, on_host in found:
+        for which, n_bytes in zip((MODEL, SCORES), on_device, strict=False):
+            sizes = [p.nbytes for p in load(which).parameters()]
+            persistent = sum(size for size in sizes if size < 4 * 100)
+            shards = 0 if fields["offload_param"] else (sum(sizes) - persistent) // 2
+            assert persistent + shards <= n_bytes <= persistent + shards + 64 * len(sizes)
+        assert set.union(*on_host) <= {"parameters on the host"}
+
+
+def test_a_reference_keeps_the_type_in_which_it_was_loaded(tmp_path):
+    fields = {**STAGES["3"], "param_dtype": "bfloat16"}
+    trainer = run(tmp_path, "dpo", on_engine, offload=fields)
+    with gathered_parameters(trainer.ref_model.parameters()):
+        assert_all_same(trainer.ref_model.parameters(), load().parameters())
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_that_shares_weights_with_the_trained_one_is_left_alone(tmp_path):
+    class Shares(on_engine("grpo")):
+        def __init__(self, model, **kwargs):
+            reward = load(SCORES)
+            reward.model = model.model
+            super().__init__(model=model, **{**kwargs, "reward_funcs": reward})
+
+    trainer = run(tmp_path, "grpo", lambda kind: Shares, settings={"beta": 0.0}, offload=STAGES["3"])
+    assert trainer.frozen_engines == []
+    assert all(p.requires_grad for p in trainer.model.parameters())
+
+
 def test_the_reference_follows_with_one_weight_whole_at_a_time(tmp_path):
     most = []
 
     class Notes(TrainerCallback):
         def on_step_end(self, args, state, control, model, **kwargs):
-            live.peak_numel = 0
+            for live in lives:
+                live.peak_numel = 0
 
         def on_log(self, args, state, control, **kwargs):
-            most.append(live.peak_numel)
+            most.append([live.peak_numel for live in lives])
 
     class Noting(on_engine("dpo")):
         def create_optimizer(self, model=None):
-            nonlocal live
             made = super().create_optimizer(model)
-            live = self.engine.optimizer.partitioned.live
+            lives[:] = [engine.optimizer.partitioned.live for engine in (self.engine, *self.frozen_engines)]
             return made
 
-    live = None
+    lives = []
     fields = {**STAGES["3"], "max_live_parameters": 1, "prefetch_bucket_size": 0}
     trainer = run(tmp_path, "dpo", lambda kind: Noting, settings=FOLLOWS, offload=fields, callbacks=[Notes()])
-    assert {*most[:3]} == {max(p.numel() for p in trainer.model.parameters())}
+    assert most[:3] == 3 * [2 * [max(p.numel() for p in trainer.model.parameters())]]

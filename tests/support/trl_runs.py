@@ -13,6 +13,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, PreTrainedTokenizerFast
 from trl import (
+    DistillationConfig,
+    DistillationTrainer,
     DPOConfig,
     DPOTrainer,
     GRPOConfig,
@@ -25,6 +27,7 @@ from trl import (
     RLOOTrainer,
 )
 from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
@@ -56,6 +59,8 @@ _LABELLED = [
     {"prompt": p, "completion": c if i % 2 else r, "label": bool(i % 2)} for i, (p, c, r) in enumerate(_rows())
 ]
 _PROMPTS = [{"prompt": prompt} for prompt, _, _ in _rows()]
+_TEXTS = [{"messages": [{"role": "user", "content": p}, {"role": "assistant", "content": c}]} for p, c, _ in _rows()]
+_CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 _GENERATES = {"num_generations": 2, "max_completion_length": 6, "temperature": 1.0}
 
 
@@ -70,6 +75,8 @@ class Kind:
     fields: dict[str, Any]
     scores: bool = False
     """True if its model gives a score in place of logits."""
+    teacher: bool = False
+    """True if it gets a teacher."""
 
 
 KINDS = {
@@ -82,17 +89,29 @@ KINDS = {
     "online DPO": Kind(
         OnlineDPOTrainer, OnlineDPOConfig, _PROMPTS, {"max_new_tokens": 6, "max_length": 64}, {"reward_funcs": reward}
     ),
+    "distillation": Kind(
+        DistillationTrainer, DistillationConfig, _PROMPTS, {"max_completion_length": 6}, {}, teacher=True
+    ),
+    "GKD": Kind(GKDTrainer, GKDConfig, _TEXTS, {"max_new_tokens": 6, "max_length": 64}, {}, teacher=True),
     "CPO": Kind(CPOTrainer, CPOConfig, _PREFERENCES, {"max_length": 64, "remove_unused_columns": False}, {}),
     "ORPO": Kind(ORPOTrainer, ORPOConfig, _PREFERENCES, {"max_length": 64, "remove_unused_columns": False}, {}),
     "TPO": Kind(TPOTrainer, TPOConfig, [{**row, "reference": row["chosen"]} for row in _PREFERENCES], {}, {}),
 }
 
 
+MODEL, SCORES, TEACHER = "model", "scores", "teacher"
+
+
 @cache
-def start(scores=False):
-    """A folder with a model and its tokenizer, from which the trainers load it, and a reference model again."""
+def starts():
+    """The folders of a model that is trained (and loaded again as its reference), one that gives scores, a teacher."""
+    return {MODEL: _saved(0), SCORES: _saved(0, scores=True), TEACHER: _saved(1)}
+
+
+def _saved(seed, scores=False):
+    """A folder with a model and its tokenizer."""
     folder = tempfile.mkdtemp(prefix="trl-")
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = LlamaConfig(vocab_size=64, num_key_value_heads=2, num_labels=1, **sizes, **ids)
@@ -101,7 +120,12 @@ def start(scores=False):
     tokenizer = Tokenizer(words)
     tokenizer.pre_tokenizer = WhitespaceSplit()
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        padding_side="left",
+        chat_template=_CHAT,
     ).save_pretrained(folder)
     return folder
 
@@ -129,12 +153,21 @@ def rows_on_disk(kind, folder):
     return folder
 
 
-def run(folder, kind, of=plain, *, base=None, rows=None, settings=None, peft_config=None, **fields):
+def load(which=MODEL, bases=None):
+    """A model of :func:`starts`."""
+    kind = LlamaForSequenceClassification if which == SCORES else LlamaForCausalLM
+    return kind.from_pretrained((bases or starts())[which])
+
+
+def run(
+    folder, kind, of=plain, *, bases=None, rows=None, settings=None, peft_config=None, reward_model=False, **fields
+):
     """Train for three updates that accumulate and clip.
 
     Args:
         of: :func:`plain`, :func:`plain_mean` or :func:`on_engine`.
-        base: the folder that :func:`start` has made; on several ranks one for all.
+        bases: the folders of :func:`starts`; on several ranks the same for all.
+        reward_model: True: a model rewards texts, in place of :func:`reward`.
         peft_config: arguments of ``LoraConfig``; None: the whole model is trained.
         rows: the folder of :func:`rows_on_disk`; None: the rows are in memory.
     """
@@ -146,15 +179,20 @@ def run(folder, kind, of=plain, *, base=None, rows=None, settings=None, peft_con
         "disable_tqdm": True, "dataloader_pin_memory": False, "optim": "adamw_torch_fused",
     } | this.settings | (settings or {})  # fmt: skip
     arguments = this.config(str(folder), **given)
-    base = base or start(this.scores)
-    model = (LlamaForSequenceClassification if this.scores else LlamaForCausalLM).from_pretrained(base)
+    bases = bases or starts()
+    which = SCORES if this.scores else MODEL
+    model = load(which, bases)
     data = Dataset.from_list(this.data) if rows is None else load_from_disk(rows)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(base)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(bases[which])
     if peft_config is not None:
         fields["peft_config"] = LoraConfig(**peft_config)
+    if this.teacher:
+        fields["teacher_model"] = load(TEACHER, bases)
+    if reward_model:
+        fields["reward_funcs"] = load(SCORES, bases)
     trainer = of(kind)(
         model=model, args=arguments, train_dataset=data, processing_class=tokenizer,
-        **this.fields, **fields,
+        **{**this.fields, **fields},
     )  # fmt: skip
     trainer.train()
     return trainer

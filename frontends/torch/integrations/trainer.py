@@ -95,6 +95,8 @@ class OffloadTrainer(Trainer):
     def __init__(self, *args: Any, offload: ConfigLike = None, **kwargs: Any) -> None:
         self.engine: Engine | None = None
         """The engine around the model; made anew for each model of ``model_init``."""
+        self.frozen_engines: list[Engine] = []
+        """The engines around TRL's reference, reward and teacher models, which hold them in shards (stage 3)."""
         self._offload, self._scheduler = _without_scheduler(offload)
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -122,17 +124,38 @@ class OffloadTrainer(Trainer):
         self._config = _configuration(self._offload, self.args, self.accelerator.scaler, self.model)
         if self._scheduler is not None:
             _scheduled(self._scheduler, self.args)
-        vars(self.accelerator).update(backward=self._backward, clip_grad_norm_=self._norm)
+        own = {"backward": self._backward, "clip_grad_norm_": self._norm, "prepare_model": self._prepare_model}
+        vars(self.accelerator).update(own)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model; in stage 3 one that is elsewhere is cut on the way, for it may not fit."""
-        elsewhere = any(param.device.type != device.type for param in model.parameters())
-        cuts = elsewhere and self._config.takes_apart(self.args.world_size)
+        cuts = _is_elsewhere(model, device) and self._config.takes_apart(self.args.world_size)
         cuts = cuts and not getattr(self.args, "precompute_ref_log_probs", False)  # TRL runs it before it has an engine
         if cuts or any(map(in_shards, model.parameters())):
             to_device(model, device, self._config if cuts else None)
         else:
             super()._move_model_to_device(model, device)
+
+    def _prepare_model(self, model: nn.Module, device_placement: bool | None = None, **kwargs: Any) -> nn.Module:
+        """As ``Accelerator.prepare_model``; in stage 3 a model that TRL only evaluates is frozen, and cut."""
+        accelerator = self.accelerator
+        if kwargs.get("evaluation_mode") and self._cuts_frozen(model):
+            config = replace(self._config, param_dtype=None, buffer_dtype=None)  # the type in which it was loaded
+            model.requires_grad_(False)
+            to_device(model, accelerator.device, config if _is_elsewhere(model, accelerator.device) else None)
+            self.frozen_engines.append(engine := wrap(model, config))
+            self._prepare(engine)
+            return model
+        return type(accelerator).prepare_model(accelerator, model, device_placement=device_placement, **kwargs)
+
+    def _cuts_frozen(self, model: nn.Module) -> bool:
+        """Return True if less of a model is on the device in shards, and no other engine has a part of it."""
+        if not self._config.takes_apart(self.args.world_size) or self.accelerator.verify_device_map(model):
+            return False
+        if isinstance(model, Engine) or getattr(model, "_is_accelerate_prepared", False):
+            return False
+        trained = set(map(id, () if self.model is None else self.model.parameters()))
+        return trained.isdisjoint(map(id, model.parameters()))
 
     def _find_reads_of_trl(self) -> None:
         """Have TRL gather what it reads, in the places where it asks for DeepSpeed's stage 3."""
@@ -147,6 +170,25 @@ class OffloadTrainer(Trainer):
         return gathered_parameters(params, modifier_rank=0 if is_peft_model(self.model) else None)
 
     # --- training ------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._frozen_when_read():
+            return super().training_step(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._frozen_when_read():
+            return super().prediction_step(*args, **kwargs)
+
+    def _frozen_when_read(self) -> ExitStack:
+        """A context in which weights of a teacher that a loss reads outside its forward (the head's) are gathered.
+
+        They stay until the context ends: the loss may have saved them for backward.
+        """
+        with ExitStack() as reads:
+            for engine in self.frozen_engines:
+                if (parted := engine.optimizer.partitioned) is not None:
+                    reads.enter_context(parted.gathering.gathered_when_read())
+            return reads.pop_all()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's optimizer; the engine is made if the model has none."""
@@ -194,11 +236,16 @@ class OffloadTrainer(Trainer):
             engine.module.register_forward_pre_hook(partial(_cast, config), with_kwargs=True)
         if self.args.torch_compile:
             engine.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
-        self.accelerator.prepare_model(engine.module, device_placement=False, evaluation_mode=True)  # autocast
+        self._prepare(engine)
+        return engine
+
+    def _prepare(self, engine: Engine) -> None:
+        """Prepare an engine's model as ``Accelerator.prepare_model`` does, and its generation."""
+        accelerator = self.accelerator
+        type(accelerator).prepare_model(accelerator, engine.module, device_placement=False, evaluation_mode=True)
         if engine.optimizer.partitioned is not None:
             generate_whole(engine, gather=getattr(self.args, "ds3_gather_for_generation", True))  # TRL's
         vars(engine.module)["_is_accelerate_prepared"] = True  # Accelerate's own mark: no DistributedDataParallel
-        return engine
 
     @property
     def _engine(self) -> Engine:
@@ -295,6 +342,10 @@ class OffloadTrainer(Trainer):
                 with gathered_parameters(found[name], modifier_rank=0):
                     found[name].copy_(reader.get_tensor(name))
         return True
+
+
+def _is_elsewhere(model: nn.Module, device: torch.device) -> bool:
+    return any(param.device.type != device.type for param in model.parameters())
 
 
 def _cast(config: OffloadConfig, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
