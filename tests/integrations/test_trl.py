@@ -7,7 +7,8 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
+from transformers import LlamaForCausalLM, TrainerCallback
+from trl import BEMACallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from frontends.torch import gathered_parameters
@@ -285,6 +286,34 @@ def test_log_probabilities_and_advantages_keep_their_type_beside_bfloat16_parame
         "advantages", "old_per_token_logps", "ref_per_token_logps", "ref_chosen_logps", "ref_rejected_logps"
     }  # fmt: skip
     assert {*types.values()} == {torch.float32}
+
+
+@pytest.mark.parametrize("stage", ["2", "3"])
+def test_a_running_average_of_the_weights_is_that_of_a_plain_run(tmp_path, stage):
+    """It reads them when training begins."""
+
+    def averaged(name, of, **fields):
+        average = BEMACallback(update_freq=1)
+        run(tmp_path / name, "dpo", of, callbacks=[average], **fields)
+        return average.running_model
+
+    expected = averaged("torch", plain)
+    found = averaged(stage, on_engine, offload=STAGES[stage])
+    assert not same_bits(next(expected.parameters()), next(load().parameters()))
+    assert_all_same(found.parameters(), expected.parameters())
+
+
+def test_callbacks_see_the_weights_that_were_loaded_when_training_begins(tmp_path):
+    class Notes(TrainerCallback):
+        def on_train_begin(self, args, state, control, model, **kwargs):
+            self.seen = [p.detach().clone() for p in model.parameters()]
+
+    for stage in ("2", "3"):
+        notes, settings = Notes(), {"save_strategy": "steps", "save_steps": 2}
+        trainer = run(tmp_path / stage, "dpo", on_engine, settings=settings, offload=STAGES[stage], callbacks=[notes])
+        checkpoint = LlamaForCausalLM.from_pretrained(tmp_path / stage / "checkpoint-2")
+        trainer.train(resume_from_checkpoint=str(tmp_path / stage / "checkpoint-2"))
+        assert_all_same(notes.seen, checkpoint.parameters())
 
 
 # --- models that are evaluated beside it ------------------------------------------------------------------

@@ -3,8 +3,9 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from copy import copy
 from dataclasses import MISSING, replace
 from functools import partial
 from pathlib import Path
@@ -110,12 +111,20 @@ class OffloadTrainer(Trainer):
             self.create_optimizer()
         self._find_reads_of_trl()
 
-    def _call_event(self, event: str, *args: Any, **kwargs: Any) -> Any:
-        """Call the callbacks. In stage 3 they may read weights: those that they read are gathered until they return."""
-        parted = None if self.engine is None else self.engine.optimizer.partitioned
-        reads = nullcontext() if parted is None or event in _OF_CHECKPOINTS else parted.gathering.gathered_when_read()
-        with reads:
-            return type(self.callback_handler).call_event(self.callback_handler, event, *args, **kwargs)
+    def _call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        """Call the callbacks. In stage 3 they may read weights: those that they read are gathered until they return.
+
+        ``OffloadCallback`` loads and saves first, while nothing is gathered; the others see what was loaded.
+        """
+        handler = self.callback_handler
+        call = type(handler).call_event
+        if event in _OF_CHECKPOINTS:
+            callbacks, handler = handler.callbacks, copy(handler)
+            handler.callbacks = [each for each in callbacks if isinstance(each, OffloadCallback)]
+            control = call(handler, event, args, state, control, **kwargs)
+            handler.callbacks = [each for each in callbacks if not isinstance(each, OffloadCallback)]
+        with _gathered_when_read([*self.frozen_engines, *([] if self.engine is None else [self.engine])]):
+            return call(handler, event, args, state, control, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -172,23 +181,14 @@ class OffloadTrainer(Trainer):
     # --- training ------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._frozen_when_read():
+        """As Trainer's. A loss may read a teacher's head outside its forward; it is kept, for backward may need it."""
+        with _gathered_when_read(self.frozen_engines):
             return super().training_step(*args, **kwargs)
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self._frozen_when_read():
+        """As Trainer's. A loss may read a teacher's head outside its forward."""
+        with _gathered_when_read(self.frozen_engines):
             return super().prediction_step(*args, **kwargs)
-
-    def _frozen_when_read(self) -> ExitStack:
-        """A context in which weights of a teacher that a loss reads outside its forward (the head's) are gathered.
-
-        They stay until the context ends: the loss may have saved them for backward.
-        """
-        with ExitStack() as reads:
-            for engine in self.frozen_engines:
-                if (parted := engine.optimizer.partitioned) is not None:
-                    reads.enter_context(parted.gathering.gathered_when_read())
-            return reads.pop_all()
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         """The engine's optimizer; the engine is made if the model has none."""
@@ -342,6 +342,15 @@ class OffloadTrainer(Trainer):
                 with gathered_parameters(found[name], modifier_rank=0):
                     found[name].copy_(reader.get_tensor(name))
         return True
+
+
+def _gathered_when_read(engines: Sequence[Engine]) -> ExitStack:
+    """A context in which weights that are read outside forward and backward are gathered, until it ends (stage 3)."""
+    with ExitStack() as reads:
+        for engine in engines:
+            if (parted := engine.optimizer.partitioned) is not None:
+                reads.enter_context(parted.gathering.gathered_when_read())
+        return reads.pop_all()
 
 
 def _is_elsewhere(model: nn.Module, device: torch.device) -> bool:
