@@ -66,10 +66,13 @@ RUNS = {
     "KTO, the reference comes first": ("kto", PRECOMPUTED, {}),
     "a reward": ("reward", {}, {}),
     "a reward, an adapter": ("reward", {}, LORA),
-    **{name: (name, {}, {}) for name in ("distillation", "GKD")},
+    "a teacher": ("distillation", {}, {}),
+    "a teacher that scores texts": ("GKD", {}, {}),
+    "a teacher that writes texts": ("GKD", {"seq_kd": True, "lmbda": 0.0}, {}),
     **{name: (name, {}, {}) for name in ("CPO", "ORPO", "online DPO", "GMPO", "TPO")},
 }
 """The trainer, its arguments, and what else it gets."""
+LENGTHS = {"grpo": "max_completion_length", "rloo": "max_completion_length", "GKD": "max_new_tokens"}
 QUICK = {"GRPO", "GRPO, an adapter", "RLOO", "DPO, an adapter", "DPO, the reference follows", "KTO", "a reward"}
 QUICK |= {"DPO, the reference comes first"}
 ON_RANKS = {"GRPO, an adapter", "DPO, the reference follows"}
@@ -107,8 +110,8 @@ def test_two_ranks_train_as_torch_does_on_each_micro_steps_mean(tmp_path, name):
     """They generate up to 40 tokens, and end at different ones."""
     kind, settings, fields = RUNS[name]
     settings = {"ddp_backend": "gloo", **settings}
-    if kind in ("grpo", "rloo"):
-        settings["max_completion_length"] = 40
+    if kind in LENGTHS:
+        settings[LENGTHS[kind]] = 40
     bases = starts()
     rows = {which: rows_on_disk(kind, tmp_path / "rows" / which) for which in ("torch", "2", "3")}
 

@@ -90,7 +90,12 @@ KINDS = {
         OnlineDPOTrainer, OnlineDPOConfig, _PROMPTS, {"max_new_tokens": 6, "max_length": 64}, {"reward_funcs": reward}
     ),
     "distillation": Kind(
-        DistillationTrainer, DistillationConfig, _PROMPTS, {"max_completion_length": 6}, {}, teacher=True
+        DistillationTrainer,
+        DistillationConfig,
+        _PROMPTS,
+        {"max_completion_length": 6, "eval_strategy": "steps", "eval_steps": 2},
+        {"eval_dataset": Dataset.from_list(_PROMPTS[:4])},
+        teacher=True,
     ),
     "GKD": Kind(GKDTrainer, GKDConfig, _TEXTS, {"max_new_tokens": 6, "max_length": 64}, {}, teacher=True),
     "CPO": Kind(CPOTrainer, CPOConfig, _PREFERENCES, {"max_length": 64, "remove_unused_columns": False}, {}),
