@@ -2,20 +2,21 @@
 
 import collections
 import copy
+import os
 import pickle
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaForCausalLM, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trl import BEMACallback
 from trl.generation.vllm_generation import VLLMGeneration
 
 from frontends.torch import gathered_parameters
 from frontends.torch.integrations.trainer import OffloadTrainer
-from tests.support import hugging_face
+from tests.support import hugging_face, simulated
 from tests.support.hugging_face import STAGES, alone, assert_same_run, norms, told
-from tests.support.processes import on_ranks
+from tests.support.processes import forked, on_ranks
 from tests.support.torch_models import assert_all_same, same_bits
 from tests.support.trl_runs import (
     CLIP,
@@ -353,6 +354,51 @@ def test_a_reference_and_a_reward_model_lie_in_shards(tmp_path, world_size, fiel
             shards = 0 if fields["offload_param"] else (sum(sizes) - persistent) // 2
             assert persistent + shards <= n_bytes <= persistent + shards + 64 * len(sizes)
         assert set.union(*on_host) <= {"parameters on the host"}
+
+
+def large():
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
+    config = LlamaConfig(vocab_size=64, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0, **sizes)
+    config._attn_implementation = "eager"  # the device has no other
+    return LlamaForCausalLM(config)
+
+
+class Large(OffloadTrainer, KINDS["dpo"].trainer):
+    def __init__(self, model, **kwargs):
+        super().__init__(model=large(), ref_model=large(), **kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(simulated.why_not() is not None, reason=str(simulated.why_not()))
+def test_an_accelerator_never_holds_a_whole_reference(tmp_path):
+    """In fp32, a parameter of one model: in stage 2 it holds two models and gradients, in stage 3 what is live."""
+
+    def most(stage):
+        buckets = {"reduce_bucket_size": 70_000}
+        live = (
+            {"max_live_parameters": 300_000, "prefetch_bucket_size": 70_000} if stage == "3" else {}
+        )  # of 2.1 million
+
+        @forked
+        def found():
+            simulated.prepare()
+            with simulated.available():
+                os.environ["ACCELERATE_TORCH_DEVICE"] = f"{simulated.NAME}:0"
+                settings = {"use_cpu": False, "max_steps": 2, "per_device_train_batch_size": 1}
+                fields = STAGES[stage] | buckets | live
+                trainer = run(tmp_path / stage, "dpo", lambda kind: Large, settings=settings, offload=fields)
+                torch.accelerator.synchronize()
+                held = torch.accelerator.max_memory_allocated()
+                assert trainer.args.device.type == simulated.NAME
+                return held / sum(p.numel() for p in trainer.model.parameters()), told(trainer)
+
+        return found
+
+    (both, expected), (live, found) = most("2"), most("3")
+    assert found == expected
+    assert 8 < both < 10
+    assert live < 2.5
 
 
 def test_a_reference_keeps_the_type_in_which_it_was_loaded(tmp_path):
