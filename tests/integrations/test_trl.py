@@ -341,9 +341,13 @@ def test_a_reference_and_a_reward_model_lie_in_shards(tmp_path, world_size, fiel
         for model in evaluated(trainer):
             with gathered_parameters(model.parameters()):
                 weights.append([p.clone() for p in model.parameters()])
+        prompt = {"inputs": torch.tensor([[3, 1, 4]]), "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        prompt["max_new_tokens"] = 9 if rank else 2  # which needs no more gathers of one rank than of the other
+        texts = trainer.ref_model.generate(**prompt)
         whole = run(tmp_path / "2", "grpo", on_engine, **of(STAGES["2"]))
         for model, mine in zip(evaluated(whole), weights, strict=True):
             assert_all_same(model.parameters(), mine)
+        assert texts.tolist() == whole.ref_model.generate(**prompt).tolist()
         assert told(trainer) == told(whole)
         return [report.device_bytes for report in reports], [{*report.host} for report in reports[:2]]
 
@@ -399,6 +403,25 @@ def test_an_accelerator_never_holds_a_whole_reference(tmp_path):
     assert found == expected
     assert 8 < both < 10
     assert live < 2.5
+
+
+def test_a_teachers_head_is_whole_until_the_micro_step_ends(tmp_path):
+    """Its loss reads the head outside the teacher's forward, also in evaluations."""
+    whole = []
+
+    class Noting(on_engine("distillation")):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            whole.append(self.frozen_engines[0].optimizer.partitioned.live.numel)
+            return loss
+
+        def prediction_step(self, *args, **kwargs):
+            step = super().prediction_step(*args, **kwargs)
+            whole.append(self.frozen_engines[0].optimizer.partitioned.live.numel)
+            return step
+
+    run(tmp_path, "distillation", lambda kind: Noting, offload=STAGES["3"])
+    assert whole == 8 * [0]  # 6 micro-steps, and an evaluation after the second update and one at the end
 
 
 def test_a_reference_keeps_the_type_in_which_it_was_loaded(tmp_path):

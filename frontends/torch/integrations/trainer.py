@@ -181,9 +181,13 @@ class OffloadTrainer(Trainer):
     # --- training ------------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As Trainer's. A loss may read a teacher's head outside its forward; it is kept, for backward may need it."""
+        """As Trainer's. A loss may read a teacher's head outside its forward; it is kept until backward has ended."""
         with _gathered_when_read(self.frozen_engines):
-            return super().training_step(*args, **kwargs)
+            loss = super().training_step(*args, **kwargs)
+        for engine in self.frozen_engines:
+            if (parted := engine.optimizer.partitioned) is not None:
+                parted.recover()  # a graph may have saved the head
+        return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. A loss may read a teacher's head outside its forward."""
