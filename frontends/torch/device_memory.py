@@ -33,7 +33,7 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
-from .pending import await_values, can_wait, forget, forget_deleted, guard, make_pending
+from .pending import await_values, can_wait, end_wait, forget, forget_deleted, guard, make_pending
 from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
@@ -79,6 +79,8 @@ class _Memory:
     """Its contents, for reports."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Those that others may read."""
+    waits: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """Each one's function that waits for it, by the ``id`` of the tensor."""
     trained: dict[int, int] = field(default_factory=dict)
     """Bytes of trained parameters, or shards of them, by the ``id`` of their tensor."""
     shards: list[PartitionedParameter] = field(default_factory=list)
@@ -86,6 +88,11 @@ class _Memory:
     at: int = 0
     """The place of its copy on the host."""
     arrived: Event = field(default_factory=Done)
+
+    def end_waits(self) -> None:
+        """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
+        for tensor in self.tensors:
+            end_wait(tensor, self.waits[id(tensor)])
 
     @property
     def copied(self) -> bool:
@@ -168,13 +175,15 @@ class DeviceMemory:
             self._check_idle()
             memories = self._to_release([*named], keep)
             leaving = {memory.storage._cdata for memory in memories}
-            self._await_restored(leaving)  # it may still read the host's copies
+            for memory in self._memories.values():
+                memory.arrived.wait()  # the copies on the host may still be read
             copied = [memory for memory in memories if memory.copied] if self._moves else []
             self._host_for(copied)
         with self._together("release()"):
             pipeline.flush(self._registration.current_tensors())
             if self._partitioned is not None:
                 self._partitioned.before_change()
+            self._end_waits(leaving)
             self._await_others(memories)
             with no_read():
                 staying = [s.param for s in slots.values() if not s.partitioned and _number(s.values) not in leaving]
@@ -203,14 +212,12 @@ class DeviceMemory:
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
 
-    def _await_restored(self, leaving: Collection[int]) -> None:
-        """Wait for all that the last :meth:`restore` brings back. Readers of what stays now, which may not have read it
-        since then, need not wait any more."""
+    def _end_waits(self, leaving: Collection[int]) -> None:
+        """All that the last :meth:`restore` brought back has arrived. Readers of what stays now, which may not have
+        read it since then, no longer need to wait."""
         for number, memory in self._memories.items():
-            memory.arrived.wait()
-            for tensor in memory.tensors if number not in leaving else ():
-                if _has_memory(tensor):  # else another engine has released it
-                    forget(tensor)
+            if number not in leaving:
+                memory.end_waits()
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
         """Order the copies to the host after all that another engine brings back of what both use."""
@@ -319,6 +326,7 @@ class DeviceMemory:
         for tensor in memory.tensors:
             of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
             wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
+            memory.waits[id(tensor)] = wait
             if can_wait(tensor):
                 make_pending(tensor, wait, before_modules=True)
             else:
@@ -363,7 +371,7 @@ class DeviceMemory:
             for tensor in memory.tensors:
                 if not can_wait(tensor):
                     memory.arrived.order()
-                    forget(tensor)
+                    end_wait(tensor, memory.waits[id(tensor)])
 
     def _allocate(self) -> None:
         done: list[_Memory] = []
@@ -414,7 +422,7 @@ class DeviceMemory:
         if self._pipeline.released or not self._memories:
             return
         arrived = all(memory.arrived.done() for memory in self._memories.values())
-        for memory in self._memories.values():
+        for memory in self._memories.values() if self._moves else ():
             for tensor in memory.tensors:
                 if _has_memory(tensor):  # else another engine has released it
                     await_values(tensor)
@@ -468,8 +476,8 @@ def _settle(memories: Mapping[int, _Memory]) -> None:
         if memory.storage.nbytes():  # else its tensors must go on to refuse reads
             memory.arrived.wait()
             memory.arrived = Done()
-            for tensor in memory.tensors if memory.copied else ():
-                forget(tensor)
+            if memory.copied:
+                memory.end_waits()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
