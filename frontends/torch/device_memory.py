@@ -33,8 +33,8 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
-from .pending import can_wait, forget, guard, make_pending
-from .placed import local_of
+from .pending import await_values, can_wait, end_wait, forget, forget_deleted, guard, make_pending
+from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
 from .stage3.parameters import PartitionedParameter
@@ -79,6 +79,8 @@ class _Memory:
     """Its contents, for reports."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Those that others may read."""
+    waits: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """Each one's function that waits for it, by the ``id`` of the tensor."""
     trained: dict[int, int] = field(default_factory=dict)
     """Bytes of trained parameters, or shards of them, by the ``id`` of their tensor."""
     shards: list[PartitionedParameter] = field(default_factory=list)
@@ -86,6 +88,11 @@ class _Memory:
     at: int = 0
     """The place of its copy on the host."""
     arrived: Event = field(default_factory=Done)
+
+    def end_waits(self) -> None:
+        """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
+        for tensor in self.tensors:
+            end_wait(tensor, self.waits[id(tensor)])
 
     @property
     def copied(self) -> bool:
@@ -121,8 +128,8 @@ class DeviceMemory:
         self._intake = intake
         self._partitioned = partitioned
         self._memories: dict[int, _Memory] = {}
-        """The storages that were released last, by their number. They have memory again unless the pipeline says that
-        parameters are released."""
+        """The storages that were released last, by their number; none once all have come back. They have memory again
+        unless the pipeline says that parameters are released."""
         self._on_device: dict[PartitionedParameter, torch.Tensor] = {}
         """The shards on the device of parameters that are not trained; while they are released, a copy stands in their
         place."""
@@ -160,28 +167,32 @@ class DeviceMemory:
             ParameterError: there is nothing of a name in ``keep``, or a tensor's memory cannot be given back.
             HostMemoryError: the host has no room for copies.
         """
-        pipeline = self._pipeline
+        pipeline, slots = self._pipeline, self._registration.slots
         before = self._allocator()
         with self._together("release()"):
             if self._agreed("release()"):
                 return ReleaseReport(0, 0, _pair(before, before, 0), _pair(before, before, 1))
             self._check_idle()
             memories = self._to_release([*named], keep)
-            self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
-            if self._moves:
-                self._host_for([memory for memory in memories if memory.copied])
-        pipeline.flush(self._registration.current_tensors())
-        if self._partitioned is not None:
-            self._partitioned.before_change()
-        leaving = {memory.storage._cdata for memory in memories}
-        for number, memory in self._memories.items():
-            for tensor in memory.tensors if number not in leaving else ():
-                forget(tensor)  # nobody may have read it since it came back
-        copied = [memory for memory in memories if memory.copied] if self._moves else []
-        for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
-            event.wait()
-        if self._moves:  # kernels on any stream may read what is freed now
-            torch.accelerator.synchronize(self._device)
+            leaving = {memory.storage._cdata for memory in memories}
+            for memory in self._memories.values():
+                memory.arrived.wait()  # the copies on the host may still be read
+            copied = [memory for memory in memories if memory.copied] if self._moves else []
+            self._host_for(copied)
+        with self._together("release()"):
+            pipeline.flush(self._registration.current_tensors())
+            if self._partitioned is not None:
+                self._partitioned.before_change()
+            self._end_waits(leaving)
+            self._await_others(memories)
+            with no_read():
+                staying = [s.param for s in slots.values() if not s.partitioned and _number(s.values) not in leaving]
+            for param in staying:
+                forget(param)  # the flush has written it, and it may be read and written while others are released
+            for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
+                event.wait()
+            if self._moves:  # kernels on any stream may read what is freed now
+                torch.accelerator.synchronize(self._device)
 
         @torch.no_grad()  # in the section's own thread
         def section() -> None:
@@ -201,6 +212,19 @@ class DeviceMemory:
         after, given_back = self._allocator(), sum(memory.n_bytes for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
+
+    def _end_waits(self, leaving: Collection[int]) -> None:
+        """All that the last :meth:`restore` brought back has arrived. Readers of what stays now, which may not have
+        read it since then, no longer need to wait."""
+        for number, memory in self._memories.items():
+            if number not in leaving:
+                memory.end_waits()
+
+    def _await_others(self, memories: Iterable[_Memory]) -> None:
+        """Order the copies to the host after all that another engine brings back of what both use."""
+        for memory in memories if self._moves else ():
+            for tensor in memory.tensors:
+                await_values(tensor)
 
     def _agreed(self, what: str) -> bool:
         """True if parameters are released; :class:`StateError` on all ranks if that is so on some alone."""
@@ -301,7 +325,9 @@ class DeviceMemory:
                 self._on_device[record] = record.shard
                 record.shard = self._on_host(record.shard, memory)
         for tensor in memory.tensors:
-            wait = partial(_await, weakref.WeakMethod(self.await_values), weakref.ref(tensor), memory.storage._cdata)
+            of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
+            wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
+            memory.waits[id(tensor)] = wait
             if can_wait(tensor):
                 make_pending(tensor, wait, before_modules=True)
             else:
@@ -320,6 +346,7 @@ class DeviceMemory:
         with self._together("restore()"):
             if not self._agreed("restore()"):
                 return
+            self._registration.current_tensors()  # what was kept may have been written to, and is sent again, too
             self._allocate()
         pipeline = self._pipeline
         copied = [memory for memory in self._memories.values() if memory.copied] if self._moves else []
@@ -346,7 +373,7 @@ class DeviceMemory:
             for tensor in memory.tensors:
                 if not can_wait(tensor):
                     memory.arrived.order()
-                    forget(tensor)
+                    end_wait(tensor, memory.waits[id(tensor)])
 
     def _allocate(self) -> None:
         done: list[_Memory] = []
@@ -385,13 +412,30 @@ class DeviceMemory:
             storage: its number.
         """
         self._pipeline.check_present()
-        self._memories[storage].arrived.order()
+        if (memory := self._memories.get(storage)) is not None:  # else it has arrived
+            # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
+            memory.arrived.wait() if is_placed(tensor) else memory.arrived.order()
         if (slot := self._registration.slots.get(tensor)) is not None:
             self._registration.await_values(slot)
 
+    def before_backward(self) -> None:
+        """Order a backward after all that :meth:`restore` brings back. Its graph may be older than the release, and C++
+        code reads what the graph has saved. Once all has arrived, keep none of it alive."""
+        if self._pipeline.released or not self._memories:
+            return
+        arrived = all(memory.arrived.done() for memory in self._memories.values())
+        for memory in self._memories.values() if self._moves else ():
+            for tensor in memory.tensors:
+                if _has_memory(tensor):  # else another engine has released it
+                    await_values(tensor)
+        if arrived:
+            self._memories.clear()
+
     def settle(self) -> None:
-        """Wait for all that was restored; nobody needs to wait for it any more."""
-        _settle(self._memories)
+        """Wait for all that was restored. Readers no longer need to wait, and none of it is kept alive."""
+        if not self._pipeline.released:
+            _settle(self._memories)
+            self._memories.clear()
 
     # --- ranks and the allocator -----------------------------------------------------------------------
 
@@ -434,8 +478,17 @@ def _settle(memories: Mapping[int, _Memory]) -> None:
         if memory.storage.nbytes():  # else its tensors must go on to refuse reads
             memory.arrived.wait()
             memory.arrived = Done()
-            for tensor in memory.tensors if memory.copied else ():
-                forget(tensor)
+            if memory.copied:
+                memory.end_waits()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    with no_read():
+        return local_of(tensor).untyped_storage().nbytes() > 0
+
+
+def _forget_deleted(number: int, _: object) -> None:
+    forget_deleted(number)
 
 
 def _identity(event: Event) -> Event:
