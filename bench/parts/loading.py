@@ -60,7 +60,11 @@ def own(fields: dict[str, int]) -> int:
 
 
 def settings_of(model: str, folder: Path, file_bytes: int, threads: int) -> dict[str, Any]:
-    shapes = {**MODELS[model], "vocab_size": VOCABULARY[model], "num_key_value_heads": MODELS[model]["num_attention_heads"]}
+    shapes = {
+        **MODELS[model],
+        "vocab_size": VOCABULARY[model],
+        "num_key_value_heads": MODELS[model]["num_attention_heads"],
+    }
     return {"folder": str(folder), "model": shapes, "file_bytes": file_bytes, "threads": threads}
 
 
