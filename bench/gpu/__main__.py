@@ -1,4 +1,4 @@
-"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d]``."""
+"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d] [e]``."""
 
 import argparse
 import json

@@ -38,6 +38,7 @@ LARGEST = (contenders.OURS, contenders.ON_HOST, contenders.FUSED)
 OF_JAX = (jax_step.OURS, *jax_step.OTHERS, contenders.LATE)
 THREE_STEPS = (1, 1)
 SHARDED = "JAX on one device and on a mesh of all"
+PHASES = "a model leaves the device and comes back"
 _OUTCOME = re.compile(r"^(\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b", re.MULTILINE)
 _OF_A_WORKER = re.compile(r"^\[gw\d+\] \[ *\d+%\] ([A-Z]+) (\S+::.+?) *$", re.MULTILINE)
 """A line of pytest-xdist, which names the outcome first."""
@@ -219,6 +220,17 @@ def _recorded(name: str, path: Path, words: str, why: str, seconds: float) -> Re
     return [*ratios, *known["rows"]], known["missing"], known["notes"]
 
 
+# --- (e) ---------------------------------------------------------------------------------------------------------
+
+
+def in_phases(session: Session) -> None:
+    with TemporaryDirectory() as out:
+        path = Path(out) / "phases.jsonl"
+        arguments = ["bench.parts.phases", "--json", str(path)]
+        arguments += ["--quick"] if session.rehearsal else ["--model", "1.5b"]
+        session.command(PHASES, arguments, 480, partial(_recorded, PHASES, path))
+
+
 class Part(NamedTuple):
     bench: str
     title: str
@@ -230,4 +242,5 @@ PARTS = {
     "b": Part("gpu_step", "On an accelerator: training steps", beside),
     "c": Part("gpu_largest", "On an accelerator: the largest model under a cap", largest),
     "d": Part("gpu_jax", "On an accelerator: training steps in JAX", in_jax),
+    "e": Part("gpu_phases", "On an accelerator: a model leaves the device and comes back", in_phases),
 }

@@ -22,6 +22,8 @@ ON_REQUEST = {
     "many_cores": 250,
     "eight_bit": 500,
     "trainer": 400,
+    "phases": 600,
+    "loading": 900,
     "muon_step": 300,
     "nvme": 600,  # with the default sizes; a run of 1 B parameters takes 20 minutes
 }

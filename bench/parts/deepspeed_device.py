@@ -166,3 +166,16 @@ def install() -> None:
     set_accelerator(_Accelerator())
     dist.Backend.register_backend(_BACKEND, _Alone, devices=["cpu", simulated.NAME])
     dist.init_process_group(_BACKEND, rank=0, world_size=1, store=dist.HashStore())
+    torch.Tensor.data = property(_data.__get__, _set_data)  # type: ignore[assignment, method-assign]
+
+
+_data = torch.Tensor.data
+
+
+def _set_data(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Set ``tensor.data``, also between the CPU and the device: torch allows this only for the backends that it knows,
+    and DeepSpeed's ``offload_states`` needs it."""
+    if tensor.device.type == other.device.type:
+        _data.__set__(tensor, other)
+    else:
+        torch.ops.simulated.set_data(tensor, other.detach())

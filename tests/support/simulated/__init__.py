@@ -77,6 +77,7 @@ def prepare() -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     library.simulated_hold.restype = ctypes.c_void_p
     library.simulated_time.restype = ctypes.c_double
+    library.simulated_bytes_to_host.restype = library.simulated_bytes_to_device.restype = ctypes.c_int64
     return library
 
 
@@ -290,6 +291,11 @@ def keep_busy(stream: torch.Stream, seconds: float) -> None:
 def copies_waited_for() -> int:
     """Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned."""
     return load().simulated_copies_waited_for()
+
+
+def bytes_copied() -> tuple[int, int]:
+    """Bytes of all copies so far: from the devices to the host, and from the host to the devices."""
+    return load().simulated_bytes_to_host(), load().simulated_bytes_to_device()
 
 
 def allocations() -> int:

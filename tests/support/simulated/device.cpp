@@ -65,6 +65,7 @@ std::atomic<uint64_t> seed{0};
 std::atomic<int> kernel_delay{50}, copy_delay{500}; // at most, in microseconds
 std::atomic<int> copies_until_failure{0};
 std::atomic<int> copies_waited_for{0};
+std::atomic<int64_t> bytes_to_host{0}, bytes_to_device{0};
 std::atomic<bool> in_turn{false}, default_streams_ahead{false};
 std::recursive_mutex turn;         // of the thread that does what streams have to do
 std::atomic<double> host_time{0};  // in seconds, as all times of the clock
@@ -974,6 +975,7 @@ void copy_bytes(const at::Tensor &from, const at::Tensor &to, bool non_blocking)
         other.wait_for(stream.mark());
     if (is_ours(from) && is_ours(to))
         return;
+    (is_ours(from) ? bytes_to_host : bytes_to_device) += from.nbytes();
     auto *host = is_ours(from) ? static_cast<const char *>(target) : source;
     if (non_blocking && pinned_memory().contains(host)) {
         pinned_memory().used(host, stream.mark());
@@ -1207,6 +1209,13 @@ void record_stream(at::Tensor &self, c10::Stream stream) {
 
 } // namespace
 
+// `tensor.data = other` between CPU and device, which torch allows only for the backends that it knows.
+TORCH_LIBRARY(simulated, library) {
+    library.def("set_data(Tensor tensor, Tensor other) -> ()", [](const at::Tensor &tensor, const at::Tensor &other) {
+        tensor.unsafeGetTensorImpl()->shallow_copy_from(other.getIntrusivePtr());
+    });
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
     library.fallback(torch::CppFunction::makeFromBoxedFunction<&any_operator>());
 }
@@ -1286,6 +1295,11 @@ void simulated_call(int device, int stream, bool (*act)(size_t), size_t argument
 
 // Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned.
 int simulated_copies_waited_for() { return copies_waited_for; }
+
+// Bytes of all copies from the devices to the host so far, and of those the other way.
+int64_t simulated_bytes_to_host() { return bytes_to_host; }
+
+int64_t simulated_bytes_to_device() { return bytes_to_device; }
 
 double simulated_time() { return host_time; }
 
