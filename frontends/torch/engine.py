@@ -578,14 +578,14 @@ class Engine(nn.Module):
         return self.optimizer.release_tensors(self._named_memory(), [keep] if isinstance(keep, str) else [*keep])
 
     def _named_memory(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors that hold the model's values, by name. They come back in this order, and those of buffers are waited
-        for at once."""
+        """The tensors that hold the model's values, under all their names. They come back in this order, and those of
+        buffers are waited for at once."""
         for module in fsdp_modules(self.module):
             module.reshard()
         parted = self.optimizer.partitioned
         packed = packed_values(self.module) if parted is None else parted.parameters.packed
-        yield from self.module.named_buffers()
-        for name, param in self.module.named_parameters():
+        yield from self.module.named_buffers(remove_duplicate=False)
+        for name, param in self.module.named_parameters(remove_duplicate=False):
             yield name, param
             if id(param) in packed:
                 yield from ((name, tensor) for tensor in packed[id(param)].tensors)
@@ -593,12 +593,15 @@ class Engine(nn.Module):
     def restore(self) -> None:
         """Take the device again, and bring everything back, in the background: a layer waits for its own parameters.
 
-        Does nothing if the engine is not released. All ranks call this.
+        Where code that is compiled around the engine cannot be made to wait, this waits for everything. Does nothing if
+        the engine is not released. All ranks call this.
 
         Raises:
             DeviceMemoryError: on all ranks, if one has no room. All is still released, and nothing is lost.
         """
         self.optimizer.restore()
+        if not (self.is_released or self._reads_wait):
+            self.flush()
 
     @property
     def is_released(self) -> bool:
@@ -607,12 +610,16 @@ class Engine(nn.Module):
 
     @contextmanager
     def released(self, *, keep: Iterable[str] = ()) -> Iterator[ReleaseReport]:
-        """``with engine.released(): ...``: :meth:`release` before, :meth:`restore` after, also after an error."""
-        report = self.release(keep=keep)
+        """``with engine.released(): ...``: :meth:`release` before, :meth:`restore` after, also after an error.
+
+        Inside another one it changes nothing.
+        """
+        was_released = self.is_released
         try:
-            yield report
+            yield self.release(keep=keep)
         finally:
-            self.restore()
+            if not was_released:
+                self.restore()
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host; print it, or draw it (``.plot(path)``).

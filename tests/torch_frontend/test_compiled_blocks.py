@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 
 import pytest
@@ -250,6 +250,40 @@ def test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_seco
         found.append(everything(engine))
         engine.close()
     assert 0 < frames[1] == frames[-1] <= 3
+    assert_all_same(*found)
+
+
+@pytest.mark.parametrize("how", ["blocks", "engine.compile()", "torch.compile(engine)", "a function around the engine"])
+def test_compiled_code_finds_what_a_restore_brings_back_and_compiles_no_more(how, device):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    found, frames = [], []
+    for releases in (True, False):
+        model = blocks(2, device)
+        model[1].up.requires_grad_(False)
+        if how == "blocks" and releases:
+            in_place(model, counter)
+        engine = run = wrap(model, lr=1e-2, reduce_bucket_size=ONE_BLOCK)
+
+        def loss_of(x):
+            return run(x).pow(2).mean()  # noqa: B023
+
+        if releases and how == "engine.compile()":
+            engine.compile(backend=counter)
+        elif releases and how == "torch.compile(engine)":
+            run = torch.compile(engine, backend=counter)
+        elif releases and how == "a function around the engine":
+            loss_of = torch.compile(loss_of, backend=counter)
+        with nullcontext() if device == "cpu" else simulated.delays(copy=20_000, kernel=1):
+            for seed in range(5):
+                engine.backward(loss_of(batch(seed, device)))
+                engine.step()
+                frames.append(counter.frame_count)
+                if releases:
+                    with engine.released(), pytest.raises(Exception, match="released parameters have no memory"):
+                        loss_of(batch(seed, device))
+        found.append(everything(engine))
+        engine.close()
+    assert 0 < frames[1] == frames[-1]
     assert_all_same(*found)
 
 
