@@ -33,8 +33,8 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
-from .pending import can_wait, forget, guard, make_pending
-from .placed import local_of
+from .pending import await_values, can_wait, forget, forget_deleted, guard, make_pending
+from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
 from .stage3.parameters import PartitionedParameter
@@ -121,8 +121,8 @@ class DeviceMemory:
         self._intake = intake
         self._partitioned = partitioned
         self._memories: dict[int, _Memory] = {}
-        """The storages that were released last, by their number. They have memory again unless the pipeline says that
-        parameters are released."""
+        """The storages that were released last, by their number; none once all have come back. They have memory again
+        unless the pipeline says that parameters are released."""
         self._on_device: dict[PartitionedParameter, torch.Tensor] = {}
         """The shards on the device of parameters that are not trained; while they are released, a copy stands in their
         place."""
@@ -160,28 +160,30 @@ class DeviceMemory:
             ParameterError: there is nothing of a name in ``keep``, or a tensor's memory cannot be given back.
             HostMemoryError: the host has no room for copies.
         """
-        pipeline = self._pipeline
+        pipeline, slots = self._pipeline, self._registration.slots
         before = self._allocator()
         with self._together("release()"):
             if self._agreed("release()"):
                 return ReleaseReport(0, 0, _pair(before, before, 0), _pair(before, before, 1))
             self._check_idle()
             memories = self._to_release([*named], keep)
+            leaving = {memory.storage._cdata for memory in memories}
             self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
-            if self._moves:
-                self._host_for([memory for memory in memories if memory.copied])
-        pipeline.flush(self._registration.current_tensors())
-        if self._partitioned is not None:
-            self._partitioned.before_change()
-        leaving = {memory.storage._cdata for memory in memories}
-        for number, memory in self._memories.items():
-            for tensor in memory.tensors if number not in leaving else ():
-                forget(tensor)  # nobody may have read it since it came back
-        copied = [memory for memory in memories if memory.copied] if self._moves else []
-        for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
-            event.wait()
-        if self._moves:  # kernels on any stream may read what is freed now
-            torch.accelerator.synchronize(self._device)
+            copied = [memory for memory in memories if memory.copied] if self._moves else []
+            self._host_for(copied)
+        with self._together("release()"):
+            pipeline.flush(self._registration.current_tensors())
+            if self._partitioned is not None:
+                self._partitioned.before_change()
+            self._await_others(memories)
+            with no_read():
+                staying = [s.param for s in slots.values() if not s.partitioned and _number(s.values) not in leaving]
+            for param in staying:
+                forget(param)  # the flush has written it, and it may be read and written while others are released
+            for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
+                event.wait()
+            if self._moves:  # kernels on any stream may read what is freed now
+                torch.accelerator.synchronize(self._device)
 
         @torch.no_grad()  # in the section's own thread
         def section() -> None:
@@ -201,6 +203,12 @@ class DeviceMemory:
         after, given_back = self._allocator(), sum(memory.n_bytes for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
+
+    def _await_others(self, memories: Iterable[_Memory]) -> None:
+        """Order the copies to the host after all that another engine brings back of what both use."""
+        for memory in memories if self._moves else ():
+            for tensor in memory.tensors:
+                await_values(tensor)
 
     def _agreed(self, what: str) -> bool:
         """True if parameters are released; :class:`StateError` on all ranks if that is so on some alone."""
@@ -301,7 +309,8 @@ class DeviceMemory:
                 self._on_device[record] = record.shard
                 record.shard = self._on_host(record.shard, memory)
         for tensor in memory.tensors:
-            wait = partial(_await, weakref.WeakMethod(self.await_values), weakref.ref(tensor), memory.storage._cdata)
+            of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
+            wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
             if can_wait(tensor):
                 make_pending(tensor, wait, before_modules=True)
             else:
@@ -320,6 +329,7 @@ class DeviceMemory:
         with self._together("restore()"):
             if not self._agreed("restore()"):
                 return
+            self._registration.current_tensors()  # what was kept may have been written to, and is sent again, too
             self._allocate()
         pipeline = self._pipeline
         copied = [memory for memory in self._memories.values() if memory.copied] if self._moves else []
@@ -385,13 +395,30 @@ class DeviceMemory:
             storage: its number.
         """
         self._pipeline.check_present()
-        self._memories[storage].arrived.order()
+        if (memory := self._memories.get(storage)) is not None:  # else it has arrived
+            # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
+            memory.arrived.wait() if is_placed(tensor) else memory.arrived.order()
         if (slot := self._registration.slots.get(tensor)) is not None:
             self._registration.await_values(slot)
 
+    def before_backward(self) -> None:
+        """Order a backward after all that :meth:`restore` brings back. Its graph may be older than the release, and C++
+        code reads what the graph has saved. Once all has arrived, keep none of it alive."""
+        if self._pipeline.released or not self._memories:
+            return
+        arrived = all(memory.arrived.done() for memory in self._memories.values())
+        for memory in self._memories.values():
+            for tensor in memory.tensors:
+                if _has_memory(tensor):  # else another engine has released it
+                    await_values(tensor)
+        if arrived:
+            self._memories.clear()
+
     def settle(self) -> None:
-        """Wait for all that was restored; nobody needs to wait for it any more."""
-        _settle(self._memories)
+        """Wait for all that was restored. Readers no longer need to wait, and none of it is kept alive."""
+        if not self._pipeline.released:
+            _settle(self._memories)
+            self._memories.clear()
 
     # --- ranks and the allocator -----------------------------------------------------------------------
 
@@ -436,6 +463,15 @@ def _settle(memories: Mapping[int, _Memory]) -> None:
             memory.arrived = Done()
             for tensor in memory.tensors if memory.copied else ():
                 forget(tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    with no_read():
+        return local_of(tensor).untyped_storage().nbytes() > 0
+
+
+def _forget_deleted(number: int, _: object) -> None:
+    forget_deleted(number)
 
 
 def _identity(event: Event) -> Event:

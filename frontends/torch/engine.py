@@ -201,6 +201,7 @@ class Engine(nn.Module):
         span = parts.pipeline.device.trace.span(COMPUTE, "backward")
         try:
             with span:
+                parts.device_memory.before_backward()
                 parts.intake.run_backward(
                     lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs), average=average
                 )
@@ -563,7 +564,9 @@ class Engine(nn.Module):
         exception: it begins with :meth:`flush`, which ends the delay of ``schedule="delayed"``. All ranks call this.
         Until :meth:`restore`, forward, backward, ``step()``, loads and reads of parameters raise :class:`StateError`,
         on the CPU, too, where memory stays as it is. Saves, :meth:`export_safetensors` and reads of optimizer states
-        work. A view of a parameter that you hold, and a graph, have no memory meanwhile: do not read them.
+        work. A view of a parameter that you hold, and a graph, have no memory meanwhile: do not read them. After
+        :meth:`restore`, :meth:`backward` waits for what the graph of an earlier forward reads. Before you read a view,
+        or call ``loss.backward()`` yourself on such a graph, call :meth:`flush`.
 
         Does nothing if the engine is released already.
 

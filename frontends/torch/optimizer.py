@@ -280,6 +280,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self.follow_sizes()
         self._state_lock.change("flush()", self.parts.registration.flush)
+        self.parts.device_memory.settle()
 
     @property
     def casts(self) -> Casts:

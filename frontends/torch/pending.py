@@ -128,6 +128,11 @@ _IN_SHARDS: dict[type, type] = {}
 """The class that tensors in shards have, by their own class."""
 
 
+def is_pending(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor's values are missing for now."""
+    return isinstance(tensor, _Pending)
+
+
 def own_class_of(tensor: torch.Tensor) -> type:
     """Return the tensor's own class, pending or not."""
     return tensor.own_class if isinstance(tensor, _Pending) else type(tensor)
@@ -292,6 +297,14 @@ def forget(param: torch.Tensor) -> None:
     _WAITS.pop(id(param), None)
     if id(param) in _BEFORE_MODULES:
         _BEFORE_MODULES.discard(id(param))
+        _watch_modules()
+
+
+def forget_deleted(number: int) -> None:
+    """Forget a pending tensor that was deleted; ``number``: the ``id`` that it had."""
+    _WAITS.pop(number, None)
+    if number in _BEFORE_MODULES:
+        _BEFORE_MODULES.discard(number)
         _watch_modules()
 
 

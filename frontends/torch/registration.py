@@ -33,7 +33,15 @@ from .columns import Columns
 from .data_writes import DataWrites, data_of
 from .internals import no_read
 from .overlaps import check_apart, tensors_of
-from .pending import await_all, await_values_of_garbage, can_wait, forget, have_been_written, make_pending
+from .pending import (
+    await_all,
+    await_values_of_garbage,
+    can_wait,
+    forget,
+    have_been_written,
+    is_pending,
+    make_pending,
+)
 from .placed import Placed, check_within, count_once, is_here, is_placed, local_of
 from .stage3.construction import shards_of
 from .stage3.partitioned import PartitionedModel
@@ -386,9 +394,9 @@ class Registration:
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
-        if self._pipeline.released:  # they have no values, and are as they were
-            return self._last_tensors(slots)
         written = self._written_from_outside()
+        if self._pipeline.released:  # parameters without values are as they were; others may have been kept
+            written = [slot for slot in written if not is_pending(slot.param)]
         if self._replaced:
             with no_read():
                 for slot in self.slots.values():

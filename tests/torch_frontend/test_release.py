@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, pending, wrap
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
 from tests.support import killed_released, simulated
 from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
@@ -482,3 +482,126 @@ def test_a_run_that_is_killed_between_release_and_restore_resumes_from_its_last_
         assert status == -signal.SIGKILL, output
         done, bits = (tmp_path / f"{seed}.resumed").read_text().split()
         assert (int(done), bits) == (3 * seed, expected[3 * seed])
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+def test_copies_that_are_still_read_on_the_host_are_not_replaced(device):
+    """A second release needs more memory there than the first one, whose values are on their way back."""
+    engine = wrap(mixed(), lr=1e-2)
+    train(engine, range(2))
+    before = everything(engine)
+    device_memory = engine.optimizer.parts.device_memory
+    replace, arrived = device_memory._host_for, []
+
+    def host_for(copied):
+        arrived.append(all(memory.arrived.done() for memory in device_memory._memories.values()))
+        replace(copied)
+
+    device_memory._host_for = host_for
+    with simulated.delays(copy=50_000, kernel=1):
+        for keep in (["frozen"], []):
+            engine.release(keep=keep)
+            engine.restore()
+    assert arrived == [True, True]
+    assert_all_same(everything(engine), before)
+    engine.close()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
+def test_a_kept_parameter_may_be_read_and_written_and_the_write_is_trained_on(device):
+    found = []
+    for releases in (True, False):
+        engine = wrap(mixed(), lr=1e-2, param_dtype="bfloat16")
+        train(engine, range(2))
+        if releases:
+            engine.release(keep=["first"])
+        with torch.no_grad():
+            engine.module.first.weight.mul_(0.5)
+        masters = dict(engine.named_weights(dtype="float32"))["first.weight"]
+        if releases:
+            engine.restore()
+        train(engine, range(2, 4))
+        found.append([masters, *everything(engine)])
+        engine.close()
+    assert_all_same(*found)
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+def test_a_tied_weight_stays_under_each_of_its_names(device):
+    engine = wrap(mixed(), lr=1e-2)
+    for keep in ("tied", "again.weight"):
+        with engine.released(keep=keep):
+            assert engine.module.tied.weight.untyped_storage().nbytes()
+    engine.close()
+
+
+@pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
+def test_released_restores_if_it_has_released_and_also_where_the_release_was_interrupted_at_its_end(
+    device, monkeypatch
+):
+    engine = wrap(mixed(), lr=1e-2)
+    with engine.released():
+        with engine.released():
+            pass
+        assert engine.is_released
+    assert not engine.is_released
+    release = engine.optimizer.release_tensors
+
+    def interrupted(*args):
+        release(*args)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.optimizer, "release_tensors", interrupted)
+    with pytest.raises(KeyboardInterrupt), engine.released():
+        pass
+    assert not engine.is_released
+    engine.close()
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+def test_the_graph_of_a_forward_before_the_release_reads_what_has_come_back(device):
+    found = []
+    for releases in (False, True):
+        engine = wrap(mixed(), lr=1e-2)
+        train(engine, range(2))
+        engine.flush()
+        loss = engine(x_of(2)).pow(2).mean()
+        with simulated.delays(copy=100_000, kernel=1):
+            if releases:
+                engine.release()
+                engine.restore()
+            engine.backward(loss)
+        engine.step()
+        found.append(everything(engine))
+        engine.close()
+    assert_all_same(*found)
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+def test_nothing_that_came_back_is_kept_alive_once_the_model_has_dropped_it(device):
+    engine = wrap(mixed(), lr=1e-2)
+    engine.release()
+    engine.restore()
+    train(engine, range(1))
+    torch.accelerator.synchronize()
+    train(engine, range(1))
+    dropped = weakref.ref(engine.module.norm.running_var)
+    engine.module.norm.running_var = torch.ones(64, device=device)
+    gc.collect()
+    assert dropped() is None
+    engine.close()
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_deleted_model_leaves_no_function_that_waits(restores, device):
+    gc.collect()
+    before = dict(pending._WAITS), set(pending._BEFORE_MODULES)
+    engine = wrap(mixed(), lr=1e-2)
+    train(engine, range(1))
+    engine.release()
+    if restores:
+        engine.restore()
+    del engine
+    gc.collect()
+    assert before == (pending._WAITS, pending._BEFORE_MODULES)

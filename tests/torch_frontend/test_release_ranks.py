@@ -154,3 +154,36 @@ def test_what_one_rank_refuses_happens_on_none():
     for found in (first, second):
         assert [found[i] for i in (1, 2, 3, 5)] == [True, True, False, False]
     assert first[-1] == second[-1]
+
+
+def failing(rank):
+    """A copy to the host fails on rank 1 alone, after all have agreed to release."""
+    device, result = device_of(rank), []
+    engine = wrap(model_on(device), lr=1e-2, reduce_bucket_size=1000)
+    step(engine, 0, rank, device)
+    before = whole_bits(engine)
+    copies = engine.optimizer.pipeline.device
+
+    def fail(*args):
+        raise RuntimeError("a copy failed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(copies, "to_host", fail)
+        with pytest.raises((RuntimeError, StateError)) as error:
+            engine.release()
+    result += [str(error.value), engine.is_released, whole_bits(engine) == before]
+    engine.release()
+    engine.restore()
+    step(engine, 1, rank, device)
+    result.append(whole_bits(engine))
+    engine.close()
+    return result
+
+
+def test_a_copy_that_fails_on_one_rank_has_the_model_released_on_none():
+    first, second = on_devices(failing)
+    assert "release() failed on rank 1, whose own error says why; nothing has changed" in first[0]
+    assert "a copy failed" in second[0]
+    assert first[1:3] == second[1:3] == [False, True]
+    assert first[-1] == second[-1]

@@ -537,3 +537,30 @@ def test_ranks_whose_engines_take_turns_or_run_in_threads_get_the_bits_of_each_a
                 assert_all_same(got, expected)
             assert len(set(needed)) == 1, name
             assert n_alone <= n_together <= 2 * n_alone, name
+
+
+# --- phases of engines that share frozen layers --------------------------------------------------------
+
+
+def test_engines_that_share_frozen_layers_release_them_one_after_the_other(accelerator):
+    """What one brings back has arrived before the other one releases it, and nobody reads it meanwhile."""
+    with simulated.delays(copy=50_000, kernel=1):
+        trunk = nn.Linear(32, 64).to(accelerator).requires_grad_(False)
+        expected = trunk.weight.detach().cpu().clone()
+        first, second = (wrap(nn.Sequential(trunk, nn.Linear(64, 8).to(accelerator)), lr=1e-2) for _ in range(2))
+        for _ in range(3):
+            first.release()
+            first.restore()
+            second.release()
+            first.release()
+            with pytest.raises(StateError, match="released parameters have no memory"):
+                trunk.weight.sum()
+            second.restore()
+            first.restore()
+            assert same_bits(trunk.weight.detach().cpu(), expected)
+        second.release()
+        first.close()
+        with pytest.raises(StateError, match="released parameters have no memory"):
+            trunk.weight.sum()
+        second.close()
+        assert same_bits(trunk.weight.detach().cpu(), expected)
