@@ -33,7 +33,7 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
-from .pending import await_values, can_wait, forget, forget_deleted, guard, make_pending
+from .pending import await_values, can_wait, end_wait, forget, forget_deleted, guard, make_pending
 from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
@@ -79,6 +79,8 @@ class _Memory:
     """Its contents, for reports."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Those that others may read."""
+    waits: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """Each one's function that waits for it, by the ``id`` of the tensor."""
     trained: dict[int, int] = field(default_factory=dict)
     """Bytes of trained parameters, or shards of them, by the ``id`` of their tensor."""
     shards: list[PartitionedParameter] = field(default_factory=list)
@@ -86,6 +88,11 @@ class _Memory:
     at: int = 0
     """The place of its copy on the host."""
     arrived: Event = field(default_factory=Done)
+
+    def end_waits(self) -> None:
+        """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
+        for tensor in self.tensors:
+            end_wait(tensor, self.waits[id(tensor)])
 
     @property
     def copied(self) -> bool:
@@ -311,6 +318,7 @@ class DeviceMemory:
         for tensor in memory.tensors:
             of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
             wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
+            memory.waits[id(tensor)] = wait
             if can_wait(tensor):
                 make_pending(tensor, wait, before_modules=True)
             else:
@@ -356,7 +364,7 @@ class DeviceMemory:
             for tensor in memory.tensors:
                 if not can_wait(tensor):
                     memory.arrived.order()
-                    forget(tensor)
+                    end_wait(tensor, memory.waits[id(tensor)])
 
     def _allocate(self) -> None:
         done: list[_Memory] = []
@@ -407,7 +415,7 @@ class DeviceMemory:
         if self._pipeline.released or not self._memories:
             return
         arrived = all(memory.arrived.done() for memory in self._memories.values())
-        for memory in self._memories.values():
+        for memory in self._memories.values() if self._moves else ():
             for tensor in memory.tensors:
                 if _has_memory(tensor):  # else another engine has released it
                     await_values(tensor)
@@ -461,8 +469,8 @@ def _settle(memories: Mapping[int, _Memory]) -> None:
         if memory.storage.nbytes():  # else its tensors must go on to refuse reads
             memory.arrived.wait()
             memory.arrived = Done()
-            for tensor in memory.tensors if memory.copied else ():
-                forget(tensor)
+            if memory.copied:
+                memory.end_waits()
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

@@ -300,6 +300,12 @@ def forget(param: torch.Tensor) -> None:
         _watch_modules()
 
 
+def end_wait(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """Record that the tensor is not pending, unless its readers call another function by now."""
+    if _WAITS.get(id(tensor)) is wait:
+        forget(tensor)
+
+
 def forget_deleted(number: int) -> None:
     """Forget a pending tensor that was deleted; ``number``: the ``id`` that it had."""
     _WAITS.pop(number, None)
