@@ -175,15 +175,13 @@ class DeviceMemory:
             self._check_idle()
             memories = self._to_release([*named], keep)
             leaving = {memory.storage._cdata for memory in memories}
-            for memory in self._memories.values():
-                memory.arrived.wait()  # the copies on the host may still be read
+            self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
             copied = [memory for memory in memories if memory.copied] if self._moves else []
             self._host_for(copied)
         with self._together("release()"):
             pipeline.flush(self._registration.current_tensors())
             if self._partitioned is not None:
                 self._partitioned.before_change()
-            self._end_waits(leaving)
             self._await_others(memories)
             with no_read():
                 staying = [s.param for s in slots.values() if not s.partitioned and _number(s.values) not in leaving]
@@ -212,13 +210,6 @@ class DeviceMemory:
         after, given_back = self._allocator(), sum(memory.n_bytes for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
-
-    def _end_waits(self, leaving: Collection[int]) -> None:
-        """All that the last :meth:`restore` brought back has arrived. Readers of what stays now, which may not have
-        read it since then, no longer need to wait."""
-        for number, memory in self._memories.items():
-            if number not in leaving:
-                memory.end_waits()
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
         """Order the copies to the host after all that another engine brings back of what both use."""

@@ -568,7 +568,8 @@ class Engine(nn.Module):
         :meth:`restore`, :meth:`backward` waits for what the graph of an earlier forward reads. Before you read a view,
         or call ``loss.backward()`` yourself on such a graph, call :meth:`flush`.
 
-        Does nothing if the engine is released already.
+        Scales and tables of quantised parameters stay if they are below 2 KiB. Does nothing if the engine is released
+        already.
 
         Args:
             keep: names of parameters, buffers or modules that stay on the device.

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -202,18 +203,27 @@ def bytes_as(tensor: torch.Tensor, target: ElementType | None) -> int:
     return tensor.numel() * (target.itemsize if target and tensor.is_floating_point() else tensor.element_size())
 
 
+def tensors_in(tensor: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors inside a wrapper subclass, or the tensor itself if it is none."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from tensors_in(getattr(tensor, name))
+
+
 def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
     """Return the bytes of the tensors' memory, counting each storage once."""
     storages = {}
     with no_read():
-        for tensor in map(local_of, tensors):
+        for tensor in chain.from_iterable(map(tensors_in, map(local_of, tensors))):
             if tensor.layout is not torch.strided:  # values, and int64 indices of each
                 storages[-id(tensor)] = tensor._nnz() * (tensor.element_size() + 8 * tensor.dim())
                 continue
             try:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
-            except NotImplementedError:  # wrapper subclasses have no storage
+            except NotImplementedError:  # a class of its own that does not tell what is inside
                 storages[-id(tensor)] = tensor.nbytes
     return sum(storages.values())
 

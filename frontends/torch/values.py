@@ -19,7 +19,7 @@ from offload_core.layout.regions import InMemory
 from .data_writes import set_data
 from .internals import no_read
 from .pending import own_class_of
-from .tensors import flat, is_offloadable, shaped_like, spec_of
+from .tensors import flat, is_offloadable, shaped_like, spec_of, tensors_in
 
 _SMALLEST = 2048
 """Bytes of the smallest tensor beside packed elements that is moved; smaller ones are tables of their library."""
@@ -137,7 +137,7 @@ def is_quantised(param: torch.Tensor) -> bool:
 
 def _tensors(param: torch.Tensor, module: nn.Module) -> Iterator[torch.Tensor]:
     if is_traceable_wrapper_subclass(param):
-        for tensor in _inside(param):
+        for tensor in tensors_in(param):
             if tensor.untyped_storage().nbytes() >= _SMALLEST:
                 yield tensor
         return
@@ -150,12 +150,6 @@ def _tensors(param: torch.Tensor, module: nn.Module) -> Iterator[torch.Tensor]:
 
 def _library(param: torch.Tensor) -> str:
     return own_class_of(param).__module__.partition(".")[0]
-
-
-def _inside(wrapper: Any) -> Iterator[torch.Tensor]:
-    for name in wrapper.__tensor_flatten__()[0]:
-        inner = getattr(wrapper, name)
-        yield from _inside(inner) if is_traceable_wrapper_subclass(inner) else [inner]
 
 
 def _beside(values: Iterable[Any], library: str, seen: set[int]) -> Iterator[torch.Tensor]:

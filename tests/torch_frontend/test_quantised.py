@@ -164,6 +164,34 @@ def peak_of_a_step(kind, depth, device):
 
 
 @pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
+@pytest.mark.parametrize("fields", [{}, {"stage": 3, "param_persistence_threshold": 0}], ids=str)
+def test_of_a_released_quantised_base_only_small_scales_take_memory_and_the_report_says_so(fields, accelerator):
+    found = []
+    for releases in (False, True):
+        torch.manual_seed(0)
+        engine, losses = wrap(Deep("torchao", 2).to(accelerator), lr=1e-2, **fields), []
+        for _ in range(3):
+            loss = engine(torch.ones(4, 512, device=accelerator)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+            if releases:
+                with engine.released():
+                    small = 2 * 512  # a byte for each element was given back; the scales are below 2 KiB a layer
+                    assert engine.memory_report().device_bytes == small
+                    for layer in engine.module.layers:
+                        assert bytes_of_elements(layer.base.weight) == 0
+        found.append(losses)
+        engine.close()
+    assert found[0] == found[1]
+
+
+def bytes_of_elements(weight):
+    with torch._C.DisableTorchFunctionSubclass():
+        return getattr(weight, weight.__tensor_flatten__()[0][0]).untyped_storage().nbytes()
+
+
+@pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 @pytest.mark.parametrize("kind", ["bfloat16", "torchao"])
 def test_device_memory_of_adapters_over_a_frozen_base_does_not_depend_on_its_depth(kind, accelerator):
     few, many = (peak_of_a_step(kind, depth, accelerator) for depth in (12, 48))
