@@ -1,5 +1,6 @@
 """One run of ``bench.parts.phases``: CONTENDER SETTINGS. Rounds in which a model leaves the device and comes back."""
 
+import gc
 import json
 import os
 import sys
@@ -41,6 +42,8 @@ class Run(NamedTuple):
     plain_to_host: list[float]
     """Seconds of a plain copy of as many bytes, from and to pinned memory; none: no bytes crossed."""
     plain_to_device: list[float]
+    collecting: list[float]
+    """Seconds of a ``gc.collect()`` in this process, right after each round."""
     held: tuple[int, int] | None
     """Bytes allocated on the device before and after the model has left it; None: it is the CPU."""
     versions: dict[str, str]
@@ -192,7 +195,7 @@ def run(contender: str, settings: dict[str, Any], device: torch.device) -> Run:
 
     crossed, held = {}, None
     before = 0 if device.type == CPU else torch.accelerator.memory_allocated(device)
-    known = Run(params, [], [], None, None, [], [], None, {})
+    known = Run(params, [], [], None, None, [], [], [], None, {})
     for number in range(settings["rounds"] + 2):
         train()
         was = loss()
@@ -207,6 +210,7 @@ def run(contender: str, settings: dict[str, Any], device: torch.device) -> Run:
             if number > 1:
                 known.away.append(times[0])
                 known.back.append(times[1])
+                known.collecting.append(seconds(device, gc.collect))
         if (now := loss()) != was:
             raise ValueError(f"{contender}: a loss of {now} after a round, and {was} before it")
     ways = [None, None]
