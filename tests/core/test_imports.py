@@ -23,7 +23,7 @@ ROOMS = {
         integrations""",
     "frontends.jax": """launch context numbers words runs memory_kinds device_parts device tree mesh loss_scale
         gradients placement differentiate updates optax_bridge leaf_rules files offloaded""",
-    "bench": """record markdown plots fits headers peers harness train disk_demo screens losses parts formats
+    "bench": """record markdown plots fits headers peers harness train disk_demo screens losses phases parts formats
         optimizers gpu report run""",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round

@@ -1,8 +1,10 @@
 """A model of all that a release must bring back, and training that is broken by releases."""
 
+import pytest
 import torch
 from torch import nn
 
+from tests.support import simulated
 from tests.support.torch_models import _SEED, place
 
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
@@ -59,3 +61,15 @@ def allocated():
     """Bytes of the accelerator that tensors take."""
     torch.accelerator.synchronize()
     return torch.accelerator.memory_allocated()
+
+
+def drained():
+    """The device goes on after a copy that failed."""
+    simulated.fail_copy(0)
+    for _ in range(16):  # a failure may pass from stream to stream
+        try:
+            torch.accelerator.synchronize()
+            return
+        except RuntimeError:
+            pass
+    pytest.fail("the device does not go on")

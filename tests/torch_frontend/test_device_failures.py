@@ -9,6 +9,7 @@ import torch
 from frontends.torch import wrap
 from offload_core import ParameterError
 from tests.support import simulated
+from tests.support.phases import drained
 from tests.support.torch_models import assert_all_same, everything, loss_of, make, step
 
 pytestmark = pytest.mark.parametrize("device", ["simulated, delays 0"], indirect=True)
@@ -36,18 +37,6 @@ def full(spare):
     gc.collect()
     torch.accelerator.empty_cache()
     return simulated.capacity(torch.accelerator.memory_reserved() + spare)
-
-
-def drained():
-    """The device goes on after a copy that failed."""
-    simulated.fail_copy(0)
-    for _ in range(16):  # a failure may pass from stream to stream
-        try:
-            torch.accelerator.synchronize()
-            return
-        except RuntimeError:
-            pass
-    pytest.fail("the device does not go on")
 
 
 def assert_goes_on_from(before, engine, fields):

@@ -13,10 +13,9 @@ from frontends.torch import OffloadedAdamW, gathered_parameters, pending, wrap
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
 from tests.support import killed_released, simulated
 from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
-from tests.support.phases import STREAMED, allocated, mixed, train, x_of
+from tests.support.phases import STREAMED, allocated, drained, mixed, train, x_of
 from tests.support.processes import forked, torch_server
 from tests.support.torch_models import assert_all_same, everything, loss_of, make, same_bits, step
-from tests.torch_frontend.test_device_failures import drained
 
 SETTINGS = {
     "stage 1": {"stage": 1},
