@@ -1255,7 +1255,9 @@ def test_the_sound_core_passes_and_the_scenarios_walk_the_whole_transition_table
     monkeypatch.setattr(StateMachine, "on", recording)
     for scenario in SCENARIOS:
         scenario()
-    assert walked - {*HEALTH} == {*GRADIENT, *PUBLICATION, *OWNER}
+    away = Publication.RELEASED  # test_release.py walks there: front ends alone release
+    published = {way for way, to in PUBLICATION.items() if away not in (way[0], to)}
+    assert walked - {*HEALTH} == {*GRADIENT, *published, *OWNER}
 
 
 @pytest.mark.slow
