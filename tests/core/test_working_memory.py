@@ -134,7 +134,7 @@ def test_a_reservation_that_is_refused_leaves_no_memory():
     with pytest.raises(HostMemoryError, match="gradients: the system refused 8192.0 TiB"):
         memory.reserve("gradients", [2**53, 64], pinned=False)
     assert memory.report() == {"staging": 16}
-    assert memory.lacking_bytes([64], pinned=False) == before == 64
+    assert memory.lacking_bytes([64], pinned=False) == before
     assert reserved.borrow(2, np.dtype(np.float32)).size == 2
     assert reserved.borrow(0, BYTES).size == 0
     del reserved
