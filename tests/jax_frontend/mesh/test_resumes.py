@@ -110,7 +110,8 @@ def test_where_one_process_fails_all_say_so_and_the_checkpoint_before_is_whole(f
     good = offloaded.save_checkpoint(folder)
     train(offloaded, Loader(), 1)
     before = outcome(offloaded, Loader())
-    elsewhere = "it says there why|failed in another process"
+    # The other process may find the folder of the checkpoint that is given up gone, and say that.
+    elsewhere = "it says there why|failed in another process|the checkpoint is given up"
 
     with pytest.raises(CheckpointError, match="expected an object with state_dict" if second else elsewhere):
         offloaded.save_checkpoint(folder, stateful={"loader": None if second else Loader()})
