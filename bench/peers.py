@@ -5,6 +5,7 @@ DeepSpeed's Adam is compiled here, before anything is timed.
 """
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -28,6 +29,13 @@ def find_compilers() -> None:
     if own not in path:
         os.environ["PATH"] = os.pathsep.join([own, *path])
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(EXTENSIONS))
+
+
+def free_port() -> int:
+    """Return a TCP port that nobody listens on, for DeepSpeed's group of one rank."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def deepspeed() -> None:

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from bench.parts.torch_contenders import adam_arguments
-from bench.parts.trainer_run import free_port
-from bench.peers import find_compilers
+from bench.peers import find_compilers, free_port
 from bench.train.gpt_torch import GPT
 from offload_core.commands.model_shapes import GPTConfig
 

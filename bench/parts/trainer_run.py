@@ -5,7 +5,6 @@ Hugging Face's Trainer as its documentation has it: arguments, a model ``from_pr
 
 import json
 import os
-import socket
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from bench.peers import find_compilers
+from bench.peers import find_compilers, free_port
 
 TORCH, ALONE = "Trainer, adamw_torch_fused", "Trainer, the optimizer alone"
 OURS, OURS_3 = "OffloadTrainer, stage 2", "OffloadTrainer, stage 3"
@@ -86,12 +85,6 @@ class Watch(TrainerCallback):
             torch.accelerator.synchronize()
             self.before = torch.accelerator.max_memory_allocated()
             torch.accelerator.reset_peak_memory_stats()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def trainer_of(contender: str, settings: dict[str, Any], on_device: bool) -> Any:
