@@ -146,7 +146,6 @@ PUBLICATION: dict[tuple[Publication, PublicationEvent], Publication] = {
     (P.EARLY, PE.RECALL): P.STALE,
     **{(state, PE.LOSE): P.STALE for state in P if state is not P.RELEASED},
     (P.CURRENT, PE.RELEASE): P.RELEASED,
-    (P.RELEASED, PE.RELEASE): P.RELEASED,
     (P.RELEASED, PE.RESTORE): P.STALE,
 }
 
