@@ -347,6 +347,15 @@ class Engine(nn.Module):
         alone = self.optimizer.pipeline.device.world_size == 1
         return nullcontext() if alone else self.optimizer.parts.intake.deferring()
 
+    def set_gradient_accumulation_steps(self, micro_steps: int) -> None:
+        """Have an update follow so many micro-steps from now on, and average over as many. All ranks call this alike.
+
+        Raises:
+            StateError: gradients wait for an update; or ``update_in_backward`` has left no memory for sums.
+        """
+        self.optimizer.accumulate_over(micro_steps)
+        self.offload_config = self.optimizer.config
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients at an accumulation boundary; between micro-steps, keep them.
 
@@ -378,12 +387,14 @@ class Engine(nn.Module):
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
+        tag: str | None = None,
         *,
         stateful: Mapping[str, Any] | None = None,
         extras: Any = None,
         keep: int | None = None,
         wait: bool = True,
         frozen: bool = True,
+        latest: bool = True,
     ) -> Path:
         """Save everything that training needs to resume, and return the checkpoint's folder, ``folder/step-…``.
 
@@ -394,21 +405,33 @@ class Engine(nn.Module):
         at all; then ``folder/latest`` names it.
 
         Args:
+            tag: the checkpoint's name in the folder, in place of ``step-…``. One of that name is replaced.
             stateful: objects with ``state_dict()`` and ``load_state_dict()``, by name: LR schedulers, data loaders.
                 Rank 0's states are saved.
             extras: plain values and arrays (no objects: nothing is pickled); :meth:`load_checkpoint` returns them.
-            keep: the number of checkpoints to keep in the folder; older ones are deleted. None: keep all.
+            keep: the number of checkpoints to keep in the folder; older ones are deleted. None: keep all. Those with a
+                tag are kept.
             wait: False returns while optimizer states are still being written. Training may go on: the checkpoint
                 holds the states of the call. The next save, :meth:`wait_for_checkpoint` or :meth:`close` waits for it.
             frozen: False leaves out parameters that require no gradient and have no states (the base under LoRA). A
                 model that loads the checkpoint keeps its own values of them: give it the same base first. Names and
                 shapes are compared, values are not.
+            latest: False: ``folder/latest`` stays as it is.
 
         Raises:
             CheckpointError: on all ranks; earlier checkpoints are untouched.
             StateError: gradients wait for an update; or a signal handler calls this in the middle of a step.
         """
-        return self._checkpoints.save(folder, stateful=stateful, extras=extras, keep=keep, wait=wait, frozen=frozen)
+        return self._checkpoints.save(
+            folder,
+            stateful=stateful,
+            extras=extras,
+            keep=keep,
+            wait=wait,
+            frozen=frozen,
+            tag=tag,
+            latest=latest,
+        )
 
     def save_on_signal(
         self,
@@ -451,6 +474,8 @@ class Engine(nn.Module):
         names: Names = None,
         random_state: bool = True,
         missing_ok: bool = False,
+        optimizer_states: bool = True,
+        strict: bool = True,
     ) -> Any:
         """Load a checkpoint, or the latest of a folder, and return its extras. All ranks call it.
 
@@ -462,6 +487,10 @@ class Engine(nn.Module):
             names: from this model's names to those in the checkpoint: a function, or a mapping of those that differ.
             random_state: True restores the random generators. A rank that the saving run did not have keeps its own.
             missing_ok: True returns None if there is no checkpoint yet, for loops that resume if there is one.
+            optimizer_states: False loads weights, buffers and states of modules, but no moments, step counts,
+                hyperparameters and loss scale: these stay as they are. The checkpoint may be of another optimizer then.
+            strict: False, as in torch's ``load_state_dict``: tensors that the checkpoint lacks stay as they are, and
+                those that the model lacks are left out.
 
         Raises:
             CheckpointError: on all ranks. Nothing has changed, unless the message says that loading broke off.
@@ -469,7 +498,14 @@ class Engine(nn.Module):
         checkpoints = self._checkpoints
         if missing_ok and checkpoints.has_none(path):
             return None
-        return checkpoints.load(path, stateful=stateful, names=names, random_state=random_state)
+        return checkpoints.load(
+            path,
+            stateful=stateful,
+            names=names,
+            random_state=random_state,
+            states=optimizer_states,
+            strict=strict,
+        )
 
     @property
     def _checkpoints(self) -> ModelCheckpoints:

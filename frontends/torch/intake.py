@@ -251,7 +251,7 @@ class Intake:
     @property
     def divisor(self) -> float:
         """The divisor of the summed gradients: the number of accumulation steps if the update averages over them."""
-        return float(self._pipeline.config.gradient_accumulation_steps) if self._averaged else 1.0
+        return float(self._pipeline.arrivals.per_update) if self._averaged else 1.0
 
     @property
     def has_deferred(self) -> bool:
@@ -313,7 +313,7 @@ class Intake:
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
             )
-        if self._pipeline.config.gradient_accumulation_steps > 1 and self._averaged not in ({}, self._arrived):
+        if self._pipeline.arrivals.per_update > 1 and self._averaged not in ({}, self._arrived):
             raise GradientError(
                 "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "

@@ -18,6 +18,7 @@ from offload_core.memory.report import MemoryReport
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import StateLock, changes, whole
+from offload_core.support.checks import integer
 
 from .casting import Casts
 from .compiled import untraced
@@ -508,6 +509,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._gave_way = True
 
     # --- step --------------------------------------------------------------------------------------
+
+    def accumulate_over(self, micro_steps: int) -> None:
+        """As ``Engine.set_gradient_accumulation_steps``."""
+        pipeline = self.pipeline
+        integer("gradient_accumulation_steps", micro_steps, least=1)
+        what, waiting = "set_gradient_accumulation_steps()", self.parts.intake.has_deferred
+        self._state_lock.change(what, pipeline.accumulate_over, micro_steps, waiting=waiting)
+        self.config = replace(self.config, gradient_accumulation_steps=micro_steps)
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:

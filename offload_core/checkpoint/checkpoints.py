@@ -127,13 +127,17 @@ class Checkpoints:
         step: int,
         keep: int | None,
         wait: bool,
+        tag: str | None = None,
+        latest: bool = True,
     ) -> Path:
         """Save the present state, and return the checkpoint's folder.
 
         Args:
             tensors: the device parameters, as :meth:`Pipeline.step` takes them.
-            step: the number of updates made; it names the checkpoint.
-            keep: the number of checkpoints to keep, this one included; None: all.
+            step: the number of updates made; it names the checkpoint, unless ``tag`` does.
+            keep: the number of checkpoints to keep, this one included; None: all. Those with a tag are kept.
+            tag: the checkpoint's name in the folder; one of that name is replaced.
+            latest: False: the latest checkpoint stays the latest.
             wait: False to write optimizer states while training goes on. A block that an update would change before it
                 is written is copied first, to one of at most ``BUFFERS`` buffers. Everything else is copied before this
                 returns.
@@ -157,7 +161,13 @@ class Checkpoints:
                     "wait for an update are not saved; expected the call after an update"
                 )
             self._pipeline.last_step.finish()
+            if keep is not None and (tag is not None or not latest):
+                raise CheckpointError(
+                    f"keep={keep} with tag={tag!r}, latest={latest}: those with a tag are kept, and so is the one "
+                    "that 'latest' names; expected one of them"
+                )
         asked = {"step": step, "keep": keep or 0, "wait": int(wait), "left out": len(contents.left_out)}
+        asked |= {"tag": 0 if tag is None else fingerprint(str(tag)), "latest": int(latest)}
         self._check_alike(
             "save",
             [*asked.values()],
@@ -166,7 +176,7 @@ class Checkpoints:
                 f"{dict(zip(asked, first, strict=True))}; expected the same of all"
             ),
         )
-        place = Place(Path(folder), self._collectives)
+        place = Place(Path(folder), self._collectives, tag, latest=latest)
         save = Save(place, keep, quiet=wait)
         try:
             save.prepare(step, lambda path: self._prepare(path, contents, tensors, step))
@@ -302,12 +312,16 @@ class Checkpoints:
         types: Sequence[ArrayType] = (),
         *,
         accept: Callable[[Loaded], Sequence[LastPart]] = lambda loaded: (),
+        states: bool = True,
+        strict: bool = True,
     ) -> Loaded:
         """Load a checkpoint into the existing parameters, states and targets.
 
         Args:
             names: the names of the pipeline's parameters in the checkpoint.
             targets: other tensors to load.
+            states: False loads master weights alone: other states, step counts and the loss scale stay.
+            strict: False: tensors that the checkpoint lacks stay as they are, and those that are not here are left out.
             publish: calls :meth:`Pipeline.flush` with the device parameters.
             accept: checks the front end's part before anything changes, and may raise :class:`CheckpointError`. It
                 returns the parts that run code of a user's objects. They are run when everything else is loaded.
@@ -322,8 +336,11 @@ class Checkpoints:
         loaded: Loaded | None = None
         with self.together("load"):
             loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
-            check_model(loaded, {name: self._states.elements(i).shape for i, name in enumerate(names)}, targets)
-            self._check_states(loaded, names)
+            shapes = {name: self._states.elements(i).shape for i, name in enumerate(names)}
+            there, targets = check_model(loaded, shapes, targets, strict=strict)
+            here = [i for i, name in enumerate(names) if name in there]
+            if states:
+                self._check_states(loaded, names)
             last = accept(loaded)
             scale = self._loss_scale(loaded)
             self._say_conversions(loaded)
@@ -340,8 +357,8 @@ class Checkpoints:
             behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
             with self.together("load"):
                 read = Reading(loaded.checkpoint)
-                for i, name in enumerate(names):
-                    self._read_states(read, i, name, tensors[i], i in behind)
+                for i in here:
+                    self._read_states(read, i, names[i], tensors[i], i in behind, masters_alone=not states)
                 read.finish()
                 if self._collectives.rank == 0:  # check the blocks that no process reads, too
                     loaded.checkpoint.verify(besides=(*STATE_NAMES, "param"))
@@ -358,9 +375,10 @@ class Checkpoints:
                         read.go_on()
                 read.finish()
             self._states.publish_later(behind)
-            for i, entry in enumerate(entries):
+            for i in here if states else ():
+                entry = entries[i]
                 pipeline.counts.steps[i][...] = entry["step"] if entry else 0
-            if pipeline.scaler is not None and scale is not None:
+            if states and pipeline.scaler is not None and scale is not None:
                 pipeline.scaler.load_state_dict(scale)
             run_last(loaded.checkpoint.path, ours)
 
@@ -414,12 +432,14 @@ class Checkpoints:
         except NOT_AS_WRITTEN as error:
             raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: the loss scale ({error!r})") from None
 
-    def _read_states(self, read: Reading, i: int, name: str, tensor: Any, behind: bool) -> None:
+    def _read_states(self, read: Reading, i: int, name: str, tensor: Any, behind: bool, *, masters_alone: bool) -> None:
         elements = self._states.elements(i)
         first = {state.name: state.first for state in self._states.rule(i).states}
         master = "master" if read.checkpoint.has(name, "master") and not behind else "param"
         for run in self._states.runs(i, tensor):
             for state in run.arrays if not run.in_place else run.arrays.keys() - {MASTER}:
+                if masters_alone and state != MASTER:
+                    continue
                 kind = master if state == MASTER else state
                 values = read.values_of(run.arrays[state])
                 for at, region in elements.regions(run.start, run.numel):

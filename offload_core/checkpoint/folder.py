@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from ..errors import CheckpointError
+from ..support.checks import shown
 from ..support.disks import names_to_disk, to_disk
 from ..support.files import read_regular
 
@@ -17,9 +18,12 @@ MANIFEST = "manifest.json"
 LATEST = "latest"
 UNFINISHED = ".saving"
 _DISCARDED = ".discarded"
+_REPLACED = ".replaced"
 _PREPARED = ".new"
 _LONGEST_NAME = 4096
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})(\.[0-9]+)?")
+"""The name of a checkpoint that was given none."""
+_GIVEN_NAME = re.compile(r"[^./\x00-\x1f][^/\x00-\x1f]{0,99}")
 FILE_NAME = re.compile(r"shard-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 
 
@@ -53,8 +57,8 @@ def refuse_of_others(folder: Path) -> None:
         named = read_regular(folder / LATEST, most_bytes=_LONGEST_NAME).decode("utf-8").strip()
     except (OSError, ValueError):  # there is none, or it cannot be read
         return
-    ours = CHECKPOINT_NAME.fullmatch(named) or Path(named).name != named  # or damaged
-    if not ours and os.path.exists(folder / named):
+    damaged = _GIVEN_NAME.fullmatch(named) is None
+    if not damaged and os.path.exists(folder / named) and not is_ours(folder / named):
         raise CheckpointError(
             f"{folder / LATEST} names {named[:80]!r}, a checkpoint of another program (DeepSpeed has such a file too), "
             "and would be replaced; expected a folder for ours alone"
@@ -69,21 +73,64 @@ def make_folder(folder: Path) -> None:
         names_to_disk(path.parent)
 
 
-def commit(unfinished: Path, name: str) -> Path:
-    """Rename a complete checkpoint to ``name``, and make it the latest."""
+def is_ours(path: Path) -> bool:
+    """True if the folder is, or was, a checkpoint of ours, or the name of one that no longer exists."""
+    return CHECKPOINT_NAME.fullmatch(path.name) is not None or os.path.exists(path / MANIFEST)
+
+
+def commit(unfinished: Path, name: str, *, latest: bool = True) -> Path:
+    """Rename a complete checkpoint to ``name``, in place of an earlier one of that name, and make it the latest.
+
+    Args:
+        latest: False: the latest one stays the latest.
+    """
     folder = unfinished.parent
-    latest = _prepare(folder / LATEST, f"{name}\n")  # before the rename, because the disk may be full
+    names = _prepare(folder / LATEST, f"{name}\n") if latest else None  # before the rename: the disk may be full
+    aside = _replaced(folder / name)
     try:
+        if os.path.exists(folder / name):
+            (folder / name).rename(aside)
         unfinished.rename(folder / name)
         names_to_disk(folder)
-        latest.replace(folder / LATEST)
+        if names is not None:
+            names.replace(folder / LATEST)
     except BaseException:
-        latest.unlink(missing_ok=True)
+        if names is not None:
+            names.unlink(missing_ok=True)
         if not unfinished.exists():
             (folder / name).rename(unfinished)
+        put_back(folder / name)
         raise
     names_to_disk(folder)
+    if aside.exists():
+        discard(aside)
     return folder / name
+
+
+def _replaced(path: Path) -> Path:
+    """The name of a checkpoint while another one takes its place."""
+    return path.with_name(f".{path.name}{_REPLACED}")
+
+
+def put_back(path: Path) -> None:
+    """Give a checkpoint its name again if a process was killed while it was being replaced."""
+    if not os.path.exists(path) and _replaced(path).exists():
+        _replaced(path).rename(path)
+
+
+def check_name(folder: Path, name: str, step: int) -> None:
+    """Raise :class:`CheckpointError` unless the checkpoint of this step may have this name in this folder."""
+    if not isinstance(name, str) or _GIVEN_NAME.fullmatch(name) is None or name in (LATEST, MANIFEST):
+        raise CheckpointError(
+            f"tag: got {shown(name)}, expected a name for a folder: 1 to 100 characters, no '/', no '.' at its start"
+        )
+    counted = CHECKPOINT_NAME.fullmatch(name)
+    if counted and int(counted[1]) != step:
+        raise CheckpointError(f"tag: got {name!r} for step {step}; expected another name, or none, which gives its own")
+    if os.path.exists(folder / name) and not is_ours(folder / name):
+        raise CheckpointError(
+            f"{folder / name} is no checkpoint of ours, and would be replaced; expected another folder or another tag"
+        )
 
 
 def free_name(folder: Path, step: int) -> str:
@@ -115,14 +162,18 @@ def discard(path: Path) -> None:
 def clean(folder: Path) -> None:
     """Delete the leftovers of killed processes."""
     for path in folder.iterdir():
-        if path.name.startswith(".") and path.name.endswith((UNFINISHED, _DISCARDED)):
+        if path.name.startswith(".") and path.name.endswith(_REPLACED):
+            put_back(path.with_name(path.name.removeprefix(".").removesuffix(_REPLACED)))
+            if path.exists():
+                discard(path)
+        elif path.name.startswith(".") and path.name.endswith((UNFINISHED, _DISCARDED)):
             discard(path)
         elif path.name == f".{LATEST}{_PREPARED}":
             path.unlink()
 
 
 def committed(folder: Path) -> list[Path]:
-    """The complete checkpoints in a folder, oldest first; none if the folder cannot be read."""
+    """The complete checkpoints in a folder that were given no name, oldest first; none if it cannot be read."""
     found = []
     try:
         for path in folder.iterdir():
@@ -151,6 +202,7 @@ def find(path: str | os.PathLike[str]) -> Path:
         CheckpointError: there is none.
     """
     folder = Path(path)
+    put_back(folder)
     if os.path.exists(folder / MANIFEST):
         return folder
     try:
@@ -162,7 +214,10 @@ def find(path: str | os.PathLike[str]) -> Path:
             + (f"; expected one of its folders instead: {there}" if there else "")
             + ("; load_checkpoint(..., missing_ok=True) goes on without one" if has_none(folder) else "")
         ) from None
-    if not CHECKPOINT_NAME.fullmatch(named):
+    proper = _GIVEN_NAME.fullmatch(named) is not None
+    if proper:
+        put_back(folder / named)
+    if not proper or not (is_ours(folder / named) or not os.path.exists(folder / named)):
         raise CheckpointError(
             f"{folder / LATEST} names {named[:80]!r}, which is no checkpoint of ours; expected one of those that are: "
             f"{_last_of(folder) or 'none'}. If DeepSpeed wrote it, frontends.torch.load_deepspeed reads its weights"

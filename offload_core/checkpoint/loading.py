@@ -110,12 +110,25 @@ def read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
             read, wants, n_bytes = [], [], 0
 
 
-def check_model(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequence[Target]) -> None:
-    """Raise :class:`CheckpointError` if the checkpoint is of another model."""
+def check_model(
+    loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets: Sequence[Target], *, strict: bool = True
+) -> tuple[set[str], list[Target]]:
+    """Return the names of the tensors to load, and those of the targets that are to be loaded: all of them.
+
+    Args:
+        strict: False: those that the checkpoint has.
+
+    Raises:
+        CheckpointError: the checkpoint is of another model.
+    """
     path, there = loaded.checkpoint.path, {**loaded.left_out, **loaded.others, **loaded.parameters}
     expected = {**trained, **{target.name: target.shape for target in targets}}
     missing, unknown = [n for n in expected if n not in there], [n for n in there if n not in expected]
-    if missing or unknown:
+    if not strict:
+        trained = {name: shape for name, shape in trained.items() if name in there}
+        targets = [target for target in targets if target.name in there]
+        expected = {name: shape for name, shape in expected.items() if name in there}
+    elif missing or unknown:
         raise CheckpointError(
             f"{path}: a checkpoint of another model; "
             + "; ".join(
@@ -145,3 +158,4 @@ def check_model(loaded: Loaded, trained: Mapping[str, tuple[int, ...]], targets:
                 f"{path}: {target.name!r} is of {theirs} in it, expected {target.dtype}: is it the checkpoint of "
                 "another model?"
             )
+    return {*expected}, [*targets]

@@ -22,7 +22,18 @@ from ..errors import CheckpointError, CheckpointWarning
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, together
 from ..support.user_line import UserLine
-from .folder import UNFINISHED, clean, commit, discard, durable, free_name, make_folder, refuse_of_others, rotate
+from .folder import (
+    UNFINISHED,
+    check_name,
+    clean,
+    commit,
+    discard,
+    durable,
+    free_name,
+    make_folder,
+    refuse_of_others,
+    rotate,
+)
 from .manifest import file_record, write_manifest
 from .shard_writer import ShardWriter
 
@@ -43,11 +54,20 @@ def failed_elsewhere(what: str, others: str) -> CheckpointError:
 
 
 class Place:
-    """The folder in which a checkpoint is written."""
+    """The folder in which a checkpoint is written.
 
-    def __init__(self, folder: Path, collectives: Collectives) -> None:
+    Args:
+        given: the checkpoint's name in it; None: one of its step.
+        latest: False: the checkpoint that ``latest`` names stays the latest.
+    """
+
+    def __init__(
+        self, folder: Path, collectives: Collectives, given: str | None = None, *, latest: bool = True
+    ) -> None:
         self.folder = folder
         self.collectives = collectives
+        self.latest = latest
+        self._given = given
         self._lock: int | None = None
         self.name = self._token = ""
 
@@ -58,7 +78,7 @@ class Place:
             CheckpointError: on all processes, if it cannot be made or a process does not see it.
         """
         collectives, folder = self.collectives, self.folder
-        said = np.zeros(128, np.uint8)
+        said = np.zeros(512, np.uint8)
         with all_or_none(collectives, "save"):
             if collectives.rank == 0:
                 try:
@@ -82,7 +102,10 @@ class Place:
         return self.folder / f".{self.name}.{self._token}{UNFINISHED}"
 
     def _make(self, step: int) -> bytes:
-        refuse_of_others(self.folder)
+        if self._given is not None:
+            check_name(self.folder, self._given, step)
+        if self.latest:
+            refuse_of_others(self.folder)
         make_folder(self.folder)
         self._lock = os.open(self.folder, os.O_RDONLY)
         try:
@@ -94,7 +117,7 @@ class Place:
         except OSError:
             pass  # a file system without locks
         clean(self.folder)
-        self.name, self._token = free_name(self.folder, step), os.urandom(4).hex()
+        self.name, self._token = self._given or free_name(self.folder, step), os.urandom(4).hex()
         self.unfinished.mkdir()
         return f"{self.name}/{self._token}".encode()
 
@@ -261,7 +284,7 @@ class Save:
         for path in paths:
             path.unlink()
         write_manifest(self._place.unfinished, content)
-        commit(self._place.unfinished, self._place.name)
+        commit(self._place.unfinished, self._place.name, latest=self._place.latest)
         if self._keep is not None:
             try:
                 rotate(self._place.folder, self._place.name, self._keep)

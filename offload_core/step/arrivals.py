@@ -69,6 +69,8 @@ class Arrivals:
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
+        self.per_update = buckets.config.gradient_accumulation_steps
+        """The micro-steps of an update."""
         self.order: list[LocalBucket] = []
         """The buckets in the order in which ranks meet for them."""
         self.since = SinceUpdate()
@@ -102,7 +104,7 @@ class Arrivals:
     @property
     def at_boundary(self) -> bool:
         """True if an update is due at the end of this micro-step."""
-        return self.since.micro_steps + 1 >= self._buckets.config.gradient_accumulation_steps
+        return self.since.micro_steps + 1 >= self.per_update
 
     def begins_round(self, params: Set[int]) -> bool:
         """True if gradients of these parameters are of another round."""

@@ -44,7 +44,7 @@ class EarlyPublish:
         """
         assert self._state_lock.changing.locked()
         terms, verdict = self._buckets.terms, self._last_step.verdict
-        begun = self._arrivals.holds_gradients and self._buckets.config.gradient_accumulation_steps == 1
+        begun = self._arrivals.holds_gradients and self._arrivals.per_update == 1
         interfered = verdict is not None and verdict.interferes  # a clipped step often follows another
         if not terms.sends_early or begun or not self._arrivals.at_boundary or interfered:
             return

@@ -296,6 +296,25 @@ class Pipeline:
         self.arrivals.count_micro_step(boundary=boundary)
         return boundary
 
+    def accumulate_over(self, micro_steps: int, *, waiting: bool) -> None:
+        """Have an update follow so many micro-steps from now on.
+
+        Args:
+            waiting: True if gradients wait for an update elsewhere.
+
+        Raises:
+            StateError: gradients wait for an update; or there is no memory for sums.
+        """
+        assert self.state_lock.changing.locked()
+        self.check_idle("gradient_accumulation_steps is to change", waiting=waiting)
+        if micro_steps > 1 and self.buckets.terms.lends_gradient_memory:
+            raise StateError(
+                f"gradient_accumulation_steps={micro_steps} from now on, where updates are made during backward "
+                "(update_in_backward=True) and have no memory for sums; expected it at the beginning, as an argument"
+            )
+        self.config = replace(self.config, gradient_accumulation_steps=micro_steps)
+        self.arrivals.per_update = micro_steps
+
     # --- update ------------------------------------------------------------------------------------
 
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:

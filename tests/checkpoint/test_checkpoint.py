@@ -184,6 +184,58 @@ def test_a_folder_of_deepspeeds_is_neither_saved_to_nor_loaded(tmp_path):
         find(tmp_path)
 
 
+def test_a_checkpoint_with_a_tag_takes_the_place_of_that_of_the_same_tag(tmp_path):
+    subject = make()
+    for step in (3, 4):
+        path, _ = save(subject, tmp_path, step=step, tag="epoch_1.best")
+        assert path == Checkpoint(tmp_path).path == tmp_path / "epoch_1.best"
+        assert load(subject, path).step == step
+    save(subject, tmp_path, step=5, tag="other", latest=False)
+    save(subject, tmp_path, step=6, latest=False)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch_1.best", "latest", "other", "step-00000006"]
+    assert load(subject, tmp_path).step == 4
+    assert load(subject, tmp_path / "other").step == 5
+    for step in (7, 8):
+        save(subject, tmp_path, step=step, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["epoch_1.best", "latest", "other", "step-00000008"]
+
+
+@pytest.mark.parametrize("moment", ["moved aside", "replaced"])
+def test_a_tag_whose_replacement_was_killed_is_the_old_checkpoint_or_the_new_one(tmp_path, moment):
+    subject = make()
+    old, _ = save(subject, tmp_path, step=3, tag="best")
+    aside = tmp_path / ".best.replaced"
+    old.rename(aside)
+    if moment == "replaced":
+        new, _ = save(make(), tmp_path / "new", step=4, tag="best")
+        new.rename(old)
+    expected = 3 if moment == "moved aside" else 4
+    assert load(subject, tmp_path).step == expected
+    save(subject, tmp_path, step=5)
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name != "new") == ["best", "latest", "step-00000005"]
+    assert load(subject, tmp_path / "best").step == expected
+
+
+@pytest.mark.parametrize(
+    "tag", ["", ".hidden", "a/b", "latest", "manifest.json", "x" * 101, "a\0b", 3, "step-00000009"]
+)
+def test_a_tag_that_is_no_name_is_refused_and_nothing_is_written(tmp_path, tag):
+    with pytest.raises(CheckpointError, match="tag: got"):
+        save(make(), tmp_path, step=3, tag=tag)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_somebody_elses_is_not_replaced_and_a_tagged_one_is_not_rotated(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.tex").write_text("42")
+    with pytest.raises(CheckpointError, match="no checkpoint of ours, and would be replaced"):
+        save(make(), tmp_path, tag="mine")
+    for other in ({"tag": "other"}, {"latest": False}):
+        with pytest.raises(CheckpointError, match="expected one of them"):
+            save(make(), tmp_path, keep=2, **other)
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine", "thesis.tex"]
+
+
 def test_rotation_keeps_the_last_written_and_latest_names_the_last(tmp_path):
     subject = make()
     for step in (1, 2, 30, 3, 3):
@@ -215,6 +267,39 @@ def test_another_models_checkpoint_is_refused_and_changes_nothing(tmp_path):
         load(third, tmp_path)
     assert bits(other) == before
     one_step(other)
+
+
+def test_a_load_that_is_not_strict_keeps_what_the_checkpoint_lacks(tmp_path):
+    subject, other = make(), make()
+    one_step(subject)
+    save(subject, tmp_path)
+    mine, theirs = states_of(other), states_of(subject)
+    with pytest.raises(CheckpointError, match="it lacks 'elsewhere'"):
+        load(other, tmp_path, names=["elsewhere", "p1"])
+    load(other, tmp_path, names=["elsewhere", "p1"], strict=False)
+    assert states_of(other) == [mine[0], theirs[1]]
+    assert mine[1] != theirs[1]
+
+
+def test_a_load_of_weights_alone_leaves_moments_and_counts(tmp_path):
+    subject, other = make(), make()
+    for _ in range(2):
+        one_step(subject)
+    save(subject, tmp_path)
+    one_step(other, 0.25)
+    before = states_of(other)
+    load(other, tmp_path, states=False)
+    for (master, *rest), (master_before, *rest_before), (master_there, *_) in zip(
+        states_of(other), before, states_of(subject), strict=True
+    ):
+        assert master == master_there != master_before
+        assert rest == rest_before
+
+
+def states_of(subject):
+    """Of each parameter the bits of its states, and its updates."""
+    counts = map(float, subject.pipeline.counts.steps)
+    return [[*(a.tobytes() for a in subject.states(i)), n] for i, n in enumerate(counts)]
 
 
 def test_after_a_load_that_broke_off_nothing_goes_on_until_another_is_loaded(tmp_path):

@@ -256,7 +256,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
     subject = make()
     save(subject, tmp_path, step=1)
 
-    def failing(unfinished, name):
+    def failing(unfinished, name, **options):
         def fail(path, *args):
             raise OSError(5, "Input/output error", str(path))
 
@@ -269,7 +269,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
                     patch.setattr(Path, call, lambda p, to: fail(p) if to.name == name else original(p, to))
                 else:
                     patch.setattr(Path, call, fail)
-            return commit(unfinished, name)
+            return commit(unfinished, name, **options)
 
     monkeypatch.setattr("offload_core.checkpoint.saving.commit", failing)
     with pytest.raises(CheckpointError, match="Input/output error"):

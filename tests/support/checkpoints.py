@@ -13,18 +13,17 @@ def names_of(subject):
     return [spec.name for spec in subject.specs]
 
 
-def save(subject, folder, *, wait=True, step=1, keep=None, checkpoints=None, **contents):
+def save(subject, folder, *, wait=True, step=1, keep=None, tag=None, latest=True, checkpoints=None, **contents):
     checkpoints = checkpoints or Checkpoints(subject.pipeline)
-    path = checkpoints.save(
-        folder, Contents(names_of(subject), **contents), subject.tensors, step=step, keep=keep, wait=wait
-    )
+    named = Contents(names_of(subject), **contents)
+    path = checkpoints.save(folder, named, subject.tensors, step=step, keep=keep, wait=wait, tag=tag, latest=latest)
     return path, checkpoints
 
 
-def load(subject, path, targets=(), **options):
+def load(subject, path, targets=(), names=None, **options):
     checkpoints = Checkpoints(subject.pipeline)
     publish = partial(subject.pipeline.flush, subject.tensors)
-    return checkpoints.load(path, names_of(subject), targets, subject.tensors, publish, **options)
+    return checkpoints.load(path, names or names_of(subject), targets, subject.tensors, publish, **options)
 
 
 def one_step(subject, value=0.5):

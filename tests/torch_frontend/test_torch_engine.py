@@ -263,6 +263,36 @@ def test_one_loss_of_two_engines_is_averaged_in_both(fields):
 
 
 @everywhere
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("counts", [(1, 3, 2), (4, 1, 2)])
+@rarely
+def test_an_accumulation_that_changes_is_that_of_an_engine_that_began_with_it(device, dtype, counts):
+    engine, *others = (
+        wrap(make().to(device), lr=1e-2, param_dtype=dtype, gradient_accumulation_steps=n) for n in (counts[0], *counts)
+    )
+    for n, other in zip(counts, others, strict=True):
+        engine.set_gradient_accumulation_steps(n)
+        other.load_state_dict(engine.state_dict())
+        other.optimizer.load_state_dict(engine.optimizer.state_dict())
+        for i in range(n):
+            assert step(engine, i).updated == step(other, i).updated == (i == n - 1)
+        assert everything(engine) == everything(other)
+    assert engine.offload_config.gradient_accumulation_steps == counts[-1]
+
+
+def test_an_accumulation_changes_between_two_updates_only():
+    engine = wrap(make(), gradient_accumulation_steps=2)
+    step(engine)
+    with pytest.raises(StateError, match="while gradients wait for an update"):
+        engine.set_gradient_accumulation_steps(3)
+    assert step(engine).updated
+    for wrong in (0, 1.5, True, None):
+        with pytest.raises(ConfigError, match="expected an integer of at least 1"):
+            engine.set_gradient_accumulation_steps(wrong)
+    assert not step(engine).updated
+    assert step(engine).updated
+
+
 def test_zero_grad_before_every_backward_accumulates_as_configured():
     engine, other = (wrap(make(), lr=1e-2, gradient_accumulation_steps=2) for _ in range(2))
     for seed in range(4):

@@ -81,13 +81,17 @@ class ModelCheckpoints:
         keep: int | None,
         wait: bool,
         frozen: bool = True,
+        tag: str | None = None,
+        latest: bool = True,
     ) -> Path:
         optimizer = self._optimizer
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
             tensors = self._state_lock.change("save_checkpoint()", optimizer.parts.registration.current_tensors)
             contents = self._contents(stateful, extras, frozen)
-        return optimizer.checkpoints.save(folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait)
+        return optimizer.checkpoints.save(
+            folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait, tag=tag, latest=latest
+        )
 
     def _contents(self, stateful: Mapping[str, Any] | None, extras: Any, frozen: bool) -> Contents:
         optimizer = self._optimizer
@@ -149,6 +153,8 @@ class ModelCheckpoints:
         names: Names,
         random_state: bool,
         accept_extras: Callable[[Any], None] = lambda extras: None,
+        states: bool = True,
+        strict: bool = True,
     ) -> Any:
         optimizer, translated = self._optimizer, translation(names)
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
@@ -163,17 +169,19 @@ class ModelCheckpoints:
             if not isinstance(state.get("modules", {}), dict):
                 raise CheckpointError(f"{loaded.checkpoint.path}: the states of modules are not by name")
             missing = [name for name in modules if name not in loaded.state.get("modules", modules)]
-            if missing:
+            if missing and strict:
                 raise CheckpointError(
                     f"{loaded.checkpoint.path}: has no {missing[0]!r}, which this model's get_extra_state() gives; is "
                     "it the checkpoint of another model?"
                 )
             accept_extras(state["extras"])
-            values = self._group_values(loaded, translated)
+            values = self._group_values(loaded, translated) if states else []
             last = [
                 LastPart("the count of updates", partial(setattr, optimizer, "updates", updates), ours=True),
                 LastPart("the parameter groups", partial(set_values, optimizer.param_groups, values), ours=True),
             ]
+            if not states:
+                last = []
             last += _module_parts(modules, state.get("modules", {}))  # the other front end knows no modules
             last += parts_of_states(stateful, state["stateful"])
             return last + (
@@ -193,7 +201,15 @@ class ModelCheckpoints:
             for target in _targets(translated(name), tensor, record)
         ]
         loaded = optimizer.checkpoints.load(
-            path, [translated(name) for name in self._names()], targets, tensors, publish, [TENSORS], accept=accept
+            path,
+            [translated(name) for name in self._names()],
+            targets,
+            tensors,
+            publish,
+            [TENSORS],
+            accept=accept,
+            states=states,
+            strict=strict,
         )
         return loaded.state["extras"]
 
