@@ -316,6 +316,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return [*of_model, *(slot.param for slot in self.slots)]
 
     @property
+    def loss_scale(self) -> float:
+        """The factor on the loss in the next backward; 1.0 without loss scaling."""
+        return self.pipeline.loss_scale
+
+    cur_scale = loss_scale
+
+    @property
+    def overflow(self) -> bool:
+        """True if the last step was skipped, because a gradient had an inf or a NaN."""
+        return self.report is not None and self.report.skipped in ("overflow", "non-finite")
+
+    @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         pipeline = self.pipeline

@@ -1,0 +1,111 @@
+"""Another library's optimizer: the rule of its name takes over its groups, hyperparameters and states."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from offload_core.config.options import names_of
+from offload_core.errors import ConfigError, ConfigWarning
+from offload_core.rules import RULES
+from offload_core.support.user_line import UserLine
+
+from .optimizer import OffloadedOptimizer
+from .rule_words import NAMES, OPTIONS, REFUSED
+
+_RULES = {
+    **dict.fromkeys(("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam"), "adamw"),
+    "SGD": "sgd",
+    **dict.fromkeys(("Lion", "DeepSpeedCPULion", "FusedLion"), "lion"),
+    **dict.fromkeys(("Adagrad", "DeepSpeedCPUAdagrad"), "adagrad"),
+    "Muon": "muon",
+}
+"""The rule of each class of the libraries below."""
+_LIBRARIES = ("torch.optim", "deepspeed.ops", "apex.optimizers", "lion_pytorch")
+_L2 = {"Adam": False, "AdamW": True}
+"""Whether weight decay is decoupled where the optimizer does not say so."""
+_NOT_TAKEN = {**REFUSED, "centered": "there is no RMSprop"}
+
+
+@dataclass(frozen=True)
+class Client:
+    """What is taken over from a client's optimizer."""
+
+    fields: dict[str, Any]
+    """Fields of ``OffloadConfig``: the rule and its hyperparameters."""
+    groups: list[dict[str, Any]]
+    states: dict[str, Any] | None
+    """A ``state_dict`` of states that it already has; None: it has none."""
+
+    @classmethod
+    def of(cls, optimizer: Any) -> "Client":
+        """Return what a client's optimizer says.
+
+        Raises:
+            ConfigError: it is of no rule of ours, or has an option that the rule lacks.
+        """
+        if isinstance(optimizer, OffloadedOptimizer):
+            rule, decoupled = optimizer.rule_name, optimizer.config.adam_mode == "adamw"
+            formats = {"state_format": optimizer.config.state_format}
+        else:
+            rule, decoupled, formats = *_rule_of(optimizer), {}
+        for g, group in enumerate(optimizer.param_groups):
+            _check(type(optimizer).__name__, g, group)
+        names = names_of(RULES[rule])
+        fields: dict[str, Any] = {"optimizer": rule, **formats}
+        fields |= {name: value for name, value in optimizer.defaults.items() if name in names and value is not None}
+        fields["lr"] = float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
+        if rule == "adamw":
+            fields["adam_mode"] = "adamw" if decoupled else "adam"
+        groups = [_own(rule, group) for group in optimizer.param_groups if group["params"]]
+        return cls(fields, groups, optimizer.state_dict() if any(optimizer.state.values()) else None)
+
+    def hand_over(self, optimizer: Any, engines: OffloadedOptimizer) -> None:
+        """Give the engine's optimizer the states, and have schedulers of the client's write to its groups."""
+        if self.states is not None:
+            engines.load_state_dict(self.states)
+        if isinstance(optimizer, OffloadedOptimizer):
+            return
+        optimizer.state.clear()
+        optimizer.param_groups = engines.param_groups
+        optimizer._opt_called = True  # torch's schedulers warn if the optimizer that they were given makes no step
+        UserLine.now().warn(
+            ConfigWarning(
+                f"{type(optimizer).__name__}: {type(engines).__name__} has taken over its groups, hyperparameters and "
+                "states, and makes the updates; expected engine.step(), and no step() of the former"
+            )
+        )
+
+
+def _rule_of(optimizer: Any) -> tuple[str, bool]:
+    """Return the rule of an optimizer of these libraries, and whether its weight decay is decoupled."""
+    kind = type(optimizer)
+    rule = _RULES.get(kind.__name__) if kind.__module__.startswith(_LIBRARIES) else None
+    if rule is None:
+        raise ConfigError(
+            f"optimizer: got a {kind.__module__}.{kind.__name__}, of which there is no rule here; expected AdamW, "
+            "Adam, SGD, Lion, Adagrad or Muon of torch.optim or deepspeed.ops, or an `optimizer` section"
+        )
+    for name in ("adam_w_mode", "adamw_mode"):
+        if hasattr(optimizer, name):
+            return rule, bool(getattr(optimizer, name))
+    return rule, optimizer.defaults.get("decoupled_weight_decay", _L2.get(kind.__name__, True))
+
+
+def _check(kind: str, g: int, group: Mapping[str, Any]) -> None:
+    for name, why in _NOT_TAKEN.items():
+        if group.get(name):
+            raise ConfigError(f"optimizer: {kind} with {name}={group[name]!r} in group {g}: {why}; expected it without")
+    if not group.get("bias_correction", True):
+        raise ConfigError(f"optimizer: {kind} with bias_correction=False in group {g}; expected True")
+
+
+def _own(rule: str, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group with the hyperparameters of its rule and keys of the user's own."""
+    others = {"decoupled_weight_decay", "bias_correction", *OPTIONS, *(n for names in NAMES.values() for n in names)}
+    return {
+        name: float(value) if name == "lr" and isinstance(value, torch.Tensor) else value
+        for name, value in group.items()
+        if name in NAMES[rule] or name not in others
+    }

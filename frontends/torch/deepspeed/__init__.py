@@ -1,0 +1,218 @@
+"""DeepSpeed 0.19.8's names over an :class:`Engine`: ``from frontends.torch import deepspeed``, and a script goes on.
+
+A face: training is :class:`Engine`'s. docs/from-deepspeed.md lists every name: taken, different, or refused.
+"""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+
+from offload_core.config.options import OffloadConfig
+from offload_core.deepspeed import translation
+from offload_core.deepspeed.names import VERSION, is_theirs, refuse
+from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.support.checks import shown
+
+from ..casting import Casts
+from ..clients import Client
+from ..stage3.construction import in_shards, shards_of
+from ..tensors import TORCH_DTYPES
+from . import accelerator, comm, ops, runtime, zero
+from .accelerator import get_accelerator, rank_device
+from .comm import init_distributed
+from .engine import DeepSpeedEngine
+from .runtime.lr_schedules import SCHEDULERS
+
+__version__ = VERSION
+__all__ = [
+    "DeepSpeedEngine",
+    "accelerator",
+    "add_config_arguments",
+    "comm",
+    "get_accelerator",
+    "init_distributed",
+    "initialize",
+    "ops",
+    "runtime",
+    "zero",
+]
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Return an engine, its optimizer, a data loader for ``training_data`` (or None) and the scheduler (or None).
+
+    The model is moved to the rank's device. A client's optimizer, or a function that makes one of the parameters, hands
+    its groups, hyperparameters and states over to the rule of that name; the engine steps the scheduler.
+
+    Args:
+        args: an object whose ``deepspeed_config`` may be the configuration.
+        model_parameters: the parameters to train, or groups; None: all of the model.
+        lr_scheduler: a scheduler of the client's optimizer, or a function that makes one of an optimizer.
+        config: a DeepSpeed configuration, a dict or the path of a file; ``config_params`` is its old name.
+
+    Raises:
+        ConfigError, ParameterError, StateError, HostMemoryError: before the model is changed.
+    """
+    for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
+        if value is not None:
+            raise ConfigError(f"initialize({name}=...): {refuse('initialize', name)}")
+    _check_model(model)
+    assert model is not None
+    given = _config(args, config, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = optimizer([*(model.parameters() if model_parameters is None else model_parameters)])
+    if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
+        raise StateError(
+            "initialize: lr_scheduler is a scheduler of an optimizer that initialize() was not given; expected "
+            "optimizer=..., too, or a function of an optimizer as lr_scheduler"
+        )
+    client = None if optimizer is None else Client.of(optimizer)
+    resolved = _resolved(given, client, model)
+    has_optimizer = client is not None or given.get("optimizer") is not None
+    params = _trained(model, client, model_parameters) if has_optimizer else []
+    _prepare(model, resolved)
+    engine = DeepSpeedEngine(model, resolved, given, params)
+    if client is not None:
+        client.hand_over(optimizer, engine.optimizer)
+    engine.lr_scheduler = _scheduler(lr_scheduler, given, engine) if has_optimizer else None
+    engine.collate_fn = collate_fn
+    if training_data is not None:
+        engine.training_dataloader = _loader(engine, training_data, collate_fn, bool(given.get("dataloader_drop_last")))
+    return engine, engine.optimizer if has_optimizer else None, engine.training_dataloader, engine.lr_scheduler
+
+
+def _check_model(model: Any) -> None:
+    if model is None:
+        raise ParameterError("initialize: there is no model; expected initialize(model=...), a torch.nn.Module")
+    if not isinstance(model, nn.Module):
+        raise ParameterError(f"initialize: model is a {type(model).__name__}; expected a torch.nn.Module")
+    for name, module in model.named_modules():
+        kind = type(module)
+        if kind.__module__.partition(".")[0] == "deepspeed" and kind.__name__ in ("PipelineModule", "MoE"):
+            where = "the model" if not name else f"module {name!r}"
+            raise ParameterError(
+                f"initialize: {where} is a deepspeed {kind.__name__}: {refuse('deepspeed', kind.__name__)}"
+            )
+
+
+def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
+    """Return the one configuration that was given."""
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    found = [each for each in (config if config is not None else config_params, of_args) if each is not None]
+    if len(found) != 1:
+        got = "a configuration both as an argument and as args.deepspeed_config" if found else "no configuration"
+        raise ConfigError(f"initialize: got {got}; expected one: config=..., a dict or the path of a file")
+    given = found[0]
+    if not isinstance(given, Mapping):
+        given = translation.load(given)
+    if not given.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
+        raise ConfigError(
+            "config: neither train_batch_size nor train_micro_batch_size_per_gpu is set; expected one of them"
+        )
+    return dict(given)
+
+
+def _resolved(given: Mapping[str, Any], client: Client | None, model: nn.Module) -> OffloadConfig:
+    """Return the settings that the configuration and the client's optimizer mean. The scheduler is apart."""
+    rest = {name: value for name, value in given.items() if name != "scheduler"}
+    if client is not None:
+        rest.pop("optimizer", None)
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    resolved = OffloadConfig.resolve(rest, world_size=world_size, **(client.fields if client else {}))
+    cut = next((shards.home.config for shards in map(shards_of, model.parameters()) if shards is not None), None)
+    return resolved if cut is None else replace(resolved, reduce_bucket_size=cut.reduce_bucket_size)
+
+
+def _trained(model: nn.Module, client: Client | None, model_parameters: Any) -> Any:
+    """Return the parameters to train, or groups; None: all of the model."""
+    listed = client.groups if client is not None else None
+    if listed is None and model_parameters is not None:
+        listed = [*model_parameters]
+    if listed is None or any(not isinstance(each, torch.Tensor) for each in listed):
+        return listed
+    asked = {id(param) for param in listed}
+    own = {id(param): param.requires_grad for param in model.parameters()}
+    is_all = asked <= own.keys() and all(i in asked for i, trains in own.items() if trains)
+    return None if is_all else listed
+
+
+def _prepare(model: nn.Module, resolved: OffloadConfig) -> None:
+    """Move the model to the rank's device. Master weights start from parameters that are rounded to their type."""
+    if any(map(in_shards, model.parameters())):
+        return
+    model.to(rank_device())
+    casts = Casts(resolved, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            if casts.would_change(param) and (dtype := casts.of_param(param)) is not None:
+                param.copy_(param.to(TORCH_DTYPES[dtype]))
+
+
+def _scheduler(client: Any, given: Mapping[str, Any], engine: DeepSpeedEngine) -> Any:
+    """Return the scheduler that the engine steps; None: there is none."""
+    if client is not None:
+        is_function = callable(client) and not hasattr(client, "step")
+        return client(engine.optimizer) if is_function else client
+    section = given.get("scheduler") or {}
+    if "type" not in section:
+        return None
+    if section["type"] not in SCHEDULERS:
+        raise ConfigError(
+            f"scheduler.type: got {shown(section['type'])}, expected one of {', '.join(SCHEDULERS)}, or a scheduler of "
+            "torch as initialize(lr_scheduler=...)"
+        )
+    return SCHEDULERS[section["type"]](engine.optimizer, **(section.get("params") or {}))
+
+
+def _loader(engine: DeepSpeedEngine, dataset: Any, collate_fn: Any, drop_last: bool) -> DataLoader[Any]:
+    """Return a loader of this rank's part of a dataset."""
+    sampler: DistributedSampler[Any] | None = None
+    if not isinstance(dataset, IterableDataset):
+        sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
+    return DataLoader(
+        dataset,
+        batch_size=engine.train_micro_batch_size_per_gpu(),
+        sampler=sampler,
+        num_workers=2,
+        collate_fn=collate_fn,
+        pin_memory=engine.device.type != "cpu",
+        drop_last=drop_last,
+    )
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` and ``--deepspeed_config FILE``, and their old spellings, to a parser, and return it."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    for name in ("deepspeed", "deepscale"):
+        group.add_argument(f"--{name}", default=False, action="store_true", help="a flag for the program's own use")
+        group.add_argument(f"--{name}_config", default=None, type=str, help="the path of a DeepSpeed configuration")
+    return parser
+
+
+def __getattr__(name: str) -> Any:
+    if name == "dist":
+        return comm
+    known = is_theirs("deepspeed", name)
+    raise AttributeError(f"deepspeed.{name}: {refuse('deepspeed', name)}" if known else f"deepspeed has no {name!r}")

@@ -1,0 +1,94 @@
+"""``get_accelerator()``: the device of this process, under the names that scripts for DeepSpeed call it by."""
+
+from typing import Any
+
+import torch
+
+from offload_core.support.launchers import Launched
+
+from ..ranks.launch import device_of
+from ..tensors import usable_accelerator
+
+
+class Accelerator:
+    """The accelerator that torch sees, or the CPU. Attributes that it lacks are those of torch's module for it:
+    ``synchronize``, ``empty_cache``, ``memory_allocated``, ``Stream``, …"""
+
+    @property
+    def _name(self) -> str:
+        found = usable_accelerator()
+        return "cpu" if found is None else found.type
+
+    def device_name(self, device_index: int | None = None) -> str:
+        """Return ``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
+        return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
+
+    def device(self, device_index: int | None = None) -> Any:
+        """Return a context in which this device is the current one."""
+        return torch.get_device_module(self._name).device(device_index or 0)
+
+    def current_device(self) -> int | str:
+        """Return the number of the current device; the CPU has none: ``"cpu"``."""
+        return "cpu" if self._name == "cpu" else torch.accelerator.current_device_index()
+
+    def current_device_name(self) -> str:
+        """Return the name of the current device, as ``tensor.to()`` takes it."""
+        return "cpu" if self._name == "cpu" else f"{self._name}:{torch.accelerator.current_device_index()}"
+
+    def set_device(self, device_index: int) -> None:
+        """Make this device the current one."""
+        if self._name != "cpu":
+            torch.accelerator.set_device_index(device_index)
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of ``torch.distributed`` for this device: ``"nccl"``, ``"gloo"``, …"""
+        return torch.distributed.get_default_backend_for_device(self._name)
+
+    def is_bf16_supported(self) -> bool:
+        """Return True: every device of torch computes in bfloat16, some of them slowly."""
+        return True
+
+    def is_fp16_supported(self) -> bool:
+        """Return True: every device of torch computes in float16, some of them slowly."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the element types that parameters may have."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def is_synchronized_device(self) -> bool:
+        """Return True if calls return when the device is done."""
+        return self._name == "cpu"
+
+    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
+        """Return the tensor in pinned memory; on the CPU as it is."""
+        return tensor if self._name == "cpu" else tensor.pin_memory()
+
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Return True if the tensor is on this kind of device."""
+        return tensor.device.type == self._name
+
+    def manual_seed_all(self, seed: int) -> None:
+        """Seed the generators of torch on all devices."""
+        torch.manual_seed(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        module = torch.get_device_module(self._name)
+        if not hasattr(module, name) and self._name == "cpu":
+            module = torch
+        return getattr(module, name)
+
+
+_ACCELERATOR = Accelerator()
+
+
+def get_accelerator() -> Accelerator:
+    """Return the device of this process."""
+    return _ACCELERATOR
+
+
+def rank_device() -> torch.device:
+    """Return the device of this rank."""
+    return device_of(Launched.read())

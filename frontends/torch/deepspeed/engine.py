@@ -1,0 +1,422 @@
+"""``DeepSpeedEngine``: an :class:`Engine` with the names, arguments and return values of DeepSpeed's."""
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offload_core.checkpoint.folder import LATEST, MANIFEST
+from offload_core.config.options import OffloadConfig
+from offload_core.deepspeed.names import is_theirs, refuse
+from offload_core.errors import CheckpointError, ConfigError, ConfigWarning, GradientError, StateError
+from offload_core.support.files import read_regular
+from offload_core.support.user_line import UserLine
+
+from ..engine import Engine
+from ..optimizer import OffloadedOptimizer
+from .accelerator import rank_device
+from .getters import CONFIG_GETTERS
+
+
+class Counts:
+    """Steps and samples so far. Checkpoints hold them."""
+
+    def __init__(self) -> None:
+        self.global_steps = 0
+        """Updates, and those that were skipped."""
+        self.global_samples = 0
+        self.skipped_steps = 0
+        self.micro_steps = 0
+        """Calls of ``step``."""
+
+    def state_dict(self) -> dict[str, int]:
+        """Return all counts by name."""
+        return dict(vars(self))
+
+    def load_state_dict(self, counts: Mapping[str, int]) -> None:
+        """Go on from these counts."""
+        vars(self).update({name: int(counts[name]) for name in vars(self) if name in counts})
+
+
+class DeepSpeedEngine(Engine):
+    """An :class:`Engine` under the names of DeepSpeed's; ``initialize`` makes it.
+
+    Methods that both have under one name (``backward``, ``step``, ``save_checkpoint``, ``load_checkpoint``,
+    ``compile``) are DeepSpeed's. All others of :class:`Engine` are there, too.
+    """
+
+    def __init__(self, model: nn.Module, resolved: OffloadConfig, given: Mapping[str, Any], params: Any) -> None:
+        """
+        Args:
+            given: the configuration as the caller gave it.
+            params: the parameters to train, or groups; None: those of the model; empty: none, for inference.
+        """
+        trained = [] if params != [] else [p for p in model.parameters() if p.requires_grad]
+        for param in trained:
+            param.requires_grad_(False)
+        try:
+            group = dist.group.WORLD if dist.is_initialized() else None
+            super().__init__(model, resolved, params=params or None, process_group=group)
+        finally:
+            for param in trained:
+                param.requires_grad_(True)
+        self.config = given
+        """The configuration as it was given."""
+        self._counts = Counts()
+        self._trains = params != []
+        self._forced: bool | None = None
+        """``set_gradient_accumulation_boundary``; None: the engine counts."""
+        self._in_no_sync = False
+        self._report: Any = None
+        self.lr_scheduler: Any = None
+        self.training_dataloader: Any = None
+        self.collate_fn: Any = None
+        self.device = rank_device()
+        steps, ranks = resolved.gradient_accumulation_steps, self.world_size
+        micro, train = given.get("train_micro_batch_size_per_gpu"), given.get("train_batch_size")
+        self._micro_batch = micro if isinstance(micro, int) else max(1, (train or ranks * steps) // (ranks * steps))
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith("_") and name in CONFIG_GETTERS:
+            return lambda: CONFIG_GETTERS[name](self)
+        if is_theirs("engine", name):
+            raise AttributeError(f"DeepSpeedEngine.{name}: {refuse('engine', name)}")
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            raise AttributeError(
+                f"neither DeepSpeedEngine nor its module, a {type(self.__dict__['_modules'].get('module')).__name__}, "
+                f"has an attribute {name!r}"
+            ) from None
+
+    # --- training ------------------------------------------------------------------------------------
+
+    def backward(  # type: ignore[override]
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
+    ) -> torch.Tensor:
+        """Backpropagate, and return the loss, divided by the accumulation steps unless ``scale_wrt_gas`` is False."""
+        self._check_optimizer("backward")
+        super().backward(loss, average=scale_wrt_gas, **({"retain_graph": True} if retain_graph else {}))
+        with torch.no_grad():
+            return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
+        """Update at the accumulation boundary, and step the scheduler after an update that was not skipped."""
+        self._check_optimizer("step")
+        if self._in_no_sync:
+            raise StateError(
+                "step() inside no_sync(); expected it after the block: gradients wait for the other ranks'"
+            )
+        self._report = report = super().step(boundary=self._forced)
+        counts = self._counts
+        counts.micro_steps += 1
+        if report.skipped == "accumulating":
+            return
+        counts.global_steps += 1
+        counts.global_samples += self.train_batch_size()
+        if not report.updated:
+            counts.skipped_steps += 1
+        elif self.lr_scheduler is not None:
+            self.lr_scheduler.step(**(lr_kwargs or {}))
+
+    def _check_optimizer(self, what: str) -> None:
+        if not self._trains:
+            raise StateError(
+                f"{what}() of an engine without an optimizer; expected an `optimizer` section in the configuration, or "
+                "initialize(optimizer=...)"
+            )
+
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the loss for a ``backward()`` of its own, where there is no loss scaling."""
+        if self.optimizer.pipeline.scaler is not None:
+            raise GradientError("scale() under loss scaling; expected engine.backward(loss), which scales it itself")
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As :meth:`Engine.no_sync`; stages 0 and 1."""
+        if self._in_no_sync:
+            raise StateError("no_sync() inside no_sync(); expected one block")
+        with super().no_sync():
+            self._in_no_sync = True
+            try:
+                yield
+            finally:
+                self._in_no_sync = False
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return True if the next ``step()`` makes an update."""
+        return self.optimizer.pipeline.arrivals.at_boundary if self._forced is None else self._forced
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
+        """Decide whether the next calls of ``step()`` make updates; None: the engine counts again."""
+        self._forced = is_boundary
+
+    def was_step_applied(self) -> bool:
+        """Return True if the last ``step()`` updated parameters."""
+        return self._report is not None and self._report.updated
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the norm of the last update's gradients, averaged and unscaled, before clipping."""
+        return None if self._report is None else self._report.grad_norm
+
+    # --- counts and rates ----------------------------------------------------------------------------
+
+    @property
+    def global_steps(self) -> int:
+        """Updates so far, and those that were skipped."""
+        return self._counts.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples so far, of all ranks."""
+        return self._counts.global_samples
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that were skipped, because a gradient had an inf or a NaN."""
+        return self._counts.skipped_steps
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step()`` so far."""
+        return self._counts.micro_steps
+
+    def get_lr(self) -> list[float]:
+        """Return the learning rate of each group, of the next update."""
+        return self._of_groups("lr")
+
+    def get_mom(self) -> list[Any]:
+        """Return each group's betas, or the momentum of SGD."""
+        return self._of_groups("momentum" if self.optimizer.rule_name == "sgd" else "betas")
+
+    def get_type(self) -> list[Any]:
+        """Return each group's ``"type"``, an entry of the user's own; 0.0 where there is none."""
+        return self._of_groups("type")
+
+    def _of_groups(self, name: str) -> list[Any]:
+        return [group.get(name, 0.0) for group in self.optimizer.param_groups]
+
+    def gradient_accumulation_steps(self) -> int:
+        """Return the micro-steps of an update."""
+        return self.offload_config.gradient_accumulation_steps
+
+    def train_micro_batch_size_per_gpu(self) -> int:
+        """Return the samples of a micro-step on one rank."""
+        return self._micro_batch
+
+    def train_batch_size(self) -> int:
+        """Return the samples of an update, of all ranks."""
+        return self._micro_batch * self.gradient_accumulation_steps() * self.world_size
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of an update, between two updates, by other accumulation steps."""
+        steps, rest = divmod(train_batch_size, self._micro_batch * self.world_size)
+        if rest or steps < 1:
+            raise ConfigError(
+                f"train_batch_size: got {train_batch_size}, expected a multiple of train_micro_batch_size_per_gpu "
+                f"({self._micro_batch}) * ranks ({self.world_size})"
+            )
+        self.set_gradient_accumulation_steps(steps)
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Note other samples of a micro-step; the accumulation steps stay."""
+        self._micro_batch = micro_batch_size
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return the samples of an update, of a micro-step, and the micro-steps of an update."""
+        return self.train_batch_size(), self._micro_batch, self.gradient_accumulation_steps()
+
+    # --- place ---------------------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """The ranks."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    dp_world_size = seq_dp_world_size = world_size
+    mp_world_size = 1
+
+    @property
+    def global_rank(self) -> int:
+        """This rank."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number among those of its machine."""
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return dist.group.WORLD
+
+    @property
+    def basic_optimizer(self) -> OffloadedOptimizer:
+        """The engine's optimizer."""
+        return self.optimizer
+
+    # --- checkpoints ---------------------------------------------------------------------------------
+
+    def save_checkpoint(  # type: ignore[override]
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: Any = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save to ``save_dir/tag`` everything that training needs to resume, as :meth:`Engine.save_checkpoint`.
+
+        Args:
+            tag: None: ``global_step`` and the number.
+            client_state: plain values, tensors and arrays, by name; nothing is pickled.
+        """
+        if not save_dir:
+            raise CheckpointError(f"save_dir: got {save_dir!r}, expected the name of a folder")
+        super().save_checkpoint(
+            save_dir,
+            f"global_step{self.global_steps}" if tag is None else str(tag),
+            stateful=self._stateful(scheduler=True),
+            extras=dict(client_state or {}),
+            frozen=not exclude_frozen_parameters,
+            latest=save_latest,
+        )
+        return True
+
+    def _stateful(self, *, scheduler: bool) -> dict[str, Any]:
+        stateful = {"lr_scheduler": self.lr_scheduler} if scheduler and self.lr_scheduler is not None else {}
+        return {"deepspeed": self._counts, **stateful}
+
+    def load_checkpoint(  # type: ignore[override]
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: Any = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[str | None, dict[str, Any]]:
+        """Load ``load_dir/tag``, a checkpoint of this engine's or of DeepSpeed's, and return its path and client state.
+
+        Args:
+            tag: None: the one that the file ``latest`` names; where there is no such file, ``(None, {})`` is returned.
+            load_module_strict, load_optimizer_states: as ``strict`` and ``optimizer_states`` of
+                :meth:`Engine.load_checkpoint`.
+            load_lr_scheduler_states: False: the scheduler stays as it is.
+            load_module_only: True loads weights, buffers and the client state alone.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(f"load_checkpoint(custom_load_fn=...): {refuse('load_checkpoint', 'custom_load_fn')}")
+        path = self._path(Path(load_dir), tag)
+        if path is None:
+            return None, {}
+        states = load_optimizer_states and not load_module_only
+        scheduler = load_lr_scheduler_states and not load_module_only
+        if not os.path.exists(path / MANIFEST):
+            return self._load_theirs(path, states=states, scheduler=scheduler, strict=load_module_strict)
+        extras = super().load_checkpoint(
+            path,
+            stateful={} if load_module_only else self._stateful(scheduler=scheduler),
+            random_state=False,
+            optimizer_states=states,
+            strict=load_module_strict,
+        )
+        return str(path), extras or {}
+
+    def _path(self, folder: Path, tag: Any) -> Path | None:
+        """Return a checkpoint's folder; None: there is no ``latest``."""
+        if tag is None:
+            try:
+                tag = read_regular(folder / LATEST, most_bytes=4096).decode("utf-8").strip()
+            except FileNotFoundError:
+                missing = f"{folder / LATEST}: no such file, so that nothing is loaded; expected it, or tag=..."
+                UserLine.now().warn(ConfigWarning(missing))
+                return None
+        path = folder / str(tag)
+        if not path.is_dir():
+            there = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
+            listed = ", ".join(name for name in there if not name.startswith(".")) or "none"
+            raise CheckpointError(f"{path}: no such checkpoint; expected one of those that are there: {listed}")
+        return path
+
+    def _load_theirs(
+        self, path: Path, *, states: bool, scheduler: bool, strict: bool
+    ) -> tuple[str | None, dict[str, Any]]:
+        raise NotImplementedError
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write the module's whole ``state_dict``, as the model runs with it, to a file that ``torch.load`` reads."""
+        tensors = self.module.state_dict(keep_vars=True)
+        frozen = {
+            name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        }
+        values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items() if torch.is_tensor(t)}
+        self.named_weights(into=values, rank0_only=True)
+        if self.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+            kept = {name: value for name, value in values.items() if not (exclude_frozen_parameters and name in frozen)}
+            torch.save(kept, os.path.join(save_dir, save_filename))
+        if dist.is_initialized():
+            dist.barrier()
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def offload_states(
+        self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
+    ) -> None:
+        """Give the device back until :meth:`reload_states`: see :meth:`Engine.release`. All of it goes, whatever
+        ``include`` names."""
+        if str(getattr(device, "value", device)) != "cpu":
+            raise ConfigError(f"offload_states(device={device!r}); expected 'cpu', where states are anyway")
+        self.release()
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Take the device again: see :meth:`Engine.restore`."""
+        self.restore()
+
+    def compile(self, backend: Any = None, compile_kwargs: Any = None, schedule: Any = None, **others: Any) -> None:
+        """Compile the module with ``torch.compile``."""
+        if schedule is not None:
+            raise ConfigError(f"compile(schedule=...): {refuse('engine', 'register_compile_pass')}")
+        super().compile(**({} if backend is None else {"backend": backend}), **dict(compile_kwargs or {}))
+
+    def destroy(self) -> None:
+        """Close the engine: see :meth:`Engine.close`."""
+        self.close()
+
+    # --- the module ----------------------------------------------------------------------------------
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """Return the module's ``state_dict``."""
+        self.flush()
+        found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        frozen = {prefix + name for name, param in self.module.named_parameters() if not param.requires_grad}
+        for name in frozen.intersection(found) if exclude_frozen_parameters else ():
+            del found[name]
+        return found
+
+    def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any) -> None:
+        """Load ``checkpoint["module"]`` into the module."""
+        self.module.load_state_dict(checkpoint["module"], strict=strict)
