@@ -20,6 +20,7 @@ from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.pipeline import StepReport
+from offload_core.support.hints import hinted, refuse
 from offload_core.support.user_line import UserLine
 
 from . import pending
@@ -194,6 +195,8 @@ class Engine(nn.Module):
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
+        if kwargs:
+            refuse("backward", kwargs, {"scale_wrt_gas": "average=..., False for a loss that is divided already"})
         self._check_trains("backward()")
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             self.optimizer.steps.expect(self.optimizer.param_groups, average=average)
@@ -384,6 +387,11 @@ class Engine(nn.Module):
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
+    @hinted(
+        client_state="extras=..., plain values and arrays",
+        save_latest="latest=...",
+        exclude_frozen_parameters="frozen=False",
+    )
     def save_checkpoint(
         self,
         folder: str | os.PathLike[str],
@@ -466,6 +474,14 @@ class Engine(nn.Module):
         """Wait until the last checkpoint is on the disk, and raise the error if saving failed. All ranks call it."""
         self.optimizer.checkpoints.wait()
 
+    @hinted(
+        tag="the checkpoint's own folder, load_checkpoint(folder / tag)",
+        load_dir="the folder as the first argument",
+        load_module_strict="strict=...",
+        load_optimizer_states="optimizer_states=...",
+        load_module_only="optimizer_states=False",
+        load_lr_scheduler_states="stateful={'schedule': scheduler}, or without it",
+    )
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],

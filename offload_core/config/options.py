@@ -51,6 +51,21 @@ _OTHER_NAMES = {
     "mu_dtype": "exp_avg_dtype",
 }
 """Fields by the names that other libraries give them."""
+_ARGUMENTS = {
+    **dict.fromkeys(("model_parameters", "parameters"), "expected params=..., parameters or groups"),
+    **dict.fromkeys(
+        ("config_dict_or_path", "config_params", "ds_config", "deepspeed_config"),
+        "expected config=..., or the second argument",
+    ),
+    **dict.fromkeys(
+        ("lr_scheduler", "scheduler"),
+        "expected a scheduler of torch on engine.optimizer, a function of the number of updates as lr=..., or a "
+        "`scheduler` section in a DeepSpeed configuration",
+    ),
+    "training_data": "expected a data loader of your own",
+    "mpu": "expected process_group=..., the ranks that share the states",
+}
+"""Arguments of other libraries' functions that are no fields here, and what to give."""
 _OF_GROUPS_ELSEWHERE = {"learning_rate": "lr", "wd": "weight_decay", "epsilon": "eps"}
 """Hyperparameters of a parameter group by names that can hardly be a key of the user's own."""
 
@@ -599,6 +614,7 @@ def _check_names(given: Mapping[str, Any]) -> None:
                 hint = f"{where}: give such a configuration as config"
             if name in _OTHER_NAMES:
                 hint = f"expected {_OTHER_NAMES[name]!r}"
+            hint = _ARGUMENTS.get(name, hint)
             hint = hint or checks.nearest(name, FIELDS, also=KEYS)
             raise ConfigError(f"unknown configuration field {checks.shown(name)}; {hint}")
 

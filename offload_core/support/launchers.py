@@ -1,4 +1,5 @@
-"""A process's rank, as its launcher put it into the environment: torchrun, Open MPI's mpirun or Slurm's srun.
+"""A process's rank, as its launcher put it into the environment: torchrun, DeepSpeed's, Open MPI's mpirun or Slurm's
+srun.
 
 Launchers nest: torchrun may run as a task of Slurm, and mpirun may have Slurm start its daemons. The ranks of the
 innermost launcher hold. The meeting point comes from an outer one if the innermost does not give it.
@@ -19,6 +20,7 @@ MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 _NAMES = (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT)
 """The variables that torchrun sets. Those of other launchers are translated to these."""
 _PLACE = _NAMES[:4]
+_LOCAL_SIZE = "LOCAL_SIZE"
 _PORTS = range(61440, 65536)
 """Ports for the meeting point. They lie above the ports that Linux chooses for outgoing connections."""
 
@@ -191,7 +193,11 @@ def _said(environ: Environment) -> tuple[str | None, dict[str, str]]:
 
 
 def _torchrun(environ: Environment) -> dict[str, str]:
-    return {name: environ[name] for name in _NAMES if environ.get(name)}
+    """Return the variables of torchrun, or of DeepSpeed's launcher, which calls one of them ``LOCAL_SIZE``."""
+    said = {name: environ[name] for name in _NAMES if environ.get(name)}
+    if LOCAL_WORLD_SIZE not in said and {RANK, LOCAL_RANK} <= said.keys() and environ.get(_LOCAL_SIZE):
+        said[LOCAL_WORLD_SIZE] = environ[_LOCAL_SIZE]
+    return said
 
 
 def _open_mpi(environ: Environment) -> dict[str, str]:

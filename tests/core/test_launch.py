@@ -25,6 +25,10 @@ HETEROGENEOUS = {
     "SLURM_STEP_NODELIST": "fat1,thin[2-3]",
 }
 """As ``srun --het-group=0,1``: of two components as of one."""
+DEEPSPEED = {name: value for name, value in TORCHRUN.items() if name != "LOCAL_WORLD_SIZE"} | {
+    "LOCAL_SIZE": TORCHRUN["LOCAL_WORLD_SIZE"]
+}
+"""As DeepSpeed's launcher sets them."""
 JOINED = {**SLURM, "SLURM_CPUS_ON_NODE": "16", **Launched.read(SLURM).variables()}
 """As it is left to those who come after the first that joined."""
 
@@ -51,11 +55,12 @@ def test_who_is_alone_is_not_warned(environment):
     ("environment", "launcher", "address"),
     [
         (TORCHRUN, "torchrun", "here"),
+        (DEEPSPEED, "torchrun", "here"),
         (OPEN_MPI, "Open MPI", None),
         (SLURM, "Slurm", "node03"),
         (HETEROGENEOUS, "Slurm", "fat1"),
     ],
-    ids=["torchrun", "Open MPI", "Slurm", "heterogeneous job"],
+    ids=["torchrun", "DeepSpeed", "Open MPI", "Slurm", "heterogeneous job"],
 )
 def test_each_launcher_says_the_same_in_its_own_words(environment, launcher, address):
     place = Launched.read(environment)

@@ -14,6 +14,7 @@ from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
+from offload_core.support.hints import hinted
 
 from ..data_writes import set_data
 from ..internals import next_node
@@ -216,6 +217,10 @@ def _changed(versions: Mapping[PartitionedParameter, int]) -> list[PartitionedPa
     ]
 
 
+@hinted(
+    fwd_module="register_external_parameter(module, param) before it",
+    enabled="contextlib.nullcontext() in its place where parameters are whole",
+)
 def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_rank: int | None = None) -> Any:
     """A context in which partitioned parameters (stage 3) are whole: ``with gathered_parameters(layer.weight): ...``
 
