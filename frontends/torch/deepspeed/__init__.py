@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed import translation
 from offload_core.deepspeed.names import VERSION, is_theirs, refuse
-from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.errors import ConfigError, ParameterError
 from offload_core.support.checks import shown
 
 from ..casting import Casts
@@ -27,7 +27,7 @@ from ..tensors import TORCH_DTYPES
 from . import accelerator, comm, ops, runtime, zero
 from .accelerator import get_accelerator, rank_device
 from .comm import init_distributed
-from .engine import DeepSpeedEngine
+from .engine import DeepSpeedEngine, MisuseError
 from .runtime.lr_schedules import SCHEDULERS
 
 __version__ = VERSION
@@ -43,6 +43,10 @@ __all__ = [
     "runtime",
     "zero",
 ]
+
+
+_OF_THE_FACE = ("scheduler", "managed_gradient_accumulation")
+"""Keys of a configuration that mean objects and methods of the face."""
 
 
 def initialize(
@@ -84,7 +88,7 @@ def initialize(
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([*(model.parameters() if model_parameters is None else model_parameters)])
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
-        raise StateError(
+        raise MisuseError(
             "initialize: lr_scheduler is a scheduler of an optimizer that initialize() was not given; expected "
             "optimizer=..., too, or a function of an optimizer as lr_scheduler"
         )
@@ -136,7 +140,7 @@ def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
 
 def _resolved(given: Mapping[str, Any], client: Client | None, model: nn.Module) -> OffloadConfig:
     """Return the settings that the configuration and the client's optimizer mean. The scheduler is apart."""
-    rest = {name: value for name, value in given.items() if name != "scheduler"}
+    rest = {name: value for name, value in given.items() if name not in _OF_THE_FACE}
     if client is not None:
         rest.pop("optimizer", None)
     world_size = dist.get_world_size() if dist.is_initialized() else 1

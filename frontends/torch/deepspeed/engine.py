@@ -23,6 +23,10 @@ from .accelerator import rank_device
 from .getters import CONFIG_GETTERS
 
 
+class MisuseError(StateError, AssertionError):
+    """A call at a moment at which it is not allowed, as a :class:`StateError`; DeepSpeed asserts there."""
+
+
 class Counts:
     """Steps and samples so far. Checkpoints hold them."""
 
@@ -71,7 +75,11 @@ class DeepSpeedEngine(Engine):
         self._trains = params != []
         self._forced: bool | None = None
         """``set_gradient_accumulation_boundary``; None: the engine counts."""
-        self._in_no_sync = False
+        self._managed = given.get("managed_gradient_accumulation") is not False
+        """False: each ``step()`` makes an update."""
+        self._backwards = 0
+        """Those since the last update."""
+        self._in_no_sync = self._in_step = False
         self._report: Any = None
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
@@ -102,6 +110,7 @@ class DeepSpeedEngine(Engine):
         """Backpropagate, and return the loss, divided by the accumulation steps unless ``scale_wrt_gas`` is False."""
         self._check_optimizer("backward")
         super().backward(loss, average=scale_wrt_gas, **({"retain_graph": True} if retain_graph else {}))
+        self._backwards += 1
         with torch.no_grad():
             return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
 
@@ -109,16 +118,22 @@ class DeepSpeedEngine(Engine):
         """Update at the accumulation boundary, and step the scheduler after an update that was not skipped."""
         self._check_optimizer("step")
         if self._in_no_sync:
-            raise StateError(
+            raise MisuseError(
                 "step() inside no_sync(); expected it after the block: gradients wait for the other ranks'"
             )
-        self._report = report = super().step(boundary=self._forced)
+        self._in_step = True
+        try:
+            self._report = report = super().step(boundary=self._forced if self._managed else True)
+        finally:
+            self._in_step = False
         counts = self._counts
         counts.micro_steps += 1
         if report.skipped == "accumulating":
             return
         counts.global_steps += 1
-        counts.global_samples += self.train_batch_size()
+        whole = self.train_batch_size()
+        counts.global_samples += whole if self._managed else self._micro_batch * self.world_size * self._backwards
+        self._backwards = 0
         if not report.updated:
             counts.skipped_steps += 1
         elif self.lr_scheduler is not None:
@@ -126,7 +141,7 @@ class DeepSpeedEngine(Engine):
 
     def _check_optimizer(self, what: str) -> None:
         if not self._trains:
-            raise StateError(
+            raise MisuseError(
                 f"{what}() of an engine without an optimizer; expected an `optimizer` section in the configuration, or "
                 "initialize(optimizer=...)"
             )
@@ -141,7 +156,12 @@ class DeepSpeedEngine(Engine):
     def no_sync(self) -> Iterator[None]:
         """As :meth:`Engine.no_sync`; stages 0 and 1."""
         if self._in_no_sync:
-            raise StateError("no_sync() inside no_sync(); expected one block")
+            raise MisuseError("no_sync() inside no_sync(); expected one block")
+        if self.offload_config.stage != 1:
+            raise MisuseError(
+                f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage 0 or 1, "
+                "or gradient_accumulation_steps in place of it"
+            )
         with super().no_sync():
             self._in_no_sync = True
             try:
@@ -150,11 +170,17 @@ class DeepSpeedEngine(Engine):
                 self._in_no_sync = False
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Return True if the next ``step()`` makes an update."""
+        """Return True if the next ``step()`` makes an update. Without managed accumulation it is True inside it."""
+        if not self._managed:
+            return self._in_step
         return self.optimizer.pipeline.arrivals.at_boundary if self._forced is None else self._forced
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide whether the next calls of ``step()`` make updates; None: the engine counts again."""
+        if not self._managed:
+            raise MisuseError(
+                "set_gradient_accumulation_boundary() where each step() makes an update; expected neither"
+            )
         self._forced = is_boundary
 
     def was_step_applied(self) -> bool:
