@@ -159,8 +159,8 @@ class DeepSpeedEngine(Engine):
             raise MisuseError("no_sync() inside no_sync(); expected one block")
         if self.offload_config.stage != 1:
             raise MisuseError(
-                f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage 0 or 1, "
-                "or gradient_accumulation_steps in place of it"
+                f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage 0 or "
+                "1, or gradient_accumulation_steps in its place"
             )
         with super().no_sync():
             self._in_no_sync = True
