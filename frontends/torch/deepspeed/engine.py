@@ -35,8 +35,6 @@ class Counts:
         """Updates, and those that were skipped."""
         self.global_samples = 0
         self.skipped_steps = 0
-        self.micro_steps = 0
-        """Calls of ``step``."""
 
     def state_dict(self) -> dict[str, int]:
         """Return all counts by name."""
@@ -81,6 +79,9 @@ class DeepSpeedEngine(Engine):
         """Those since the last update."""
         self._in_no_sync = self._in_step = False
         self._report: Any = None
+        self._norm: float | None = None
+        self.micro_steps = 0
+        """Calls of ``step()`` of this engine."""
         self.lr_scheduler: Any = None
         self.training_dataloader: Any = None
         self.collate_fn: Any = None
@@ -107,12 +108,13 @@ class DeepSpeedEngine(Engine):
     def backward(  # type: ignore[override]
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backpropagate, and return the loss, divided by the accumulation steps unless ``scale_wrt_gas`` is False."""
+        """Backpropagate the loss, divided by the accumulation steps unless ``scale_wrt_gas`` is False, and return it."""
         self._check_optimizer("backward")
-        super().backward(loss, average=scale_wrt_gas, **({"retain_graph": True} if retain_graph else {}))
+        if scale_wrt_gas and isinstance(loss, torch.Tensor):
+            loss = loss / self.gradient_accumulation_steps()
+        super().backward(loss, average=False, **({"retain_graph": True} if retain_graph else {}))
         self._backwards += 1
-        with torch.no_grad():
-            return loss / self.gradient_accumulation_steps() if scale_wrt_gas else loss
+        return loss
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
         """Update at the accumulation boundary, and step the scheduler after an update that was not skipped."""
@@ -126,10 +128,10 @@ class DeepSpeedEngine(Engine):
             self._report = report = super().step(boundary=self._forced if self._managed else True)
         finally:
             self._in_step = False
-        counts = self._counts
-        counts.micro_steps += 1
+        self.micro_steps += 1
         if report.skipped == "accumulating":
             return
+        self._norm, counts = report.grad_norm, self._counts
         counts.global_steps += 1
         whole = self.train_batch_size()
         counts.global_samples += whole if self._managed else self._micro_batch * self.world_size * self._backwards
@@ -189,7 +191,7 @@ class DeepSpeedEngine(Engine):
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of the last update's gradients, averaged and unscaled, before clipping."""
-        return None if self._report is None else self._report.grad_norm
+        return self._norm
 
     # --- counts and rates ----------------------------------------------------------------------------
 
@@ -207,11 +209,6 @@ class DeepSpeedEngine(Engine):
     def skipped_steps(self) -> int:
         """Updates that were skipped, because a gradient had an inf or a NaN."""
         return self._counts.skipped_steps
-
-    @property
-    def micro_steps(self) -> int:
-        """Calls of ``step()`` so far."""
-        return self._counts.micro_steps
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each group, of the next update."""
