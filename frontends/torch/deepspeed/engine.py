@@ -108,7 +108,7 @@ class DeepSpeedEngine(Engine):
     def backward(  # type: ignore[override]
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
-        """Backpropagate the loss, divided by the accumulation steps unless ``scale_wrt_gas`` is False, and return it."""
+        """Backpropagate the loss, by default divided by the accumulation steps, and return it."""
         self._check_optimizer("backward")
         if scale_wrt_gas and isinstance(loss, torch.Tensor):
             loss = loss / self.gradient_accumulation_steps()
