@@ -22,13 +22,15 @@ def scheduler(kind, **params):
 
 
 THREE = {"gradient_accumulation_steps": 3}
+TRAVEL_IN_FP32 = {"communication_data_type": "fp32"}
 IN_FP32 = {**THREE, "data_types": {"grad_accum_dtype": "fp32"}}
 WARMUP = scheduler("WarmupLR", warmup_max_lr=1e-2, warmup_num_steps=5)
 COSINE = scheduler("WarmupCosineLR", total_num_steps=12, warmup_num_steps=3)
 CASES = {
     **{f"stage {stage}, {dtype}": case(stage, dtype) for stage in range(4) for dtype in ("fp32", "bf16")},
     **{f"accumulation, stage {s}": case(s, config=THREE, steps=9) for s in range(4)},
-    **{f"accumulation, stage {s}, bf16": case(s, "bf16", config=IN_FP32, steps=9) for s in (1, 2, 3)},
+    **{f"accumulation, stage {s}, bf16": case(s, "bf16", config=IN_FP32, steps=9) for s in (2, 3)},
+    **{f"gradients travel in fp32, stage {s}": case(s, "bf16", config=TRAVEL_IN_FP32) for s in (1, 2, 3)},
     "no clipping": case(2, config={"gradient_clipping": 0}),
     "tight clipping": case(2, config={"gradient_clipping": 0.01}),
     "tight clipping, stage 3, bf16": case(3, "bf16", config={"gradient_clipping": 0.01}),
@@ -68,3 +70,16 @@ CASES = {
     "resumed in fp16": case(1, "fp16", resume=5, overflow=(2,), norms=False),
 }
 """By name."""
+FOR_TWO = [
+    *(f"stage {stage}, fp32" for stage in range(4)),
+    *(f"gradients travel in fp32, stage {stage}" for stage in (1, 2, 3)),
+    *(f"accumulation, stage {stage}" for stage in range(4)),
+    "groups under a cosine",
+    "a client's SGD",
+    "no_sync, stage 1",
+    "a plain backward, stage 3",
+    "a larger batch",
+    "resumed, stage 2",
+    "resumed, stage 3",
+]
+"""Those that two ranks run, too."""

@@ -4,9 +4,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def _stage(engine: Any) -> int:
-    section = engine.config.get("zero_optimization") or {}
+def stage_of(config: Mapping[str, Any]) -> int:
+    """Return the stage that a configuration asks for."""
+    section = config.get("zero_optimization") or {}
     return int(section.get("stage", 0)) if isinstance(section, Mapping) else int(section)
+
+
+def _stage(engine: Any) -> int:
+    return stage_of(engine.config)
 
 
 def _section(engine: Any, section: str, key: str) -> Any:
