@@ -159,14 +159,14 @@ def _tell_of_rounding(given: Mapping[str, Any], resolved: OffloadConfig) -> None
     kind, places = resolved.param_dtype, []
     if stage_of(given) == 0:
         places.append("in stage 0 (stages 1 to 3 round as here)")
-    if comm.get_world_size() > 1 and resolved.communication_dtype != "float32":
-        places.append('over the ranks (unless "communication_data_type": "fp32")')
+    if comm.get_world_size() > 1:
+        places.append("over the ranks")
     if resolved.gradient_accumulation_steps > 1 and (given.get("data_types") or {}).get("grad_accum_dtype") != "fp32":
         places.append('over micro-steps (unless "data_types": {"grad_accum_dtype": "fp32"})')
     if places:
         UserLine.now().warn(
             ConfigWarning(
-                f"gradients in {kind} are summed in fp32 here, so that the run differs from that of DeepSpeed {VERSION}, "
+                f"gradients in {kind} are summed in fp32 here, and the run differs from that of DeepSpeed {VERSION}, "
                 f"which rounds sums to {kind} {' and '.join(places)}"
             )
         )

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
 if deepspeed.__version__ != VERSION:
     pytest.skip(f"the face is that of DeepSpeed {VERSION}", allow_module_level=True)
 
-ROUNDS_ELSEWHERE = {"stage 0, bf16"}
-"""Where DeepSpeed rounds in other places: the face warns."""
+ROUNDS_ELSEWHERE = {1: {"stage 0, bf16"}, 2: {f"stage {stage}, bf16" for stage in range(4)}}
+"""Where DeepSpeed rounds in other places, by the number of ranks: the face warns."""
 SAME_BITS = {"a client's SGD"}
 """Where no library computes with a square root of its own."""
 
@@ -65,7 +65,7 @@ def compare(tmp_path, ranks, cases):
             apart = max((expected["masters"][n] - found["masters"][n]).abs().max().item() for n in found["masters"])
             if apart > 1e-6 or (name in SAME_BITS and apart):
                 differing.add(f"weights by {apart:.1e}")
-            if (name in ROUNDS_ELSEWHERE) != bool(differing):
+            if (name in ROUNDS_ELSEWHERE[ranks]) != bool(differing) or apart > 0.05:
                 wrong.append(f"{name}: {differing or 'no difference'}")
     assert not wrong, "\n".join(wrong)
 
