@@ -1,0 +1,52 @@
+"""The names of the face: the table of docs/from-deepspeed.md, made from the code itself."""
+
+from collections import defaultdict
+
+from frontends.torch import deepspeed
+from frontends.torch.deepspeed.getters import CONFIG_GETTERS
+from offload_core.deepspeed.names import DIFFERS, names_not_taken, refuse
+
+PLACES = {
+    "deepspeed": "`deepspeed.…`",
+    "engine": "the engine",
+    "zero": "`deepspeed.zero.…`",
+    "utils": "`deepspeed.utils.…`",
+}
+_OF_AN_INSTANCE = "config device lr_scheduler training_dataloader collate_fn micro_steps optimizer module world_size"
+
+
+def public(names):
+    return {name for name in names if not name.startswith("_")}
+
+
+def taken(place):
+    """The public names of this place that the face has."""
+    if place == "engine":
+        return public(vars(deepspeed.DeepSpeedEngine)) | {*CONFIG_GETTERS, *_OF_AN_INSTANCE.split(), "train", "eval"}
+    if place == "deepspeed":
+        return {*deepspeed.__all__, "dist"}
+    module = getattr(deepspeed, place)
+    return {name for name in public(vars(module)) if not _is_imported(module, name)}
+
+
+def _is_imported(module, name):
+    value = getattr(module, name)
+    home = getattr(value, "__module__", None)
+    return home is None or (home != module.__name__ and name not in getattr(module, "__all__", ()))
+
+
+def table():
+    rows = ["| place | names | here |", "|---|---|---|"]
+    for place, title in PLACES.items():
+        differs = DIFFERS[place]
+        rows.append(f"| {title} | {listed(taken(place) - differs.keys())} | the same |")
+        rows += [f"| | `{name}` | {how} |" for name, how in sorted(differs.items())]
+        remedies = defaultdict(set)
+        for name in names_not_taken(place):
+            remedies[refuse(place, name).rpartition("not taken here; ")[2]].add(name)
+        rows += [f"| | {listed(names)} | refused: {why} |" for why, names in sorted(remedies.items())]
+    return rows
+
+
+def listed(names):
+    return ", ".join(f"`{name}`" for name in sorted(names))
