@@ -16,6 +16,7 @@ from offload_core.step.pipeline import Pipeline
 
 from .casting import Casts
 from .device_memory import DeviceMemory
+from .gradient_io import TorchGradients
 from .intake import Intake
 from .placed import check_alone, group_of, ranks_of, this_process
 from .ranks.device_ranks import device_for, device_of_placed
@@ -40,6 +41,7 @@ class Parts:
     registration: Registration
     intake: Intake
     states: TorchStates
+    gradients: TorchGradients
     device_memory: DeviceMemory
     partitioned: PartitionedModel | None
 
@@ -195,7 +197,8 @@ class Foundation:
             )
         device_memory = DeviceMemory(pipeline, self.memory, registration, intake, partitioned)
         states = TorchStates(pipeline, registration)
-        parts = Parts(pipeline, registration, intake, states, device_memory, partitioned)
+        gradients = TorchGradients(pipeline, registration, intake, states)
+        parts = Parts(pipeline, registration, intake, states, gradients, device_memory, partitioned)
         parts.take_on(named, groups, model)
         if partitioned is not None:
             partitioned.keep_frozen([param for _, param, _ in named])

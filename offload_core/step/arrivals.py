@@ -53,6 +53,8 @@ class SinceUpdate:
     """The present round; None where it has ended and no gradient came since."""
     aside: dict[int, Any] = field(default_factory=dict)
     """Gradients of parameters that are yet to be settled."""
+    reduced: bool = False
+    """True if all that came in this micro-step was launched before its end (:meth:`Pipeline.reduce_now`)."""
 
 
 class Arrivals:
@@ -122,6 +124,7 @@ class Arrivals:
             without: parameters that are settled without one.
         """
         since, full = self.since, False
+        since.reduced = False
         if since.round is None:
             since.round = _Round()
         if without:
@@ -157,7 +160,7 @@ class Arrivals:
             return gradients
         mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
         since = self.since
-        since.begun = True
+        since.begun, since.reduced = True, False
         since.round = since.round or _Round()
         since.aside |= mine
         since.present.update(mine)
@@ -222,6 +225,7 @@ class Arrivals:
     def count_micro_step(self, *, boundary: bool) -> None:
         """Count a micro-step that has ended."""
         self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
+        self.since.reduced = False
 
     def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
         """Begin the next step, for which no gradient has come.
