@@ -385,6 +385,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.names[params[i]] = name
         return {**{key: value for key, value in group.items() if key != "param_names"}, "params": params}
 
+    @whole("mark_leaf_modules()")
+    def mark_leaf_modules(self, modules: Iterable[nn.Module], *, leaf: bool = True) -> None:
+        """Have modules of an engine's model be leaf modules from now on (``OffloadConfig.leaf_modules``), or no longer.
+
+        All ranks must call this, between two updates. In stages 1 and 2 it changes nothing.
+
+        Raises:
+            StateError: gradients wait for an update.
+        """
+        self._state_lock.change("mark_leaf_modules()", self.parts.mark_leaves, [*modules], leaf)
+
     def follow_sizes(self) -> None:
         """Before the first update, make states anew if parameters have grown (a vocabulary, embeddings), in stages 1
         and 2. Their elements that were there, at the same indices, keep their master weights. With several ranks it is

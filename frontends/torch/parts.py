@@ -76,6 +76,16 @@ class Parts:
         if new:
             self.take_on([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
 
+    def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
+        """As ``OffloadedAdamW.mark_leaf_modules``."""
+        if self.partitioned is None:
+            return
+        waiting = self.intake.fresh or self.intake.has_deferred
+        self.pipeline.check_idle("leaf modules are to change", waiting=waiting)
+        runs, slots = self.partitioned.runs, self.registration.slots
+        runs.mark_leaves(modules, leaf)
+        self.pipeline.arrivals.settle_apart([slots[p].index for p in runs.leaves.numbers() if p in slots])
+
     def let_go(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
         self.intake.close()
