@@ -7,9 +7,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core import GradientError, ParameterError, StateError
+from tests.support import experts
 from tests.support.changed_gradients import Change, compare, loss_of, model
 from tests.support.late_stores import STATES_ON_DISK
 from tests.support.processes import on_ranks
@@ -112,6 +115,60 @@ def test_a_further_backward_is_added_to_a_gradient_that_was_changed():
                 engine.optimizer.load_gradient(p, engine.optimizer.whole_gradient(p) * 3)
                 q.grad.mul_(3)
                 assert same_bits(engine.optimizer.whole_gradient(p), q.grad)
+
+
+def test_a_placed_parameter_is_read_whole_and_changed_whole_or_in_its_local_tensor():
+    """FSDP2 shards it. Of ``rare`` there is no gradient."""
+
+    @on_ranks(2)
+    def _(rank):
+        mesh = init_device_mesh("cpu", (2,))
+        nets = [model(), model()]
+        for net in nets:
+            for module in (net.first, net.last, net):
+                fully_shard(module, mesh=mesh)
+        engine, twin = wrap(nets[0], lr=1e-2), nets[1]
+        optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, fused=True)
+        for seed in (0, 3):
+            engine.backward(loss_of(engine, seed, 0, torch.float32))
+            loss_of(twin, seed, 0, torch.float32).backward()
+            for n, (p, q) in enumerate(zip(engine.module.parameters(), twin.parameters(), strict=True)):
+                if q.grad is None:
+                    assert engine.optimizer.whole_gradient(p) is None
+                    continue
+                whole = engine.optimizer.whole_gradient(p)
+                assert same_bits(whole, q.grad.full_tensor())
+                own = engine.optimizer.own_gradient(p)
+                assert same_bits(own, q.grad.to_local().flatten())
+                engine.optimizer.load_gradient(p, own * 2 if n % 2 else whole * 2, own=bool(n % 2))
+                q.grad.mul_(2)
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(engine.module.parameters(), twin.parameters(), strict=True):
+            assert same_bits(p.to_local(), q.to_local())
+
+
+def test_ranks_whose_experts_differ_read_the_mean_over_all():
+    """In leaf modules, whose gradients come on some ranks alone."""
+
+    @on_ranks(2)
+    def found(rank):
+        read = []
+        for fields in ({}, {**OF_WAYS["stage 3"], "leaf_modules": ["Experts"]}):
+            engine = wrap(experts.mixture(), lr=1e-2, reduce_bucket_size=1000, **fields)
+            for seed in range(2):
+                engine.backward(engine(experts.rows(2 * seed + rank)).square().mean())
+                read.append([engine.optimizer.whole_gradient(p) for p in engine.module.parameters()])
+                engine.step()
+            engine.close()
+        return read
+
+    for stage_2, stage_3 in ((0, 2), (1, 3)):
+        for of_one in zip(*(read[n] for read in found for n in (stage_2, stage_3)), strict=True):
+            assert all((each is None) == (of_one[0] is None) for each in of_one)
+            assert of_one[0] is None or all(same_bits(each, of_one[0]) for each in of_one)
+    assert any(each is None for each in found[0][0])
 
 
 def test_values_are_shaped_and_laid_out_as_the_parameter():
