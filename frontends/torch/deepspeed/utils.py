@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from offload_core.deepspeed.names import refuse
+
 from ..optimizer import OffloadedOptimizer
 from ..placed import local_of
 from ..registration import owner_of
@@ -196,59 +198,51 @@ def _mark(model: nn.Module, modules: Iterable[nn.Module], flag: bool) -> list[nn
     return found
 
 
-def _of_classes(
-    model: nn.Module, leaf_module_classes: Sequence[type | str], flag: bool, raise_if_not_found: bool
-) -> list[nn.Module]:
-    def asked(module: nn.Module) -> bool:
-        kind = type(module)
-        names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-        return any(isinstance(module, c) if isinstance(c, type) else c in names for c in leaf_module_classes)
+def _chosen(
+    model: nn.Module, wanted: Sequence[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool, must: bool
+) -> tuple[list[nn.Module], list[Any]]:
+    named = [*model.named_modules()]
+    of_each = {each: [module for name, module in named if fits(name, module, each)] for each in wanted}
+    missing = [each for each, found in of_each.items() if not found]
+    if missing and must:
+        raise ValueError(f"{type(model).__name__} has no modules {missing}; expected some of its named_modules()")
+    return _mark(model, [module for found in of_each.values() for module in found], flag), missing
 
-    found = [module for module in model.modules() if asked(module)]
-    if raise_if_not_found and not found:
-        raise ValueError(
-            f"{type(model).__name__} has no module of {leaf_module_classes}; expected one: see its modules()"
-        )
-    return _mark(model, found, flag)
+
+def _is_of_one(name: str, module: nn.Module, classes: Sequence[type | str]) -> bool:
+    kind = type(module)
+    names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return any(isinstance(module, each) if isinstance(each, type) else each in names for each in classes)
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Have the modules of these classes, or of classes with these names, be leaf modules; return them."""
-    return _of_classes(model, leaf_module_classes, True, raise_if_not_found)
+    return _chosen(model, [tuple(leaf_module_classes)], _is_of_one, True, raise_if_not_found)[0]
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Have the modules of these classes be leaf modules no longer; return them."""
-    return _of_classes(model, leaf_module_classes, False, raise_if_not_found)
-
-
-def _of_names(
-    model: nn.Module, wanted: Sequence[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
-) -> tuple[list[nn.Module], list[str]]:
-    named = dict(model.named_modules())
-    found = [module for each in wanted for name, module in named.items() if fits(name, each)]
-    missing = [each for each in wanted if not any(fits(name, each) for name in named)]
-    if missing and raise_if_not_found:
-        raise ValueError(f"{type(model).__name__} has no modules {missing}; expected names of its named_modules()")
-    return _mark(model, found, flag), missing
+    return _chosen(model, [tuple(leaf_module_classes)], _is_of_one, False, raise_if_not_found)[0]
 
 
 def set_z3_leaf_modules_by_name(
     model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Have the modules of these names be leaf modules; return them, and the names of none."""
-    return _of_names(model, module_names, str.__eq__, flag, raise_if_not_found)
+    return _chosen(model, module_names, lambda name, module, each: name == each, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
     """Have the modules whose names end so be leaf modules; return them, and the suffixes of none."""
-    return _of_names(model, module_name_suffixes, str.endswith, flag, raise_if_not_found)
+    return _chosen(
+        model, module_name_suffixes, lambda name, module, each: name.endswith(each), flag, raise_if_not_found
+    )
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -275,3 +269,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 def _leaves(param: torch.Tensor) -> LeafModules | None:
     optimizer = _optimizer(param)
     return None if optimizer is None or optimizer.partitioned is None else optimizer.partitioned.runs.leaves
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"deepspeed.utils.{name}: {refuse('utils', name)}")

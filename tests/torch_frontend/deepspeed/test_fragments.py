@@ -114,7 +114,7 @@ def test_a_parameter_that_no_engine_trains_has_none():
 def test_leaf_modules_are_chosen_by_class_by_name_and_by_suffix_and_given_up():
     model = experts.mixture()
     blocks, routers = [model[1], model[2]], [model[1].router, model[2].router]
-    assert set_z3_leaf_modules(model, [experts.Experts]) == blocks == get_z3_leaf_modules(model)
+    assert set_z3_leaf_modules(model, [nn.Conv2d, experts.Experts]) == blocks == get_z3_leaf_modules(model)
     assert unset_z3_leaf_modules(model, ["Experts"]) == blocks
     assert set_z3_leaf_modules(model, [f"{experts.__name__}.Experts"]) == blocks
     unset_z3_leaf_modules(model, [experts.Experts])
@@ -134,7 +134,7 @@ def test_leaf_modules_are_chosen_by_class_by_name_and_by_suffix_and_given_up():
         (set_z3_leaf_modules_by_name, ["nothing"]),
         (set_z3_leaf_modules_by_suffix, ["nothing"]),
     ):
-        with pytest.raises(ValueError, match="Sequential has no module"):
+        with pytest.raises(ValueError, match="Sequential has no modules"):
             choose(model, wanted)
 
 
@@ -195,4 +195,8 @@ def test_modules_are_made_on_a_device_in_a_type():
         made = nn.Linear(4, 4)
     assert (made.weight.device.type, made.weight.dtype) == ("cpu", torch.float32)
     assert torch.get_default_dtype() is torch.float32
-    assert utils.logger.name == "DeepSpeed"
+
+
+def test_a_name_that_is_not_taken_says_what_to_use():
+    with pytest.raises(AttributeError, match=r"deepspeed\.utils\.groups: .*`torch.distributed` has ranks and groups"):
+        utils.groups  # noqa: B018
