@@ -729,7 +729,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @whole("load_gradient()")
     def load_gradient(self, param: torch.Tensor, values: torch.Tensor, *, own: bool = False) -> None:
         """Overwrite the gradient that the next update uses. The norm, clipping and the search for an inf or a NaN
-        follow the new values; a gradient of a further backward is added to them. All ranks must call this.
+        follow the new values; a gradient of a further backward is added to them. All ranks must call this. Where
+        gradients are copied to the host in 16 bits, those of the parameter's bucket take fp32 from then on.
 
         Args:
             values: as :meth:`whole_gradient` returns them, the same on all ranks.

@@ -211,6 +211,7 @@ class TorchStates:
         """As ``OffloadedAdamW.whole_states``, rounded to this element type."""
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
+        self._pipeline.reduce_first()
         found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
         states = {name: shaped_like(as_torch(state), slot.values) for name, state in found.items()}
         if slot.placed is None or slot.placed.part.is_whole:
@@ -275,7 +276,8 @@ class TorchStates:
                 f"{tuple(param.shape)}; this rank's part is loaded with own=True"
             )
         if own:
-            values = shaped_like(as_torch(self._merged(slot, name, self.spread(slot, values))), slot.values)
+            run = self.spread(slot, values)
+            values = shaped_like(as_torch(self._merged(slot, name, run) if name == MASTER else run), slot.values)
         if name == MASTER:
             self.load_master(param, values)
             return
@@ -287,6 +289,7 @@ class TorchStates:
         device, n = self._pipeline.device, run.size
         if device.world_size == 1:
             return run
+        self._pipeline.reduce_first()
         parts = [((slice(at, at + numel),), run[at : at + numel]) for at, numel in self._states.extents(slot.index)]
         what = f"parameter {slot.name!r}: {name} of all ranks"
         return self._pipeline.buckets.run(partial(merged, device.collectives, (n,), run.dtype, parts, what))

@@ -269,6 +269,15 @@ class Pipeline:
             raise
         self.arrivals.since.reduced = True
 
+    def reduce_first(self) -> None:
+        """Have ranks reduce what came before they exchange anything else between a backward and its update: a bucket
+        may be full, and launched, on some of them alone.
+
+        Where parameters are sent early this does nothing: ranks whose buckets fill unlike may not exchange there.
+        """
+        if self.device.world_size > 1 and self.arrivals.holds_gradients and not self.buckets.terms.sends_early:
+            self.reduce_now()
+
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
 

@@ -135,10 +135,10 @@ def test_what_is_read_is_the_mean_so_far_and_what_is_written_is_updated_with(cas
 
 @pytest.mark.filterwarnings(UNANNOUNCED)
 @law(60)
-@given(rank_cases(), st.integers(0, 2**32 - 1), st.booleans(), st.booleans())
+@given(rank_cases(), st.integers(0, 2**32 - 1), st.sampled_from([None, 0.5, 1e3]), st.booleans())
 def test_on_any_number_of_ranks_they_are_those_of_the_averaged_gradients(ranks, seed, early, fake):
-    if early:  # parameters are sent early, and states wait for the step
-        config = replace(ranks[0].config, update_in_backward=True, gradient_clipping=0.5, schedule="overlap")
+    if early:  # parameters are sent early, and states wait for the step, which clips at this norm
+        config = replace(ranks[0].config, update_in_backward=True, gradient_clipping=early, schedule="overlap")
         ranks = [replace(case, config=config) for case in ranks]
     mean = averaged(ranks)
 
@@ -192,6 +192,20 @@ def test_what_was_read_is_not_exchanged_again_at_the_end_of_the_micro_step():
 
     plain, read = (run_ranks(2, lambda rank, n=n: body(rank, n)) for n in (0, 2))
     assert read == plain
+
+
+def test_a_gradient_that_is_yet_to_be_settled_is_read_and_so_is_a_further_one():
+    case = make(dtype=FLOAT32)
+
+    def body(rank):
+        masters = [np.ones(spec.numel, np.float32) for spec in case.specs]
+        config = case.pipeline.config
+        subject = Subject(HostDevice(), masters, [FLOAT32] * 2, [0, 0], config, None, rank, leaves={0: 0})
+        for n in (1, 2):
+            subject.add_gradient(0, np.full(40, 0.5, np.float32))
+            assert_same_bits("so far", GradientAccess(subject.pipeline).whole(0), np.full(40, 0.5 * n, np.float32))
+
+    run_ranks(2, body)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

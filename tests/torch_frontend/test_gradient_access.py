@@ -17,7 +17,7 @@ from tests.support.changed_gradients import Change, compare, loss_of, model
 from tests.support.late_stores import STATES_ON_DISK
 from tests.support.processes import on_ranks
 from tests.support.strategies import law
-from tests.support.torch_models import make, same_bits
+from tests.support.torch_models import assert_all_same, everything, make, same_bits
 from tests.support.torch_models import step as step_of
 from tests.support.ways import WAYS
 
@@ -104,6 +104,21 @@ def test_a_step_after_a_read_exchanges_no_gradient_again():
     assert all(sent[0] == sent[3] for sent in found)
 
 
+def test_a_read_while_a_delayed_update_is_on_its_way_changes_no_bit():
+    found = []
+    for reads in (False, True):
+        engine = wrap(model(), lr=1e-2, param_dtype="bfloat16", schedule="delayed")
+        for seed in range(4):
+            engine.backward(loss_of(engine, seed, 0, torch.bfloat16))
+            for p in engine.module.parameters() if reads else ():
+                gradient = engine.optimizer.whole_gradient(p)
+                if gradient is not None:
+                    engine.optimizer.load_gradient(p, gradient)
+            engine.step()
+        found.append(everything(engine))
+    assert_all_same(*found)
+
+
 @pytest.mark.quick
 def test_a_further_backward_is_added_to_a_gradient_that_was_changed():
     engine, plain = wrap(model(), lr=1e-2), model()
@@ -159,6 +174,8 @@ def test_ranks_whose_experts_differ_read_the_mean_over_all():
             engine = wrap(experts.mixture(), lr=1e-2, reduce_bucket_size=1000, **fields)
             for seed in range(2):
                 engine.backward(engine(experts.rows(2 * seed + rank)).square().mean())
+                masters = [engine.optimizer.whole_states(p)["master"] for p in engine.module.parameters()]
+                assert all(master.isfinite().all() for master in masters)  # they come after all gradients, too
                 read.append([engine.optimizer.whole_gradient(p) for p in engine.module.parameters()])
                 engine.step()
             engine.close()

@@ -42,7 +42,14 @@ from tests.support.torch_models import loss_of, make, same_bits
 from tests.support.torch_rank import whole_bits
 
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
-NARROW = {"max_reuse_distance": 0, "max_live_parameters": 1, "prefetch_bucket_size": 0, "reduce_bucket_size": 1000}
+PARTED = {
+    **STAGE_3,
+    "max_reuse_distance": 0,
+    "max_live_parameters": 1,
+    "prefetch_bucket_size": 0,
+    "reduce_bucket_size": 1000,
+}
+WHOLE = {"stage": 3, "param_persistence_threshold": 10**6, "reduce_bucket_size": 1000}
 
 
 @pytest.mark.parametrize("fields", [{"stage": 1}, {}, STAGE_3], ids=["stage 1", "stage 2", "stage 3"])
@@ -142,11 +149,11 @@ def test_ranks_run_other_experts_of_modules_that_became_leaves_before_or_after_t
     @on_ranks(2)
     def found(rank):
         bits = []
-        for when in ("never", "before", "after"):
+        for when, fields in (("never", {"stage": 2}), ("before", PARTED), ("after", PARTED), ("after", WHOLE)):
             model = experts.mixture()
             if when == "before":
                 set_z3_leaf_modules(model, [experts.Experts])
-            engine = wrap(model, lr=1e-2, **({"stage": 2} if when == "never" else {**STAGE_3, **NARROW}))
+            engine = wrap(model, lr=1e-2, **fields)
             if when == "after":
                 set_z3_leaf_modules(engine, [experts.Experts])
             if when != "never":
@@ -154,6 +161,7 @@ def test_ranks_run_other_experts_of_modules_that_became_leaves_before_or_after_t
                 assert [z3_leaf_parameter(p) for p in (model[0].weight, model[1].router.weight)] == [False, True]
             for seed in range(3):
                 engine.backward(engine(experts.rows(2 * seed + rank)).square().mean())
+                assert not engine.optimizer.pipeline.arrivals.since.aside, "backward has settled all"
                 if when == "after" and seed == 1:
                     with pytest.raises(StateError, match="leaf modules are to change while gradients wait"):
                         unset_z3_leaf_modules(engine, [experts.Experts])
