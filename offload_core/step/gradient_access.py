@@ -72,8 +72,8 @@ class GradientAccess:
     def load(self, param: int, values: np.ndarray, *, divisor: float = 1.0) -> None:
         """Overwrite this process's part of a gradient with the same elements of a whole fp32 array.
 
-        The caller's own tensor stays as it is. Norm, clipping and the search for an inf or a NaN follow the new values. A gradient that comes before the update
-        is added to them.
+        The caller's own tensor stays as it is. Norm, clipping and the search for an inf or a NaN follow the new values.
+        A gradient that comes before the update is added to them.
 
         Raises:
             StateError: no rank has had a gradient of the parameter since the last update.

@@ -248,6 +248,27 @@ def test_overflow_and_norm_are_those_of_the_values_that_were_written(world_size)
     assert run_ranks(world_size, body) == [np.sqrt(40 * 9.0)] * world_size
 
 
+@pytest.mark.parametrize("ranks", [{1}, {0, 1}])
+def test_no_parameter_is_sent_early_after_a_read(ranks):
+    """The last bucket is full, and waits for those before it, of which these ranks have no gradient: it leaves at the
+    read. Ranks that have all gradients have sent buckets early before."""
+
+    def body(rank, early):
+        fields = {"update_in_backward": early, "gradient_clipping": 1e3, "reduce_bucket_size": 32}
+        subject = make(FakeDevice(), collectives=rank, **fields)
+        arguments = StepArguments(HYPER, subject.tensors)
+        subject.pipeline.early.expect_step(arguments)
+        for i in (0,) if rank.rank in ranks else (1, 0):
+            subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
+        GradientAccess(subject.pipeline).load(0, np.full(40, -1, np.float32))
+        subject.pipeline.end_micro_step()
+        subject.pipeline.step(arguments)
+        return own_bits(subject)
+
+    late, early = (run_ranks(2, lambda rank, e=e: body(rank, e)) for e in (False, True))
+    assert early == late
+
+
 @pytest.mark.filterwarnings(UNANNOUNCED)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_what_update_in_backward_has_used_is_refused_on_all_ranks_and_the_step_goes_on(world_size):
