@@ -76,7 +76,8 @@ class Engine(nn.Module):
     forward changes (BatchNorm's).
 
     Gradients are copied to the host during backward; ``p.grad`` is then a stand-in that raises when used. To look at a
-    gradient, register a hook on the parameter (``p.register_hook``). Run one backward at a time: torch (2.13) runs the
+    gradient, call ``engine.optimizer.whole_gradient(p)`` before :meth:`step`, or register a hook on the parameter
+    (``p.register_hook``). Run one backward at a time: torch (2.13) runs the
     hooks that take gradients outside its lock, so simultaneous backwards in several threads could lose some.
 
     Public attributes that an engine lacks are those of its module: ``engine.generate(...)``, ``engine.config``.

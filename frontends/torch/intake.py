@@ -16,6 +16,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_lock import changes
 
 from .compiled import compiler_of_calls, untraced
+from .internals import no_read
 from .placed import local_of
 from .registration import Registration, Slot
 from .tensors import check_gradient, flat_like
@@ -259,6 +260,24 @@ class Intake:
         return bool(self._deferred)
 
     # --- at a step -----------------------------------------------------------------------------------
+
+    def check_taken(self, slot: Slot) -> None:
+        """Check that a parameter's gradients are in the pipeline, as far as there are any. Forget those that
+        ``p.grad = None`` has discarded.
+
+        Raises:
+            StateError: ``p.grad`` has one that the pipeline gets later.
+        """
+        with no_read():
+            gradient = slot.param.grad
+        if gradient is None:
+            self._drop([slot.index])
+        elif gradient is not slot.stand_in:
+            raise StateError(
+                f"parameter {slot.name!r}: its gradient is in p.grad still, where no_sync() and an optimizer without "
+                "early_copy=True leave it; expected p.grad to be read or changed there, or a backward() outside "
+                "no_sync() before"
+            )
 
     def take_present(self, left_out: frozenset[int], *, boundary: bool) -> None:
         """Take the gradients in ``p.grad``. There None, or another tensor, replaces gradients that have arrived.

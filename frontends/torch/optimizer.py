@@ -385,6 +385,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.names[params[i]] = name
         return {**{key: value for key, value in group.items() if key != "param_names"}, "params": params}
 
+    @whole("mark_leaf_modules()")
+    def mark_leaf_modules(self, modules: Iterable[nn.Module], *, leaf: bool = True) -> None:
+        """Have modules of an engine's model be leaf modules from now on (``OffloadConfig.leaf_modules``), or no longer.
+
+        All ranks must call this, between two updates. In stages 1 and 2 it changes nothing.
+
+        Raises:
+            StateError: gradients wait for an update.
+        """
+        self._state_lock.change("mark_leaf_modules()", self.parts.mark_leaves, [*modules], leaf)
+
     def follow_sizes(self) -> None:
         """Before the first update, make states anew if parameters have grown (a vocabulary, embeddings), in stages 1
         and 2. Their elements that were there, at the same indices, keep their master weights. With several ranks it is
@@ -662,6 +673,74 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         parts = self.parts
         self._state_lock.change("load_master()", parts.states.load_master, param, values)
+
+    @whole("own_states()")
+    def own_states(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """A copy of this rank's part of a parameter's states, by name: one-dimensional, in fp32 on the host.
+
+        On one rank it is all of them, in the parameter's order in memory; a DTensor's part is that of its local tensor.
+
+        Args:
+            names: the states to return; None: all.
+        """
+        self.follow_sizes()
+        return self._state_lock.change("own_states()", self.parts.states.own, param, names)
+
+    @whole("load_state()")
+    def load_state(self, param: torch.Tensor, name: str, values: torch.Tensor, *, own: bool = False) -> None:
+        """Overwrite a state of a parameter (``"exp_avg"``), rounded to nearest where it is kept in a narrower format.
+
+        All ranks must call this. ``"master"`` also changes the parameter, as :meth:`load_master` does.
+
+        Args:
+            values: of the parameter's shape and the same on all ranks.
+            own: True takes this rank's part instead, as :meth:`own_states` returns it.
+
+        Raises:
+            StateError: there is no such state, or the values do not fit it; nothing has changed.
+        """
+        self.follow_sizes()
+        self._state_lock.change("load_state()", self.parts.states.load_state, param, name, values, own=own)
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    @whole("whole_gradient()")
+    def whole_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """A copy of the gradient that the next update would use, with ``early_copy=True`` and in an engine.
+
+        It is the sum of the gradients that came since the last update, averaged as the update averages them (over
+        ranks and accumulation steps), without the loss scale and before clipping. In fp32 on the host, shaped and laid
+        out in memory as the parameter. All ranks must call this between ``backward`` and ``step``; further backwards
+        may follow.
+
+        Returns:
+            None if the parameter has had no gradient since the last update, on any rank, or has no states.
+
+        Raises:
+            StateError: ``update_in_backward`` has used the gradient; it is still in ``p.grad``; a backward is running.
+        """
+        return self._state_lock.change("whole_gradient()", self.parts.gradients.whole, param)
+
+    @whole("own_gradient()")
+    def own_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
+        """As :meth:`whole_gradient`, but only this rank's part, one-dimensional: the elements of :meth:`own_states`."""
+        return self._state_lock.change("own_gradient()", self.parts.gradients.own, param)
+
+    @whole("load_gradient()")
+    def load_gradient(self, param: torch.Tensor, values: torch.Tensor, *, own: bool = False) -> None:
+        """Overwrite the gradient that the next update uses. The norm, clipping and the search for an inf or a NaN
+        follow the new values; a gradient of a further backward is added to them. All ranks must call this. Where
+        gradients are copied to the host in 16 bits, those of the parameter's bucket take fp32 from then on.
+
+        Args:
+            values: as :meth:`whole_gradient` returns them, the same on all ranks.
+            own: True takes this rank's part instead, as :meth:`own_gradient` returns it.
+
+        Raises:
+            StateError: as :meth:`whole_gradient`; or no rank has had a gradient of the parameter since the last update.
+            GradientError, ParameterError: the values do not fit the parameter, or it has no states.
+        """
+        self._state_lock.change("load_gradient()", self.parts.gradients.load, param, values, own=own)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.pipeline.device.world_size > 1 or self.partitioned is not None:

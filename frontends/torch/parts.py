@@ -16,6 +16,7 @@ from offload_core.step.pipeline import Pipeline
 
 from .casting import Casts
 from .device_memory import DeviceMemory
+from .gradient_io import TorchGradients
 from .intake import Intake
 from .placed import check_alone, group_of, ranks_of, this_process
 from .ranks.device_ranks import device_for, device_of_placed
@@ -40,6 +41,7 @@ class Parts:
     registration: Registration
     intake: Intake
     states: TorchStates
+    gradients: TorchGradients
     device_memory: DeviceMemory
     partitioned: PartitionedModel | None
 
@@ -73,6 +75,16 @@ class Parts:
         new = {param for param in params if param not in self.registration.slots}
         if new:
             self.take_on([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
+
+    def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
+        """As ``OffloadedAdamW.mark_leaf_modules``."""
+        if self.partitioned is None:
+            return
+        waiting = self.intake.fresh or self.intake.has_deferred
+        self.pipeline.check_idle("leaf modules are to change", waiting=waiting)
+        runs, slots = self.partitioned.runs, self.registration.slots
+        runs.mark_leaves(modules, leaf)
+        self.pipeline.arrivals.settle_apart([slots[p].index for p in runs.leaves.numbers() if p in slots])
 
     def let_go(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
@@ -195,7 +207,8 @@ class Foundation:
             )
         device_memory = DeviceMemory(pipeline, self.memory, registration, intake, partitioned)
         states = TorchStates(pipeline, registration)
-        parts = Parts(pipeline, registration, intake, states, device_memory, partitioned)
+        gradients = TorchGradients(pipeline, registration, intake, states)
+        parts = Parts(pipeline, registration, intake, states, gradients, device_memory, partitioned)
         parts.take_on(named, groups, model)
         if partitioned is not None:
             partitioned.keep_frozen([param for _, param, _ in named])

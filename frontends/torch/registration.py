@@ -61,6 +61,13 @@ from .tensors import (
 OWNED: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
 """Slots by the ``id`` of their parameter; a slot keeps its parameter alive, so no id is reused."""
 
+
+def owner_of(param: torch.Tensor) -> "Owner | None":
+    """Return the open optimizer that has states of a parameter; None: there is none."""
+    slot = OWNED.get(id(param))
+    return None if slot is None or slot.param is not param else slot.owner()
+
+
 _NOWHERE = torch.empty(0, device="cpu")
 
 NamedParam = tuple[str, torch.Tensor, int]

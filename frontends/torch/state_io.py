@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 
 from offload_core.errors import StateError
@@ -210,13 +211,14 @@ class TorchStates:
         """As ``OffloadedAdamW.whole_states``, rounded to this element type."""
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
+        self._pipeline.reduce_first()
         found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
         states = {name: shaped_like(as_torch(state), slot.values) for name, state in found.items()}
         if slot.placed is None or slot.placed.part.is_whole:
             return states
-        return {name: self._joined(slot, name, state) for name, state in states.items()}
+        return {name: self.joined(slot, name, state) for name, state in states.items()}
 
-    def _joined(self, slot: Slot, name: str, state: torch.Tensor) -> torch.Tensor:
+    def joined(self, slot: Slot, name: str, state: torch.Tensor) -> torch.Tensor:
         """A state of a placed parameter, put together of all processes' parts."""
         assert slot.placed is not None
         part = slot.placed.part
@@ -225,6 +227,72 @@ class TorchStates:
         what = f"parameter {slot.name!r}: {name} of all processes"
         join = partial(merged, self._pipeline.device.collectives, part.shape, own.dtype, parts, what)
         return as_torch(self._pipeline.buckets.run(join).reshape(-1)).view(part.shape)
+
+    def own(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """As ``OffloadedAdamW.own_states``."""
+        slot = self._registration.slots[param]
+        [tensor] = self._registration.current_tensors([slot])
+        runs = self._states.runs(slot.index, tensor)
+        wanted = self._states.rule(slot.index).state_names if names is None else names
+        found = {name: np.empty(sum(run.numel for run in runs), np.float32) for name in wanted}
+        for name, own in found.items():
+            at = 0
+            for run in runs:
+                run.arrays[name].read(0, own[at : at + run.numel])
+                at += run.numel
+        return {name: as_torch(own) for name, own in found.items()}
+
+    def spread(self, slot: Slot, values: torch.Tensor) -> np.ndarray:
+        """Return a whole fp32 array, in the core's order, that has these values where this process's part of the
+        parameter is, and zeros elsewhere.
+
+        Raises:
+            StateError: they are not as many elements as the part has.
+        """
+        extents = self._states.extents(slot.index)
+        own = values.detach().to("cpu", torch.float32).reshape(-1).numpy()
+        expected = sum(numel for _, numel in extents)
+        if own.size != expected:
+            raise StateError(
+                f"parameter {slot.name!r}: got {own.size} elements for this rank's part, expected {expected}"
+            )
+        whole, at = np.zeros(self._pipeline.params[slot.index].numel, np.float32), 0
+        for start, numel in extents:
+            whole[start : start + numel] = own[at : at + numel]
+            at += numel
+        return whole
+
+    def load_state(self, param: torch.Tensor, name: str, values: torch.Tensor, *, own: bool) -> None:
+        """As ``OffloadedAdamW.load_state``."""
+        slot = self._registration.slots[param]
+        names = self._states.rule(slot.index).state_names
+        if name not in names:
+            raise StateError(
+                f"load_state: parameter {slot.name!r} has no state {name!r}; expected one of {', '.join(names)}"
+            )
+        if not own and values.shape != param.shape:
+            raise StateError(
+                f"load_state: parameter {slot.name!r}: got {name} of shape {tuple(values.shape)}, expected "
+                f"{tuple(param.shape)}; this rank's part is loaded with own=True"
+            )
+        if own:
+            run = self.spread(slot, values)
+            values = shaped_like(as_torch(self._merged(slot, name, run) if name == MASTER else run), slot.values)
+        if name == MASTER:
+            self.load_master(param, values)
+            return
+        views = self.views.held(param)
+        views[name] = own_part(self._pipeline, slot, views.of_whole, {name: values})[name]
+
+    def _merged(self, slot: Slot, name: str, run: np.ndarray) -> np.ndarray:
+        """The whole array of which each rank has its own part, and zeros elsewhere."""
+        device, n = self._pipeline.device, run.size
+        if device.world_size == 1:
+            return run
+        self._pipeline.reduce_first()
+        parts = [((slice(at, at + numel),), run[at : at + numel]) for at, numel in self._states.extents(slot.index)]
+        what = f"parameter {slot.name!r}: {name} of all ranks"
+        return self._pipeline.buckets.run(partial(merged, device.collectives, (n,), run.dtype, parts, what))
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes

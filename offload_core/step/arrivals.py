@@ -53,6 +53,8 @@ class SinceUpdate:
     """The present round; None where it has ended and no gradient came since."""
     aside: dict[int, Any] = field(default_factory=dict)
     """Gradients of parameters that are yet to be settled."""
+    reduced: bool = False
+    """True if all that came in this micro-step was launched before its end (:meth:`Pipeline.reduce_now`)."""
 
 
 class Arrivals:
@@ -89,6 +91,11 @@ class Arrivals:
         self.order = [*self.order, *works]
         self._apart.update(i for i, spec in enumerate(self._buckets.params) if spec.settled_with is not None)
 
+    def settle_apart(self, params: Collection[int]) -> None:
+        """Have these parameters be settled from now on, and no others ([Note: settled parameters]). No gradient has
+        come since the last update."""
+        self._apart = set(params)
+
     def order_of_arrival(self) -> list[LocalBucket]:
         """Return the buckets of the last round as they filled, then all others."""
         filled = set(self._filled_before)
@@ -122,6 +129,7 @@ class Arrivals:
             without: parameters that are settled without one.
         """
         since, full = self.since, False
+        since.reduced = False
         if since.round is None:
             since.round = _Round()
         if without:
@@ -157,7 +165,7 @@ class Arrivals:
             return gradients
         mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
         since = self.since
-        since.begun = True
+        since.begun, since.reduced = True, False
         since.round = since.round or _Round()
         since.aside |= mine
         since.present.update(mine)
@@ -222,6 +230,7 @@ class Arrivals:
     def count_micro_step(self, *, boundary: bool) -> None:
         """Count a micro-step that has ended."""
         self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
+        self.since.reduced = False
 
     def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
         """Begin the next step, for which no gradient has come.

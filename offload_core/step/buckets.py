@@ -240,6 +240,12 @@ class LocalBuckets:
         source = self.read(work, piece, tensor)  # it holds the memory
         self.store.run([self.extent(work, piece)])[MASTER].write(source.view())
 
+    def pieces_of(self, param: int) -> list[tuple[LocalBucket, int]]:
+        """This process's pieces of a parameter, in the order of its elements: each piece's bucket, and its number
+        there."""
+        found = [(work, i) for work in self.of[param] for i in work.positions.get(param, ())]
+        return sorted(found, key=lambda pair: pair[0].pieces[pair[1]].start)
+
     def extent(self, work: LocalBucket, piece: Piece) -> Extent:
         """The place of a piece's states."""
         return Extent(work.bucket.index, piece.offset, piece.numel)

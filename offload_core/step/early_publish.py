@@ -105,6 +105,23 @@ class EarlyPublish:
         self._last_step.wait(self._updates.finish_publications)
         announced.recall()
 
+    def call_off(self) -> None:
+        """Send nothing more before the step, and recall what was sent.
+
+        Raises :class:`StateError`, on all ranks alike, if a step was announced whose buckets update states, too.
+        """
+        assert self._state_lock.changing.locked()
+        announced = self._announced.step
+        if announced is not None and self._buckets.terms.updates_early:
+            raise StateError(
+                "a gradient is read or written between backward() and step(), and update_in_backward=True has used "
+                "gradients there; expected update_in_backward=False, or gradient_clipping, with which updates wait for "
+                "step()"
+            )
+        self.recall()
+        if announced is not None:
+            announced.stop()
+
     def withdraw(self) -> None:
         """Undo early sends: write the parameters of the last step again, and wait for them.
 

@@ -247,6 +247,37 @@ class Pipeline:
         self._launch(ending=True, boundary=boundary)
         self.arrivals.end_round()
 
+    def reduce_now(self) -> None:
+        """Launch all gradients that came so far. Those of a bucket may still be on their way when it returns.
+
+        Gradients that come before the next update are added to them. Parameters that were sent early are recalled. All
+        ranks call it alike, after a backward that brought each of them a gradient, and all go on alike: with another
+        backward, or with the end of the micro-step, which then finds nothing left to reduce.
+
+        Raises :class:`StateError` where ``update_in_backward`` has updated states.
+        """
+        assert self.state_lock.changing.locked()
+        self.health.check(Use.STEP)
+        self.early.call_off()
+        if self.arrivals.since.reduced:
+            return
+        try:
+            self._take_late()
+            self._end_round()
+        except BaseException as error:
+            self.last_step.lose_gradient(error)
+            raise
+        self.arrivals.since.reduced = True
+
+    def reduce_first(self) -> None:
+        """Have ranks reduce what came before they exchange anything else between a backward and its update: a bucket
+        may be full, and launched, on some of them alone.
+
+        Where parameters are sent early this does nothing: ranks whose buckets fill unlike may not exchange there.
+        """
+        if self.device.world_size > 1 and self.arrivals.holds_gradients and not self.buckets.terms.sends_early:
+            self.reduce_now()
+
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
 
@@ -281,7 +312,7 @@ class Pipeline:
         """
         assert self.state_lock.changing.locked()
         boundary = self.arrivals.at_boundary if boundary is None else boundary
-        if reduce:
+        if reduce and not self.arrivals.since.reduced:
             self._begin_gradients()
             if self.arrivals.since.round is None:
                 self.early.recall()

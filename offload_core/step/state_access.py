@@ -211,8 +211,7 @@ class StateAccess:
     # --- where states lie ----------------------------------------------------------------------------
 
     def _pieces_of(self, param: int) -> list[tuple[LocalBucket, Piece]]:
-        found = [(work, work.pieces[i]) for work in self._buckets.of[param] for i in work.positions.get(param, ())]
-        return sorted(found, key=lambda pair: pair[1].start)
+        return [(work, work.pieces[i]) for work, i in self._buckets.pieces_of(param)]
 
     def _extents(self, param: int) -> list[tuple[int, list[Extent]]]:
         """``(start, extents)`` of each run of elements that follow one another."""

@@ -27,6 +27,7 @@ from offload_core.rules.adam import AdamHyper
 from offload_core.rules.muon import MuonHyper
 from offload_core.step.bucket_states import GRADIENT, OWNER, PUBLICATION, Gradient, Publication, StateMachine
 from offload_core.step.decision import StepArguments
+from offload_core.step.gradient_access import GradientAccess
 from offload_core.step.health import HEALTH
 from offload_core.step.local_bucket import LocalBucket
 from offload_core.step.state_access import StateAccess
@@ -531,6 +532,28 @@ def what_was_emitted_is_joined():
         twin.add(0, 1)
         twin.update_by_what_was_added()
         twin.end()
+
+
+def gradients_are_read_and_written():
+    """Before the step. Parameters that were emitted are recalled, and the update is by what was written."""
+    for options in ({}, {"update_in_backward": True, "gradient_clipping": 1e3}):
+        for host_is_late in (False, True):
+            twin = Twin(**options)
+            access = GradientAccess(twin.pipeline)
+            for n in range(2):
+                if host_is_late:
+                    twin.expect_update()
+                    twin.add(1, 0)
+                else:
+                    emit_all(twin)
+                    assert twin.sends_early() == bool(options)
+                if n:
+                    for i in (0, 1):
+                        assert_same_bits(f"gradient {i}", access.whole(i), twin.naive.sums[i])
+                twin.naive.sums[0] = np.arange(40, dtype=np.float32)
+                access.load(0, twin.naive.sums[0])
+                twin.update_by_what_was_added()
+                twin.end()
 
 
 def a_parameter_that_is_emitted_and_does_not_arrive():
@@ -1065,6 +1088,7 @@ SCENARIOS = [
     what_was_emitted_is_taken_back,
     what_was_emitted_is_joined,
     a_step_that_is_announced_twice,
+    gradients_are_read_and_written,
     a_parameter_that_is_emitted_and_does_not_arrive,
     a_gradient_that_is_lost_while_others_update,
     an_error_that_is_there_before_anyone_looks,
@@ -1239,7 +1263,7 @@ def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
     NOTICED_BY.assert_names(MUTANTS)
     assert UNNOTICED.keys() <= FOUND.keys()
-    assert len(SCENARIOS) == 50
+    assert len(SCENARIOS) == 51
     assert len(ON_DISK) == 29
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 

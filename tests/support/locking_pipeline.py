@@ -11,9 +11,19 @@ def _locking(kind, *names):
     return type(kind.__name__, (kind,), {name: changes(f"{name}()")(getattr(kind, name)) for name in names})
 
 
-_OWN = ("add_parameters", "start_over", "add_gradients", "settle", "drop_gradients", "end_micro_step", "step", "flush")
+_OWN = (
+    "add_parameters",
+    "start_over",
+    "add_gradients",
+    "settle",
+    "drop_gradients",
+    "reduce_now",
+    "end_micro_step",
+    "step",
+    "flush",
+)
 _PARTS = {
-    "early": (EarlyPublish, ("expect_step", "recall", "withdraw")),
+    "early": (EarlyPublish, ("expect_step", "recall", "call_off", "withdraw")),
     "last_step": (LastStep, ("finish", "finish_publications")),
 }
 LOCKED = [*_OWN, *(f"{part}.{name}" for part, (_, names) in _PARTS.items() for name in names)]

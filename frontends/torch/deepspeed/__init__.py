@@ -25,7 +25,7 @@ from ..casting import Casts
 from ..clients import Client
 from ..stage3.construction import in_shards, shards_of
 from ..tensors import TORCH_DTYPES
-from . import accelerator, comm, ops, runtime, zero
+from . import accelerator, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator, rank_device
 from .comm import init_distributed
 from .engine import DeepSpeedEngine, MisuseError
@@ -43,6 +43,7 @@ __all__ = [
     "initialize",
     "ops",
     "runtime",
+    "utils",
     "zero",
 ]
 

@@ -57,6 +57,14 @@ class LeafModules:
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._modules
 
+    def holds(self, param: torch.Tensor) -> bool:
+        """Return True if a leaf module has this parameter."""
+        return any(param is own for module in self._modules for own in module.parameters())
+
+    def mark(self, module: nn.Module, leaf: bool) -> None:
+        """Have a module be a leaf module from now on, or no longer. No forward and no backward of it is running."""
+        (self._modules.add if leaf else self._modules.discard)(module)
+
     def settle_by(self, method: Callable[..., Collection[torch.Tensor]]) -> None:
         """Have parameters settled by this method (``Intake.settle``), whose object is not kept alive."""
         self._method = weakref.WeakMethod(method) if self._several else None
@@ -122,9 +130,24 @@ class LeafModules:
             self._awaited.clear()
 
 
+_MARK = "_offload_leaf"
+"""An attribute of modules: True for a leaf module, however it is named."""
+
+
+def mark_leaf(module: nn.Module, leaf: bool) -> None:
+    """Have a module be a leaf module of engines that will be made of it, or not (``leaf=False``)."""
+    setattr(module, _MARK, leaf)
+
+
+def is_marked_leaf(module: nn.Module) -> bool:
+    """Return True if :func:`mark_leaf` has marked the module."""
+    return getattr(module, _MARK, False)
+
+
 def leaf_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that ``OffloadConfig.leaf_modules`` names; :class:`ParameterError` if a name is of none."""
-    found = []
+    """Return the modules that are marked, and those that ``OffloadConfig.leaf_modules`` names; :class:`ParameterError`
+    if a name is of none."""
+    found = [module for module in model.modules() if is_marked_leaf(module)]
     for wanted in names:
         some = [
             module

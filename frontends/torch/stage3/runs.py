@@ -157,6 +157,13 @@ class ModuleRuns:
             before = GraphHook(module, self._before_hook, self._keeps_all_of)
             self._hooks.add(module, before, GraphHook(module, self._after_hook, self.forwards.has_ended))
 
+    def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
+        """Have modules be leaf modules from now on, or no longer."""
+        for module in modules:
+            self.leaves.mark(module, leaf)
+            if leaf:
+                self.hook(module)
+
     # --- forward -------------------------------------------------------------------------------------
 
     def run_unit(self, module: nn.Module, forward: Callable[[], Any]) -> Any:

@@ -1,0 +1,275 @@
+"""``deepspeed.utils``: whole states and gradients of a parameter, leaf modules, and small helpers.
+
+The functions of one parameter find its optimizer themselves. They work in every stage; those of gradients, between
+``backward`` and ``step``. On several ranks all call them alike. They return None for a parameter that no engine trains.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from offload_core.deepspeed.names import refuse
+
+from ..optimizer import OffloadedOptimizer
+from ..placed import local_of
+from ..registration import owner_of
+from ..stage3.leaf_modules import LeafModules, is_marked_leaf, mark_leaf
+from ..tensors import TakenGradient
+
+logger = logging.getLogger("DeepSpeed")
+"""DeepSpeed's logger, without a handler of its own."""
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log a message on these ranks; -1: on all. Without a process group it is always logged."""
+    rank = dist.get_rank() if dist.is_initialized() else -1
+    if rank == -1 or (ranks and (ranks[0] == -1 or rank in ranks)):
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+class RepeatingLoader:
+    """An iterator over a data loader that begins again at its end."""
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return next(self.data_iter)
+        except StopIteration:
+            self.data_iter = iter(self.loader)
+            return next(self.data_iter)
+
+
+@contextmanager
+def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
+    """Make modules on a device, in an element type: ``with OnDevice(torch.bfloat16): ...``"""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype if enabled else before)
+    try:
+        with torch.device(device) if enabled else nullcontext():
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# --- states ----------------------------------------------------------------------------------------------------
+
+
+def _optimizer(param: torch.Tensor) -> OffloadedOptimizer | None:
+    owner = owner_of(param)
+    return owner if isinstance(owner, OffloadedOptimizer) else None
+
+
+def _get_state(param: torch.Tensor, name: str, *, own: bool) -> torch.Tensor | None:
+    optimizer = _optimizer(param)
+    if optimizer is None:
+        return None
+    read = optimizer.own_states if own else optimizer.whole_states
+    return read(param, [name])[name].to(param.device)
+
+
+def _set_state(param: torch.Tensor, value: torch.Tensor, name: str, *, own: bool) -> None:
+    if (optimizer := _optimizer(param)) is not None:
+        optimizer.load_state(param, name, value if own else _shaped(value, param), own=own)
+
+
+def _shaped(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    return value.reshape(param.shape) if value.numel() == param.numel() else value
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a parameter's whole master weight."""
+    return _get_state(param, "master", own=False)
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite a parameter's whole master weight, and the parameter with it."""
+    _set_state(param, value, "master", own=False)
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """Return a copy of a whole state of a parameter (``"exp_avg"``)."""
+    return _get_state(param, optim_state_key, own=False)
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Overwrite a whole state of a parameter."""
+    _set_state(param, value, optim_state_key, own=False)
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of this rank's part of a parameter's master weight, one-dimensional."""
+    return _get_state(param, "master", own=True)
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite this rank's part of a parameter's master weight, and the parameter with it."""
+    _set_state(param, value, "master", own=True)
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """Return a copy of this rank's part of a state, one-dimensional."""
+    return _get_state(param, optim_state_key, own=True)
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Overwrite this rank's part of a state."""
+    _set_state(param, value, optim_state_key, own=True)
+
+
+# --- gradients -------------------------------------------------------------------------------------------------
+
+
+def _left_in_place(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient that the engine has not taken (``no_sync``, or no engine at all)."""
+    gradient = param.grad
+    return None if gradient is None or isinstance(local_of(gradient), TakenGradient) else gradient
+
+
+def _get_grad(param: torch.Tensor, *, own: bool) -> torch.Tensor | None:
+    optimizer = _optimizer(param)
+    if optimizer is None:
+        return None
+    found = optimizer.own_gradient(param) if own else optimizer.whole_gradient(param)
+    return None if found is None else found.mul_(optimizer.pipeline.loss_scale).to(param.device)
+
+
+def _set_grad(param: torch.Tensor, value: torch.Tensor, *, own: bool) -> None:
+    if (optimizer := _optimizer(param)) is not None:
+        unscaled = value.detach().float() / optimizer.pipeline.loss_scale
+        optimizer.load_gradient(param, unscaled if own else _shaped(unscaled, param), own=own)
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of a parameter's whole gradient: averaged, and multiplied by the loss scale under fp16."""
+    gradient = _left_in_place(param)
+    return _get_grad(param, own=False) if gradient is None else gradient
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite a parameter's whole gradient, which carries the loss scale under fp16."""
+    gradient = _left_in_place(param)
+    if gradient is None:
+        _set_grad(param, value, own=False)
+    else:
+        gradient.copy_(value)
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """Return a copy of this rank's part of a gradient, one-dimensional."""
+    return _get_grad(param, own=True)
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Overwrite this rank's part of a gradient."""
+    _set_grad(param, value, own=True)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Overwrite the gradient of each parameter that has one with ``update_func(gradient, parameter)``."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+# --- leaf modules (stage 3) ------------------------------------------------------------------------------------
+
+
+def _mark(model: nn.Module, modules: Iterable[nn.Module], flag: bool) -> list[nn.Module]:
+    found = [*dict.fromkeys(modules)]
+    for module in found:
+        mark_leaf(module, flag)
+    for optimizer in dict.fromkeys(map(_optimizer, model.parameters())):
+        if optimizer is not None:
+            optimizer.mark_leaf_modules(found, leaf=flag)
+    return found
+
+
+def _chosen(
+    model: nn.Module, wanted: Sequence[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool, must: bool
+) -> tuple[list[nn.Module], list[Any]]:
+    named = [*model.named_modules()]
+    of_each = {each: [module for name, module in named if fits(name, module, each)] for each in wanted}
+    missing = [each for each, found in of_each.items() if not found]
+    if missing and must:
+        raise ValueError(f"{type(model).__name__} has no modules {missing}; expected some of its named_modules()")
+    return _mark(model, [module for found in of_each.values() for module in found], flag), missing
+
+
+def _is_of_one(name: str, module: nn.Module, classes: Sequence[type | str]) -> bool:
+    kind = type(module)
+    names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return any(isinstance(module, each) if isinstance(each, type) else each in names for each in classes)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Have the modules of these classes, or of classes with these names, be leaf modules; return them."""
+    return _chosen(model, [tuple(leaf_module_classes)], _is_of_one, True, raise_if_not_found)[0]
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Have the modules of these classes be leaf modules no longer; return them."""
+    return _chosen(model, [tuple(leaf_module_classes)], _is_of_one, False, raise_if_not_found)[0]
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, module_names: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Have the modules of these names be leaf modules; return them, and the names of none."""
+    return _chosen(model, module_names, lambda name, module, each: name == each, flag, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, module_name_suffixes: Sequence[str], flag: bool = True, raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Have the modules whose names end so be leaf modules; return them, and the suffixes of none."""
+    return _chosen(
+        model, module_name_suffixes, lambda name, module, each: name.endswith(each), flag, raise_if_not_found
+    )
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Have this one module be a leaf module, or not."""
+    _mark(model, [model], flag)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Return True if this module is a leaf module."""
+    return is_marked_leaf(model) or any(model in leaves for leaves in map(_leaves, model.parameters()) if leaves)
+
+
+def z3_leaf_parameter(model: torch.Tensor) -> bool:
+    """Return True if this parameter of an engine is inside a leaf module."""
+    leaves = _leaves(model)
+    return leaves is not None and leaves.holds(model)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the leaf modules of a model."""
+    return [module for module in model.modules() if z3_leaf_module(module)]
+
+
+def _leaves(param: torch.Tensor) -> LeafModules | None:
+    optimizer = _optimizer(param)
+    return None if optimizer is None or optimizer.partitioned is None else optimizer.partitioned.runs.leaves
+
+
+def __getattr__(name: str) -> Any:
+    raise AttributeError(f"deepspeed.utils.{name}: {refuse('utils', name)}")

@@ -1,0 +1,127 @@
+"""Gradients for readers and writers between a backward and its update: what a program logs, clips or projects itself.
+
+It lies on top of the pipeline. Values are those that the update would use before clipping: the mean over ranks, without
+the loss scale. They are read as ``sum / divisor`` and written as ``values * divisor``, each rounded once to fp32, where
+``divisor`` also contains the loss scale.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from ..device.protocols import HostArray, HostArrays
+from ..dtypes import BY_CODE
+from ..errors import StateError
+from ..native import kernels
+from ..ranks.collectives import merge
+from ..ranks.consistency import combine
+from .local_bucket import LocalBucket
+from .pipeline import Pipeline
+
+
+class GradientAccess:
+    """The gradients of one process's shards, as its pipeline would use them now.
+
+    Parameters are numbered as in the pipeline, and their elements are in its order. A method that returns or replaces a
+    gradient first has all gradients that came so far reduced (:meth:`Pipeline.reduce_now`): all ranks call it alike.
+
+    Each method takes ``divisor``, the divisor of the summed gradients besides the loss scale, as ``StepArguments`` has
+    it.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._buckets = pipeline.buckets
+
+    def has(self, param: int) -> bool:
+        """Return True if the parameter has had a gradient since the last update, on any rank.
+
+        Raises:
+            StateError: ``update_in_backward`` has updated states with gradients.
+        """
+        pipeline, device = self._pipeline, self._pipeline.device
+        if not pipeline.arrivals.holds_gradients:
+            return False
+        pipeline.reduce_now()
+        mine = param in pipeline.arrivals.since.present
+        if device.world_size == 1:
+            return mine
+        what = f"parameter {pipeline.params[param].name}: has a gradient"
+        known = self._buckets.run(partial(combine, device.collectives, what, sums=[mine]))
+        return bool(known.sums[0])
+
+    def own(self, param: int, *, divisor: float = 1.0) -> list[tuple[int, np.ndarray]] | None:
+        """Return a copy of this process's part: ``(start, fp32 values)`` a piece, ascending; None: no rank has had a
+        gradient of it since the last update."""
+        return self._own(param, divisor) if self.has(param) else None
+
+    def whole(self, param: int, *, divisor: float = 1.0) -> np.ndarray | None:
+        """Return a copy of the whole gradient, in fp32 and one-dimensional, with the parts of all ranks; None: no rank
+        has had one since the last update."""
+        if not self.has(param):
+            return None
+        spec, device = self._pipeline.params[param], self._pipeline.device
+        words = np.zeros(-(-spec.numel // 2), np.int64)  # ranks add bits, and all but one add zeros
+        whole = words.view(np.float32)[: spec.numel]
+        for start, values in self._own(param, divisor):
+            whole[start : start + values.size] = values
+        if device.world_size > 1:
+            self._buckets.run(lambda: merge(device.collectives.sum_integers, words, f"gradient of {spec.name}"))
+        return whole
+
+    def load(self, param: int, values: np.ndarray, *, divisor: float = 1.0) -> None:
+        """Overwrite this process's part of a gradient with the same elements of a whole fp32 array.
+
+        The caller's own tensor stays as it is. Norm, clipping and the search for an inf or a NaN follow the new values.
+        A gradient that comes before the update is added to them.
+
+        Raises:
+            StateError: no rank has had a gradient of the parameter since the last update.
+        """
+        if not self.has(param):
+            raise StateError(
+                f"parameter {self._pipeline.params[param].name!r}: its gradient is to be overwritten, and no rank has "
+                "had one since the last update; expected a backward() that reaches the parameter before"
+            )
+        for work, i in self._buckets.pieces_of(param):
+            self._claim(work)
+            piece = work.pieces[i]
+            work.squares = None
+            with np.errstate(over="ignore", invalid="ignore"):  # an inf or a NaN is found by the step
+                np.multiply(
+                    values[piece.start : piece.stop], np.float32(self._unscale(divisor)), out=self._to_write(work, i)
+                )
+
+    def _own(self, param: int, divisor: float) -> list[tuple[int, np.ndarray]]:
+        found, factor = [], np.float32(1.0 / self._unscale(divisor))  # of the kernel's scalars, without clipping
+        for work, i in self._buckets.pieces_of(param):
+            self._claim(work)
+            piece, (addresses, codes, _) = work.pieces[i], work.gradients
+            values = np.zeros(piece.numel, np.float32)
+            if addresses[i]:  # else other ranks have it, and this one adds nothing
+                held = kernels.view(int(addresses[i]), piece.numel, BY_CODE[int(codes[i])])
+                with np.errstate(over="ignore", invalid="ignore"):
+                    np.multiply(held.astype(np.float32), factor, out=values)
+            found.append((piece.start, values))
+        return found
+
+    def _claim(self, work: LocalBucket) -> None:
+        try:
+            self._buckets.claim(work)
+        except BaseException as error:
+            self._pipeline.last_step.lose_gradient(error)
+            raise
+
+    def _unscale(self, divisor: float) -> float:
+        return self._pipeline.loss_scale * divisor
+
+    def _to_write(self, work: LocalBucket, i: int) -> np.ndarray:
+        """Return fp32 memory of the bucket's own that from now on holds the gradient of one of its pieces."""
+        if self._buckets.terms.direct:  # where it is, the caller may still use it
+            memory = np.empty(work.pieces[i].numel, np.float32)
+            work.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
+            return memory
+        home = self._buckets.promote(work)
+        work.gradients = work.at_home()
+        piece = work.pieces[i]
+        return home[piece.offset : piece.offset + piece.numel]
