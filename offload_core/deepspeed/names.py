@@ -113,7 +113,6 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
         (r"autotuning|profiling|monitor", _PROFILER),
         (r"linear", _MODEL + ": use PEFT for adapters"),
-        (r"OnDevice", "use `torch.device`, or `zero.Init`"),
         (r".*", _INTERNAL),
     ),
     "initialize": ((r"mpu|mesh_param", _PARALLEL),),
@@ -188,9 +187,9 @@ _NOT_TAKEN: Mapping[str, str] = {
         DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader DeepSpeedHybridEngine DeepSpeedInferenceConfig
         DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable DeepSpeedTransformerConfig
         DeepSpeedTransformerLayer DualPipeVEngine DualPipeVModule InferenceEngine KV MLA_KV MLA_Q MUON_OPTIMIZER MoE
-        NOT_HEAD_BLOCKED OnDevice PipelineEngine PipelineModule QUERY TORCH_DISTRIBUTED_DEFAULT_PORT autotuning
+        NOT_HEAD_BLOCKED PipelineEngine PipelineModule QUERY TORCH_DISTRIBUTED_DEFAULT_PORT autotuning
         checkpoint checkpointing compile constants datastates default_inference_config git_branch git_hash
-        git_version_info git_version_info_installed inference init_inference io linear load_ds_config log_dist logger
+        git_version_info git_version_info_installed inference init_inference io linear load_ds_config
         merge_tp_model_init_into_config model_implementations module_inject moe monitor pipe profiling
         record_tp_model_init_args replace_transformer_layer resolve_per_head_muon_after_sharding set_autotp_mode
         set_optimizer_flags tp_model_init version""",

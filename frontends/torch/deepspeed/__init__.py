@@ -31,16 +31,20 @@ from .comm import init_distributed
 from .engine import DeepSpeedEngine, MisuseError
 from .getters import stage_of
 from .runtime.lr_schedules import SCHEDULERS
+from .utils import OnDevice, log_dist, logger
 
 __version__ = VERSION
 __all__ = [
     "DeepSpeedEngine",
+    "OnDevice",
     "accelerator",
     "add_config_arguments",
     "comm",
     "get_accelerator",
     "init_distributed",
     "initialize",
+    "log_dist",
+    "logger",
     "ops",
     "runtime",
     "utils",
