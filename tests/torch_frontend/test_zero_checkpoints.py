@@ -352,6 +352,34 @@ def test_a_save_that_is_under_way_has_the_states_of_its_call(tmp_path):
     assert str(states_of(engine)) == before
 
 
+def test_the_face_loads_what_deepspeed_has_saved(tmp_path):
+    from frontends.torch import deepspeed
+
+    run = Run()
+    run.described = {"epoch": 3, "lr_scheduler": {"last_batch_iteration": 4}}
+    write(tmp_path, run, 2, 2)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 1},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}},
+    }
+    made = model()
+    engine, _, _, scheduler = deepspeed.initialize(model=made, model_parameters=groups_of(made), config=config)
+    path, client_state = engine.load_checkpoint(tmp_path)
+    assert (path, client_state) == (str(tmp_path / "now"), {"epoch": 3})
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (7, 2, 99)
+    assert scheduler.last_batch_iteration == 4
+    assert_taken_over(engine, run)
+    made = model()
+    weights = deepspeed.initialize(model=made, model_parameters=groups_of(made), config=config)[0]
+    weights.load_checkpoint(tmp_path, load_module_only=True)
+    assert (weights.global_steps, weights.optimizer.updates, weights.lr_scheduler.last_batch_iteration) == (0, 0, -1)
+    assert torch.equal(states_of(weights)[0]["norm.bias"]["master"], run.trained["norm.bias"])
+    with pytest.raises(CheckpointError, match="tag names"):
+        engine.load_checkpoint(tmp_path, tag="..")
+
+
 # --- to DeepSpeed ------------------------------------------------------------------------------------
 
 
