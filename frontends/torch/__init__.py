@@ -3,7 +3,6 @@
 from offload_core.config.options import OffloadConfig
 from offload_core.step.pipeline import StepReport
 
-from .deepspeed_weights import load_deepspeed
 from .engine import Engine, wrap
 from .optimizer import (
     OffloadedAdagrad,
@@ -16,6 +15,8 @@ from .optimizer import (
 from .ranks.launch import init_process_group
 from .stage3.construction import init
 from .stage3.gathering import gathered_parameters, register_external_parameter
+from .zero_files.export import export_deepspeed
+from .zero_files.loading import ZeroCheckpoint, load_deepspeed, zero_checkpoint
 
 __all__ = [
     "Engine",
@@ -27,10 +28,13 @@ __all__ = [
     "OffloadedOptimizer",
     "OffloadedSGD",
     "StepReport",
+    "ZeroCheckpoint",
+    "export_deepspeed",
     "gathered_parameters",
     "init",
     "init_process_group",
     "load_deepspeed",
     "register_external_parameter",
     "wrap",
+    "zero_checkpoint",
 ]

@@ -38,7 +38,7 @@ from ..support.threads import await_sections, uninterrupted
 from ..support.user_line import UserLine
 from .folder import MANIFEST, file_name, has_none
 from .loading import Reading, Target, check_model, read_targets
-from .reader import Checkpoint, Loaded, Want
+from .reader import Checkpoint, Loaded, Opened, Want
 from .safetensors import NOT_AS_WRITTEN
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
@@ -304,7 +304,7 @@ class Checkpoints:
     @whole("load_checkpoint()")
     def load(
         self,
-        path: str | os.PathLike[str],
+        path: Opened,
         names: Sequence[str],
         targets: Sequence[Target],
         tensors: Sequence[Any],
@@ -318,6 +318,7 @@ class Checkpoints:
         """Load a checkpoint into the existing parameters, states and targets.
 
         Args:
+            path: of a checkpoint of ours, or a function that opens one of another program.
             names: the names of the pipeline's parameters in the checkpoint.
             targets: other tensors to load.
             states: False loads master weights alone: other states, step counts and the loss scale stay.
@@ -335,7 +336,8 @@ class Checkpoints:
         pipeline = self._pipeline
         loaded: Loaded | None = None
         with self.together("load"):
-            loaded = Loaded(Checkpoint(path), self._collectives.rank, types)
+            opened = path() if callable(path) else Checkpoint(path)
+            loaded = Loaded(opened, self._collectives.rank, types)
             shapes = {name: self._states.elements(i).shape for i, name in enumerate(names)}
             there, targets = check_model(loaded, shapes, targets, strict=strict)
             here = [i for i, name in enumerate(names) if name in there]

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..errors import CheckpointError
 from ..states.arrays import StateRun
-from .reader import Checkpoint, Loaded, Want
+from .reader import Checkpoint, Loaded, Readable, Want
 from .safetensors import NAME_OF
 from .values import ArrayType
 
@@ -38,7 +38,7 @@ class Reading:
     Buffers are written to the store as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
     """
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    def __init__(self, checkpoint: Readable) -> None:
         self.checkpoint = checkpoint
         self._wants: list[Want] = []
         self._copies: list[tuple[StateRun, np.ndarray]] = []

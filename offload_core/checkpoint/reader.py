@@ -1,10 +1,10 @@
 """Reads a checkpoint. Each block that is read is checked against its checksum in the manifest."""
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -42,6 +42,35 @@ class Want:
     kind: str
     region: Region
     out: np.ndarray
+
+
+class Readable(Protocol):
+    """A checkpoint that states can be loaded from: one of ours, or another program's that a front end can read."""
+
+    path: Path
+    """Its folder."""
+    content: dict[str, Any]
+    """As in the manifest of ours."""
+
+    def has(self, name: str, kind: str) -> bool:
+        """True if it holds any part of this kind of a parameter."""
+        ...
+
+    def array(self, name: str, kind: str) -> np.ndarray:
+        """A tensor that was saved as one piece, with its shape and element type."""
+        ...
+
+    def read(self, wants: Iterable[Want]) -> None:
+        """Read regions into their arrays. Raises :class:`CheckpointError`."""
+        ...
+
+    def verify(self, besides: Collection[str] = ()) -> None:
+        """Check all that is not of these kinds. Raises :class:`CheckpointError`."""
+        ...
+
+
+Opened = str | os.PathLike[str] | Callable[[], Readable]
+"""The path of a checkpoint of ours, or a function that opens another."""
 
 
 class Checkpoint:
@@ -326,7 +355,7 @@ class Loaded:
         CheckpointError: the manifest is incomplete.
     """
 
-    def __init__(self, checkpoint: Checkpoint, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
+    def __init__(self, checkpoint: Readable, rank: int | None, types: Sequence[ArrayType] = ()) -> None:
         self.checkpoint = checkpoint
         self.content = content = checkpoint.content
         self._types = types
@@ -360,7 +389,7 @@ class Loaded:
 class _Values(Sequence[np.ndarray]):
     """The arrays of a process's plain values."""
 
-    def __init__(self, checkpoint: Checkpoint, rank: int) -> None:
+    def __init__(self, checkpoint: Readable, rank: int) -> None:
         self._checkpoint, self._rank = checkpoint, rank
 
     def __getitem__(self, i: Any) -> Any:

@@ -593,7 +593,7 @@ SCENARIOS = [
     parameters_that_were_emitted_and_discarded,
 ]
 ELSEWHERE = {
-    "deepspeed_weights",  # reads files, test_deepspeed_weights.py
+    "zero_files.export",  # writes files, test_deepspeed_runs.py
     "integrations.verl",  # needs verl, test_verl.py
     "ranks.device_ranks",  # of processes, test_simulated_ranks.py
     "ranks.header_line",  # sockets between processes, test_own_groups.py

@@ -11,10 +11,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-import frontends.torch.deepspeed_weights as deepspeed_weights
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
+from frontends.torch.zero_files import pickles
 from offload_core import CheckpointError
-from offload_core.step.state_access import StateAccess
 from tests.support.archives import unpack
 from tests.support.deepspeed_checkpoints import CASES, model
 from tests.support.processes import on_ranks
@@ -77,26 +76,6 @@ def test_an_engine_has_the_fp32_weights_exactly_and_trains_on(case, fields):
         assert torch.equal(x, y), name
 
 
-@pytest.mark.states_in_memory
-@pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}])
-def test_who_saves_states_meanwhile_is_told_before_they_change(case, fields):
-    folder, _ = case
-    engine, seen = wrap(blank(), **fields), set()
-    masters = {i: engine.optimizer.state[p].get("master", p) for i, p in enumerate(engine.optimizer.state)}
-
-    class Saver:
-        def before(self, params):
-            for i in params:
-                assert i in seen or (masters[i] == 7).all()
-                seen.add(i)
-
-    saver = Saver()
-    StateAccess(engine.optimizer.pipeline).watch(saver.before)
-    load_deepspeed(engine, folder)
-    assert seen == masters.keys()
-    assert not any((master == 7).any() for master in masters.values())
-
-
 def test_nothing_in_a_file_is_run_and_nothing_half_is_loaded(case, tmp_path, monkeypatch):
     folder, _ = case
     files = sorted((folder / "after-3").glob("*.pt"))
@@ -120,7 +99,7 @@ def test_nothing_in_a_file_is_run_and_nothing_half_is_loaded(case, tmp_path, mon
         whole = path.read_bytes()
         state = torch.load(io.BytesIO(whole), weights_only=False) if "model" in path.name else {}
         for function, name in ((os.mkdir, "mkdir"), (eval, "eval"), (copy.copy, "copy.copy")):
-            torch.save({**state, "extra": Runs(function, str(tmp_path / "ran"))}, path)
+            torch.save({**state, "module": Runs(function, str(tmp_path / "ran"))}, path)
             refused(rf"{path.name}: .*{name}")
         for length in (0, 100, len(whole) - 100):
             path.write_bytes(whole[:length])
@@ -151,7 +130,7 @@ def test_what_is_damaged_is_refused_or_does_not_matter(case):
     sound, tried = blank(), 0
     load_deepspeed(sound, folder)
     for path in sorted((folder / "after-3").glob("*.pt")):
-        state = deepspeed_weights._load(path)
+        state = pickles.load(path)
         for name in ("loss_scaler", "zero_stage", "param_slice_mappings"):  # DeepSpeed's own classes
             state.get("optimizer_state_dict", {}).pop(name, None)
         state = copy.deepcopy(state)  # it is mapped from the file that is to be written

@@ -19,8 +19,12 @@ from offload_core.support.user_line import UserLine
 
 from ..engine import Engine
 from ..optimizer import OffloadedOptimizer
+from ..zero_files.loading import zero_checkpoint
 from .accelerator import rank_device
 from .getters import CONFIG_GETTERS
+
+_SAVED_COUNTS = ("global_steps", "global_samples", "skipped_steps")
+"""The counts that DeepSpeed's checkpoints hold."""
 
 
 class MisuseError(StateError, AssertionError):
@@ -344,7 +348,9 @@ class DeepSpeedEngine(Engine):
         states = load_optimizer_states and not load_module_only
         scheduler = load_lr_scheduler_states and not load_module_only
         if not os.path.exists(path / MANIFEST):
-            return self._load_theirs(path, states=states, scheduler=scheduler, strict=load_module_strict)
+            return self._load_theirs(
+                path, states=states, scheduler=scheduler, strict=load_module_strict, counts=not load_module_only
+            )
         extras = super().load_checkpoint(
             path,
             stateful={} if load_module_only else self._stateful(scheduler=scheduler),
@@ -371,9 +377,16 @@ class DeepSpeedEngine(Engine):
         return path
 
     def _load_theirs(
-        self, path: Path, *, states: bool, scheduler: bool, strict: bool
+        self, path: Path, *, states: bool, scheduler: bool, strict: bool, counts: bool
     ) -> tuple[str | None, dict[str, Any]]:
-        raise NotImplementedError
+        with self.optimizer.checkpoints.together("load"):
+            checkpoint = zero_checkpoint(path.parent, path.name)
+        checkpoint.load(self, optimizer_states=states, strict=strict)
+        if counts:
+            self._counts.load_state_dict({name: getattr(checkpoint, name) for name in _SAVED_COUNTS})
+        if scheduler and self.lr_scheduler is not None and checkpoint.lr_scheduler is not None:
+            self.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
+        return str(path), checkpoint.client_state
 
     def save_16bit_model(
         self,

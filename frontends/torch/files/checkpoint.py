@@ -13,7 +13,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 
 from offload_core.checkpoint.checkpoints import Contents, Names, translation
 from offload_core.checkpoint.loading import Target, load_values
-from offload_core.checkpoint.reader import Loaded, Want
+from offload_core.checkpoint.reader import Loaded, Opened, Want
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.checkpoint.stateful import (
     LastPart,
@@ -116,7 +116,7 @@ class ModelCheckpoints:
             "extras": extras,
         }
         return Contents(
-            self._names(),
+            self.names(),
             sources,
             shapes,
             state,
@@ -147,7 +147,7 @@ class ModelCheckpoints:
 
     def load(
         self,
-        path: Any,
+        path: Opened,
         *,
         stateful: Mapping[str, Any] | None,
         names: Names,
@@ -202,7 +202,7 @@ class ModelCheckpoints:
         ]
         loaded = optimizer.checkpoints.load(
             path,
-            [translated(name) for name in self._names()],
+            [translated(name) for name in self.names()],
             targets,
             tensors,
             publish,
@@ -248,7 +248,7 @@ class ModelCheckpoints:
         if self._optimizer.partitioned is not None:
             self._optimizer.partitioned.gathering.check_closed(what)
 
-    def _names(self) -> list[str]:
+    def names(self) -> list[str]:
         """The model's names of the trained parameters."""
         of_model = {id(param): name for name, param in self._named_params()}
         return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
@@ -262,6 +262,10 @@ class ModelCheckpoints:
         for slot in self._optimizer.slots:
             if id(slot.param) not in of_model:
                 yield slot.name, slot.param
+
+    def untrained(self) -> list[str]:
+        """The names of frozen parameters and buffers in a checkpoint."""
+        return [name for name, _, _ in self._untrained()]
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
         """Frozen parameters and buffers."""

@@ -1,0 +1,437 @@
+"""Runs that DeepSpeed has saved go on here; the files are written as DeepSpeed writes them."""
+
+import argparse
+import os
+
+import pytest
+import torch
+
+from frontends.torch import export_deepspeed, load_deepspeed, wrap, zero_checkpoint
+from offload_core.errors import CheckpointError, CheckpointWarning
+from tests.support.deepspeed_checkpoints import FROZEN, Run, model, scaler, write
+from tests.support.processes import on_ranks
+
+STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10, "reduce_bucket_size": 1000}
+LAYOUTS = [(0, 1), (1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (3, 3)]
+"""Stages, and ranks that saved."""
+
+
+def groups_of(made):
+    trained = [p for p in made.parameters() if p.requires_grad]
+    return [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() == 1]}]
+
+
+def engine_of(**fields):
+    made = model()
+    return wrap(made, params=groups_of(made), **fields)
+
+
+def states_of(engine):
+    """All states by the model's names, and the counts and values that a load sets."""
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in engine.module.named_parameters()}
+    found = {names[id(slot.param)]: optimizer.whole_states(slot.param) for slot in optimizer.slots}
+    steps = {names[id(slot.param)]: int(optimizer.state[slot.param]["step"]) for slot in optimizer.slots}
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    return found, steps, groups, optimizer.updates
+
+
+def assert_taken_over(engine, run, kinds=None):
+    found, steps, groups, updates = states_of(engine)
+    for name, states in found.items():
+        assert torch.equal(states["master"], run.trained[name]), name
+        for kind, values in run.states[name].items():
+            assert torch.equal(states[(kinds or {}).get(kind, kind)], values), (name, kind)
+    assert set(steps.values()) == {run.updates}
+    assert updates == run.updates
+    for mine, theirs in zip(groups, run.groups, strict=True):
+        assert {key: mine[key] for key in theirs} == theirs
+
+
+@pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}, {**STAGE_3, "param_dtype": "bfloat16"}], ids=str)
+@pytest.mark.parametrize(("stage", "ranks"), LAYOUTS)
+def test_an_engine_takes_over_every_state_of_every_layout(stage, ranks, fields, tmp_path):
+    run = Run()
+    write(tmp_path, run, stage, ranks, longest=20)
+    engine = engine_of(**fields)
+    checkpoint = zero_checkpoint(tmp_path)
+    assert (checkpoint.path, checkpoint.tag) == (tmp_path / "now", "now")
+    assert (checkpoint.global_steps, checkpoint.skipped_steps, checkpoint.global_samples) == (7, 2, 99)
+    assert checkpoint.lr_scheduler == {"last_batch_iteration": 4}
+    checkpoint.load(engine)
+    assert_taken_over(engine, run)
+    engine.optimizer.flush()
+    weights = dict(engine.named_weights(dtype="float32"))
+    for name in FROZEN:
+        rounded = run.others[name].to(engine.module.get_parameter(name).dtype if name != "offset" else torch.float32)
+        assert torch.equal(weights[name], rounded.float()), name
+    twin = engine_of(**fields)
+    load_deepspeed(twin, tmp_path, tag="now", states=True)
+    for each in (engine, twin):  # and trains on
+        each.backward(each(torch.arange(7)).float().pow(2).mean())
+        assert each.step().updated
+    assert states_of(engine)[1:] == states_of(twin)[1:]
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_ranks_take_over_what_three_have_saved(stage, tmp_path):
+    run = Run()
+    write(tmp_path, run, 3 if stage == 1 else 2, 3)
+
+    @on_ranks(2)
+    def _(rank):
+        engine = engine_of(stage=stage, **({"param_persistence_threshold": 0} if stage == 3 else {}))
+        zero_checkpoint(tmp_path).load(engine)
+        assert_taken_over(engine, run)
+        before = states_of(engine)
+        with pytest.raises(CheckpointError, match="no such folder" if rank else "failed in process 1"):
+            load_deepspeed(engine, tmp_path, tag="gone" if rank else None, states=True)
+        assert str(states_of(engine)) == str(before)
+        engine.backward(engine(torch.arange(7)).float().pow(2).mean())
+        assert engine.step().updated
+
+
+RULES = {
+    "sgd": (["momentum_buffer"], {"momentum": 0.75, "dampening": 0.0, "nesterov": False}, {}),
+    "lion": (["exp_avg"], {"betas": (0.8, 0.95)}, {}),
+    "adagrad": (["exp_avg_sq"], {"eps": 1e-6}, {"exp_avg_sq": "sum"}),
+}
+"""The states of other optimizers in DeepSpeed, their hyperparameters, and our names of states."""
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_other_optimizers_are_taken_over_and_their_names_are_said_where_they_differ(rule, stage, tmp_path):
+    kinds, hypers, names = RULES[rule]
+    run = Run(kinds)
+    run.groups = [{"lr": 0.25, "weight_decay": decay, **hypers} for decay in (0.5, 0.0)]
+    if rule == "sgd":
+        run.step = {}  # it has no count
+    write(tmp_path, run, stage, 1 if stage == 0 else 2)
+    fields = {"momentum": 0.5} if rule == "sgd" else {}
+    engine = engine_of(optimizer=rule, lr=1e-3, **fields)
+    zero_checkpoint(tmp_path).load(engine)
+    assert_taken_over(engine, run, names)
+    adam = engine_of(lr=1e-3)
+    before = states_of(adam)
+    with pytest.raises(CheckpointError, match=f"optimizer='{rule}' there, and is by 'adamw' here"):
+        zero_checkpoint(tmp_path).load(adam)
+    assert str(states_of(adam)) == str(before)
+    zero_checkpoint(tmp_path).load(adam, optimizer_states=False)
+    found, steps, _, updates = states_of(adam)
+    assert {*steps.values(), updates} == {0}
+    assert all(torch.equal(found[name]["master"], run.trained[name]) for name in found)
+
+
+def test_a_lion_of_the_cpu_keeps_a_second_moment_that_it_does_not_use(tmp_path):
+    run = Run(["exp_avg", "exp_avg_sq"])
+    run.groups = [{"lr": 0.25, "weight_decay": decay, "betas": (0.8, 0.95)} for decay in (0.5, 0.0)]
+    write(tmp_path, run, 2, 2)
+    engine = engine_of(optimizer="lion", lr=1e-3)
+    zero_checkpoint(tmp_path).load(engine)
+    for states in run.states.values():
+        del states["exp_avg_sq"]
+    assert_taken_over(engine, run)
+
+
+def test_a_group_in_one_count_of_steps_and_without_hyperparameters_keeps_its_own(tmp_path):
+    """DeepSpeed's elastic checkpoints hold states alone."""
+    run = Run()
+    run.step, run.optimizer = {}, {"base_optimizer_state_step": 5}
+    write(tmp_path, run, 1, 2, elastic=True)
+    engine = engine_of(lr=0.125)
+    run.groups = [{k: v for k, v in group.items() if k != "params"} for group in engine.optimizer.param_groups]
+    zero_checkpoint(tmp_path).load(engine)
+    assert_taken_over(engine, run)
+
+
+@pytest.mark.parametrize(
+    ("cur_iter", "last_overflow_iter", "good_steps"),
+    [(0, -1, 0), (1, -1, 0), (4, -1, 3), (5, -1, 0), (10, -1, 1), (10, 9, 0), (10, 8, 0), (10, 7, 1)],
+)
+def test_a_dynamic_loss_scale_goes_on_where_it_was(cur_iter, last_overflow_iter, good_steps, tmp_path):
+    run = Run()
+    numbers = {"cur_iter": cur_iter, "last_overflow_iter": last_overflow_iter, "cur_hysteresis": 3}
+    run.optimizer = {"loss_scaler": scaler(cur_scale=512.0, dynamic=True, dtype=torch.float16, **numbers)}
+    write(tmp_path, run, 2, 2)
+    engine = engine_of(param_dtype="float16", loss_scale_window=4)
+    checkpoint = zero_checkpoint(tmp_path)
+    assert checkpoint.loss_scale == {"cur_scale": 512.0, "dynamic": True, **numbers}
+    checkpoint.load(engine)
+    assert engine.optimizer.pipeline.scaler.state_dict() == {"scale": 512.0, "good_steps": good_steps, "tolerated": 2}
+    fixed = engine_of(param_dtype="float16", loss_scale=8.0)
+    checkpoint.load(fixed)
+    assert fixed.optimizer.pipeline.scaler.scale == 8.0
+    run.optimizer = {"loss_scaler": scaler(cur_scale=-1.0, dynamic=True, **numbers)}
+    write(tmp_path, run, 2, 2, tag="damaged")
+    before = states_of(engine)
+    with pytest.raises(CheckpointError, match="the loss scale"):
+        zero_checkpoint(tmp_path).load(engine)
+    assert str(states_of(engine)) == str(before)
+
+
+def test_objects_in_a_client_state_are_left_out_and_nothing_is_run(tmp_path):
+    class Runs:
+        def __reduce__(self):
+            return eval, (f"__import__('os').mkdir({str(tmp_path / 'ran')!r})",)
+
+    run = Run()
+    run.described = {"epoch": 3, "best": [0.5, {"at": (1, None)}], "mask": torch.ones(2)}
+    write(tmp_path, run, 2, 1, tag="plain")
+    found = zero_checkpoint(tmp_path).client_state
+    assert found.pop("mask").tolist() == [1, 1]
+    assert found == {"epoch": 3, "best": [0.5, {"at": (1, None)}]}
+    run.described = {"epoch": 3, "args": argparse.Namespace(seed=1), "code": [Runs()]}
+    write(tmp_path, run, 2, 1)
+    with pytest.warns(CheckpointWarning, match=r"leaves out 'args' \('argparse.Namespace'\), 'code' \(.*eval"):
+        checkpoint = zero_checkpoint(tmp_path)
+    assert checkpoint.client_state == {"epoch": 3}
+    engine = engine_of()
+    checkpoint.load(engine)
+    assert_taken_over(engine, run)
+    assert not (tmp_path / "ran").exists()
+
+
+def changed(path, change):
+    """Change what is in a file, and return a function that puts the file back."""
+    whole = path.read_bytes()
+    state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+    return lambda: path.write_bytes(whole)
+
+
+OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def damages(stage):
+    """Damages of a checkpoint of two ranks, each with what is said of it."""
+    key = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
+
+    def at(state):
+        return state["optimizer_state_dict"][key]
+
+    def cut(state):
+        at(state)["state"][0]["exp_avg"] = at(state)["state"][0]["exp_avg"][:2]
+
+    def turned(state):
+        at(state)["state"][0]["exp_avg"] = at(state)["state"][0]["exp_avg"].view(1, -1)
+
+    def lost(state):
+        del at(state)["state"][0]["exp_avg_sq"]
+
+    def added(state):
+        at(state)["state"][0]["max_exp_avg_sq"] = torch.ones(3)
+
+    def fewer(state):
+        at(state)["param_groups"].pop()
+
+    def no_groups(state):
+        at(state)["param_groups"] = 7
+
+    return {
+        cut: "elements of exp_avg lie end to end",
+        turned: "expected flat tensors",
+        lost: r"has states 'exp_avg', and .* 'exp_avg', 'exp_avg_sq'",
+        added: "keeps 'max_exp_avg_sq', which none of ours does",
+        fewer: "groups of states, expected|parts, expected",
+        no_groups: "'param_groups' is a int",
+    }
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_damaged_states_are_refused_and_nothing_changes_but_weights_can_still_be_loaded(stage, tmp_path):
+    run = Run()
+    write(tmp_path, run, stage, 2)
+    engine = engine_of()
+    before = str(states_of(engine))
+    for damage, said in damages(stage).items():
+        put_back = changed(tmp_path / "now" / OPTIMIZER, damage)
+        with pytest.raises(CheckpointError, match=said):
+            zero_checkpoint(tmp_path).load(engine)
+        assert str(states_of(engine)) == before, damage.__name__
+        weights = engine_of()
+        load_deepspeed(weights, tmp_path)
+        assert torch.equal(states_of(weights)[0]["norm.bias"]["master"], run.trained["norm.bias"])
+        put_back()
+    zero_checkpoint(tmp_path).load(engine)
+    assert_taken_over(engine, run)
+
+
+def test_other_checkpoints_are_refused_by_name(tmp_path):
+    run = Run()
+    write(tmp_path, run, 2, 2)
+    path = tmp_path / "now"
+
+    def refused(said, act=lambda: zero_checkpoint(tmp_path)):
+        with pytest.raises(CheckpointError, match=said):
+            act()
+
+    for name in (
+        "layer_00-model_00-model_states.pt",
+        "mp_rank_01_model_states.pt",
+        "layer_0_expert_0_mp_rank_00_model_states.pt",
+    ):
+        (path / name).write_bytes(b"")
+        refused("is of a pipeline's, a tensor's or an expert's parallel ranks")
+        (path / name).unlink()
+    (path / "offloaded_tensors").mkdir()
+    refused("had its states on disks")
+    (path / "offloaded_tensors").rmdir()
+    for name in [file.name for file in path.iterdir()]:
+        os.rename(path / name, tmp_path / name)
+        refused(r"no such file of rank|files such as|no such file|expected")
+        os.rename(tmp_path / name, path / name)
+    engine = engine_of()
+    mine = engine.save_checkpoint(tmp_path / "ours")
+    refused("is a checkpoint of ours", lambda: zero_checkpoint(tmp_path / "ours", mine.name))
+    refused("tag names '../now', expected the name of a folder", lambda: zero_checkpoint(tmp_path / "ours", "../now"))
+    refused("states=True into a Model", lambda: load_deepspeed(model(), tmp_path, states=True))
+    other = wrap(torch.nn.Linear(2, 2))
+    refused("a checkpoint of another model", lambda: zero_checkpoint(tmp_path).load(other))
+    l2 = engine_of(adam_mode="adam")
+    write(tmp_path / "l2", Run(decoupled_weight_decay=True), 2, 1)
+    refused(
+        r"was trained with adam_mode='adamw' \(weight_decay=0.5\), and adam_mode='adam' here",
+        lambda: zero_checkpoint(tmp_path / "l2").load(l2),
+    )
+    one_group = wrap(model())
+    refused("2 parameter groups in it, expected 1", lambda: zero_checkpoint(tmp_path).load(one_group))
+    run.described = {"global_steps": -1}
+    write(tmp_path, run, 1, 1, tag="counts")
+    refused("global_steps is -1, expected a count")
+
+
+def test_without_zero_parameters_in_another_order_are_refused(tmp_path):
+    run = Run()
+    run.optimizer = {"fp32_groups": [[run.trained[n] for n in names] for names in run.names]}
+    run.optimizer["fp32_groups"][1] = run.optimizer["fp32_groups"][1][::-1]
+    write(tmp_path, run, 0, 1)
+    masters = run.optimizer
+    engine = engine_of()
+    before = str(states_of(engine))
+
+    def as_deepspeed_holds_it(state):
+        optimizer = state["optimizer"]
+        state["optimizer"] = {
+            **masters,
+            "optimizer_state_dict": {k: optimizer[k] for k in ("state", "param_groups")},
+        }
+
+    changed(tmp_path / "now" / "mp_rank_00_model_states.pt", as_deepspeed_holds_it)
+    with pytest.raises(
+        CheckpointError, match=r"number 2 is not 'back.bias'; expected the parameters in the same order"
+    ):
+        zero_checkpoint(tmp_path).load(engine)
+    assert str(states_of(engine)) == before
+
+
+def test_what_the_model_lacks_is_left_out_if_asked_for(tmp_path):
+    run = Run()
+    run.others.pop("frozen.bias")  # as exclude_frozen_parameters leaves it out
+    run.others["gone"] = torch.ones(2)
+    write(tmp_path, run, 2, 2)
+    engine = engine_of()
+    kept = engine.module.frozen.bias.clone()
+    with pytest.raises(CheckpointError, match="it lacks 'frozen.bias'; this model lacks 'gone'"):
+        zero_checkpoint(tmp_path).load(engine)
+    zero_checkpoint(tmp_path).load(engine, strict=False)
+    assert_taken_over(engine, run)
+    assert torch.equal(engine.module.frozen.bias, kept)
+
+
+def test_a_save_that_is_under_way_has_the_states_of_its_call(tmp_path):
+    run = Run()
+    write(tmp_path / "theirs", run, 2, 2)
+    engine = engine_of()
+    before = str(states_of(engine))
+    engine.save_checkpoint(tmp_path / "ours", wait=False)
+    zero_checkpoint(tmp_path / "theirs").load(engine)
+    assert_taken_over(engine, run)
+    engine.load_checkpoint(tmp_path / "ours")
+    assert str(states_of(engine)) == before
+
+
+def test_the_face_loads_what_deepspeed_has_saved(tmp_path):
+    from frontends.torch import deepspeed
+
+    run = Run()
+    run.described = {"epoch": 3, "lr_scheduler": {"last_batch_iteration": 4}}
+    write(tmp_path, run, 2, 2)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 1},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 20}},
+    }
+    made = model()
+    engine, _, _, scheduler = deepspeed.initialize(model=made, model_parameters=groups_of(made), config=config)
+    path, client_state = engine.load_checkpoint(tmp_path)
+    assert (path, client_state) == (str(tmp_path / "now"), {"epoch": 3})
+    assert (engine.global_steps, engine.skipped_steps, engine.global_samples) == (7, 2, 99)
+    assert scheduler.last_batch_iteration == 4
+    assert_taken_over(engine, run)
+    made = model()
+    weights = deepspeed.initialize(model=made, model_parameters=groups_of(made), config=config)[0]
+    weights.load_checkpoint(tmp_path, load_module_only=True)
+    assert (weights.global_steps, weights.optimizer.updates, weights.lr_scheduler.last_batch_iteration) == (0, 0, -1)
+    assert torch.equal(states_of(weights)[0]["norm.bias"]["master"], run.trained["norm.bias"])
+    with pytest.raises(CheckpointError, match="tag names"):
+        engine.load_checkpoint(tmp_path, tag="..")
+
+
+# --- to DeepSpeed ------------------------------------------------------------------------------------
+
+
+def trained(engine, steps):
+    for step in steps:
+        ids = torch.randint(0, 7, (4,), generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(ids).float().pow(2).mean())
+        engine.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "fields", [{"param_dtype": "bfloat16"}, {"stage": 3, "param_persistence_threshold": 0}], ids=str
+)
+def test_a_universal_checkpoint_holds_the_run(world_size, fields, tmp_path):
+    (tmp_path / "photos").mkdir()
+
+    @on_ranks(world_size)
+    def _(rank):
+        engine = engine_of(lr=1e-2, **fields)
+        trained(engine, range(3))
+        counts = {"global_steps": 4, "skipped_steps": 1, "global_samples": 12}
+        path = export_deepspeed(engine, tmp_path, client_state={"epoch": 3}, counts=counts)
+        assert path == tmp_path / "global_step4_universal"
+        checkpoint = zero_checkpoint(tmp_path)
+        assert (checkpoint.path, checkpoint.client_state) == (path, {"epoch": 3})
+        assert (checkpoint.global_steps, checkpoint.skipped_steps, checkpoint.global_samples) == (4, 1, 12)
+        twin = engine_of(lr=1e-2, **fields)
+        checkpoint.load(twin)
+        trained(twin, range(3, 5))
+        trained(engine, range(3, 5))
+        assert str(states_of(twin)) == str(states_of(engine))
+        # again, in its place, and what is left of a failure
+        export_deepspeed(engine, tmp_path, tag=path.name)
+        assert zero_checkpoint(tmp_path).global_steps == 5
+        assert {each.name for each in tmp_path.iterdir()} == {"latest_universal", path.name, "photos"}
+        with pytest.raises(CheckpointError, match="tag names 'a/b', expected the name of a folder"):
+            export_deepspeed(engine, tmp_path, tag="a/b")
+        said = "failed in process 0" if rank else "is there, and no universal checkpoint"
+        with pytest.raises(CheckpointError, match=said):
+            export_deepspeed(engine, tmp_path, tag="photos")
+
+
+def test_what_deepspeed_has_no_place_for_is_refused(tmp_path):
+    made = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    muon = wrap(made, optimizer="muon", lr=1e-2)
+    with pytest.raises(CheckpointError, match="optimizer='muon', and DeepSpeed's Muon has another arithmetic"):
+        export_deepspeed(muon, tmp_path)
+    made = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    engine = wrap(made)
+    engine.backward(made[0](torch.ones(1, 2)).sum())
+    engine.step()
+    with pytest.raises(CheckpointError, match=r"group 0 have had \[0, 1\] updates"):
+        export_deepspeed(engine, tmp_path)
+    assert not list(tmp_path.iterdir())
