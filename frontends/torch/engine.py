@@ -467,7 +467,7 @@ class Engine(nn.Module):
         """
 
         def save(extras: Any) -> Path:
-            return self.save_checkpoint(folder, stateful=stateful, extras=extras, keep=keep)
+            return Engine.save_checkpoint(self, folder, stateful=stateful, extras=extras, keep=keep)
 
         return SaveOnSignal(self.optimizer.pipeline, save, signals)
 

@@ -51,10 +51,15 @@ def _prepare(path: Path, text: str) -> Path:
     return aside
 
 
+def latest_name(folder: Path) -> str:
+    """The name in the file ``latest``. Raises OSError and ValueError if it cannot be read."""
+    return read_regular(folder / LATEST, most_bytes=_LONGEST_NAME).decode("utf-8").strip()
+
+
 def refuse_of_others(folder: Path) -> None:
     """Raise :class:`CheckpointError` if another program's ``latest`` is there: a save would replace it."""
     try:
-        named = read_regular(folder / LATEST, most_bytes=_LONGEST_NAME).decode("utf-8").strip()
+        named = latest_name(folder)
     except (OSError, ValueError):  # there is none, or it cannot be read
         return
     damaged = _GIVEN_NAME.fullmatch(named) is None
@@ -206,7 +211,7 @@ def find(path: str | os.PathLike[str]) -> Path:
     if os.path.exists(folder / MANIFEST):
         return folder
     try:
-        named = read_regular(folder / LATEST, most_bytes=_LONGEST_NAME).decode("utf-8").strip()
+        named = latest_name(folder)
     except (OSError, ValueError) as error:
         there = _last_of(folder)
         raise CheckpointError(
@@ -228,6 +233,29 @@ def find(path: str | os.PathLike[str]) -> Path:
             f"that are: {_last_of(folder) or 'none'}"
         )
     return folder / named
+
+
+def find_tag(folder: Path, tag: str | None) -> Path | None:
+    """The checkpoint of this name in a folder, ours or another program's; None: its name is not given, and no file
+    ``latest`` says it.
+
+    Raises:
+        CheckpointError: there is no such folder.
+    """
+    if tag is None:
+        try:
+            tag = latest_name(folder)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{folder / LATEST}: it cannot be read ({error}); expected a checkpoint's name"
+            ) from None
+    put_back(folder / tag)
+    if not (folder / tag).is_dir():
+        there = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir())
+        raise CheckpointError(f"{folder / tag}: no such checkpoint; expected one of {', '.join(there) or 'none'}")
+    return folder / tag
 
 
 def _last_of(folder: Path) -> str:

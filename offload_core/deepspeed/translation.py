@@ -152,6 +152,34 @@ def fields_of(
     return {**translation.fields, **overrides, **translation.schedule}
 
 
+def stage_of(config: Mapping[str, Any]) -> int:
+    """The ZeRO stage that a DeepSpeed configuration asks for there: 0 where it says nothing."""
+    section = config.get("zero_optimization") or {}
+    return int(section.get("stage", 0) if isinstance(section, Mapping) else section)
+
+
+def rounds_elsewhere(config: Mapping[str, Any], param_dtype: str | None, *, world_size: int) -> str | None:
+    """The places in which DeepSpeed rounds sums of gradients to 16 bits, and this does not, as a sentence; None: there
+    are none.
+
+    Args:
+        param_dtype: the element type of the parameters.
+    """
+    if param_dtype not in ("float16", "bfloat16"):
+        return None
+    places = ["in stage 0 (stages 1 to 3 round as here)"] if stage_of(config) == 0 else []
+    places += ["over the ranks"] if world_size > 1 else []
+    of_sums = (config.get("data_types") or {}).get("grad_accum_dtype")
+    if config.get("gradient_accumulation_steps") not in (None, 1, AUTO) and of_sums != "fp32":
+        places.append('over micro-steps (unless "data_types": {"grad_accum_dtype": "fp32"})')
+    if not places:
+        return None
+    return (
+        f"gradients in {param_dtype} are summed in fp32 here, and the run differs from that of DeepSpeed {VERSION}, "
+        f"which rounds sums to {param_dtype} {' and '.join(places)}"
+    )
+
+
 def _listed(keys: Mapping[str, str]) -> str:
     return "; ".join(f"{name} ({why})" for name, why in keys.items())
 

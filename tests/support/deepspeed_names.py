@@ -3,7 +3,7 @@
 from collections import defaultdict
 
 from frontends.torch import deepspeed
-from frontends.torch.deepspeed.getters import CONFIG_GETTERS
+from frontends.torch.deepspeed.getters import GETTERS
 from offload_core.deepspeed.names import DIFFERS, names_not_taken, refuse
 
 PLACES = {
@@ -22,7 +22,7 @@ def public(names):
 def taken(place):
     """The public names of this place that the face has."""
     if place == "engine":
-        return public(vars(deepspeed.DeepSpeedEngine)) | {*CONFIG_GETTERS, *_OF_AN_INSTANCE.split(), "train", "eval"}
+        return public(vars(deepspeed.DeepSpeedEngine)) | {*GETTERS, *_OF_AN_INSTANCE.split(), "train", "eval"}
     if place == "deepspeed":
         return {*deepspeed.__all__, "dist"}
     module = getattr(deepspeed, place)

@@ -29,7 +29,6 @@ from . import accelerator, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator, rank_device
 from .comm import init_distributed
 from .engine import DeepSpeedEngine, MisuseError
-from .getters import stage_of
 from .runtime.lr_schedules import SCHEDULERS
 from .utils import OnDevice, log_dist, logger
 
@@ -104,7 +103,8 @@ def initialize(
     has_optimizer = client is not None or given.get("optimizer") is not None
     params = _trained(model, client, model_parameters) if has_optimizer else []
     _prepare(model, resolved)
-    _tell_of_rounding(given, resolved)
+    if why := translation.rounds_elsewhere(given, resolved.param_dtype, world_size=comm.get_world_size()):
+        UserLine.now().warn(ConfigWarning(why))
     engine = DeepSpeedEngine(model, resolved, given, params)
     if client is not None:
         client.hand_over(optimizer, engine.optimizer)
@@ -155,26 +155,6 @@ def _resolved(given: Mapping[str, Any], client: Client | None, model: nn.Module)
     resolved = OffloadConfig.resolve(rest, world_size=world_size, **(client.fields if client else {}))
     cut = next((shards.home.config for shards in map(shards_of, model.parameters()) if shards is not None), None)
     return resolved if cut is None else replace(resolved, reduce_bucket_size=cut.reduce_bucket_size)
-
-
-def _tell_of_rounding(given: Mapping[str, Any], resolved: OffloadConfig) -> None:
-    """Warn of places in which DeepSpeed rounds sums of gradients to 16 bits, and this does not."""
-    if resolved.param_dtype not in ("float16", "bfloat16"):
-        return
-    kind, places = resolved.param_dtype, []
-    if stage_of(given) == 0:
-        places.append("in stage 0 (stages 1 to 3 round as here)")
-    if comm.get_world_size() > 1:
-        places.append("over the ranks")
-    if resolved.gradient_accumulation_steps > 1 and (given.get("data_types") or {}).get("grad_accum_dtype") != "fp32":
-        places.append('over micro-steps (unless "data_types": {"grad_accum_dtype": "fp32"})')
-    if places:
-        UserLine.now().warn(
-            ConfigWarning(
-                f"gradients in {kind} are summed in fp32 here, and the run differs from that of DeepSpeed {VERSION}, "
-                f"which rounds sums to {kind} {' and '.join(places)}"
-            )
-        )
 
 
 def _trained(model: nn.Module, client: Client | None, model_parameters: Any) -> Any:

@@ -23,62 +23,33 @@ class Accelerator:
         """Return ``"cuda"``, ``"cuda:1"`` or ``"cpu"``."""
         return self._name if device_index is None or self._name == "cpu" else f"{self._name}:{device_index}"
 
-    def device(self, device_index: int | None = None) -> Any:
-        """Return a context in which this device is the current one."""
-        return torch.get_device_module(self._name).device(device_index or 0)
-
     def current_device(self) -> int | str:
         """Return the number of the current device; the CPU has none: ``"cpu"``."""
         return "cpu" if self._name == "cpu" else torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
         """Return the name of the current device, as ``tensor.to()`` takes it."""
-        return "cpu" if self._name == "cpu" else f"{self._name}:{torch.accelerator.current_device_index()}"
-
-    def set_device(self, device_index: int) -> None:
-        """Make this device the current one."""
-        if self._name != "cpu":
-            torch.accelerator.set_device_index(device_index)
+        return self.device_name(None if self._name == "cpu" else torch.accelerator.current_device_index())
 
     def communication_backend_name(self) -> str:
         """Return the backend of ``torch.distributed`` for this device: ``"nccl"``, ``"gloo"``, …"""
         return torch.distributed.get_default_backend_for_device(self._name)
 
-    def is_bf16_supported(self) -> bool:
-        """Return True: every device of torch computes in bfloat16, some of them slowly."""
-        return True
-
-    def is_fp16_supported(self) -> bool:
-        """Return True: every device of torch computes in float16, some of them slowly."""
-        return True
-
     def supported_dtypes(self) -> list[torch.dtype]:
         """Return the element types that parameters may have."""
         return [torch.float32, torch.float16, torch.bfloat16]
 
-    def is_synchronized_device(self) -> bool:
-        """Return True if calls return when the device is done."""
-        return self._name == "cpu"
+    def is_bf16_supported(self) -> bool:
+        """Return True: every device of torch computes in bfloat16, and in float16, some of them slowly."""
+        return True
 
-    def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return the tensor in pinned memory; on the CPU as it is."""
-        return tensor if self._name == "cpu" else tensor.pin_memory()
-
-    def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor is on this kind of device."""
-        return tensor.device.type == self._name
-
-    def manual_seed_all(self, seed: int) -> None:
-        """Seed the generators of torch on all devices."""
-        torch.manual_seed(seed)
+    is_fp16_supported = is_bf16_supported
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         module = torch.get_device_module(self._name)
-        if not hasattr(module, name) and self._name == "cpu":
-            module = torch
-        return getattr(module, name)
+        return getattr(module if hasattr(module, name) else torch, name)
 
 
 _ACCELERATOR = Accelerator()

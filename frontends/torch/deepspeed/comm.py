@@ -27,8 +27,7 @@ def init_distributed(
 ) -> None:
     """Join the other ranks, unless this process is in a group already: see ``frontends.torch.init_process_group``.
 
-    A process that was started alone is a group of one rank. ``auto_mpi_discovery``, ``verbose`` and ``config`` have no
-    effect: launchers are always looked for, and nothing is printed.
+    A process that was started alone is a group of one rank. Launchers are always looked for, and nothing is printed.
 
     Raises:
         StateError: ``dist_init_required`` is False, and there is no group.

@@ -10,18 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload_core.checkpoint.folder import LATEST, MANIFEST
+from offload_core.checkpoint.folder import LATEST, MANIFEST, find_tag
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed.names import is_theirs, refuse
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning, GradientError, StateError
-from offload_core.support.files import read_regular
 from offload_core.support.user_line import UserLine
 
 from ..engine import Engine
-from ..optimizer import OffloadedOptimizer
 from ..zero_files.loading import zero_checkpoint
+from . import comm
 from .accelerator import rank_device
-from .getters import CONFIG_GETTERS
+from .getters import GETTERS
 
 _SAVED_COUNTS = ("global_steps", "global_samples", "skipped_steps")
 """The counts that DeepSpeed's checkpoints hold."""
@@ -31,22 +30,18 @@ class MisuseError(StateError, AssertionError):
     """A call at a moment at which it is not allowed, as a :class:`StateError`; DeepSpeed asserts there."""
 
 
-class Counts:
-    """Steps and samples so far. Checkpoints hold them."""
+class _Counts:
+    """The counts of an engine that its checkpoints hold."""
 
-    def __init__(self) -> None:
-        self.global_steps = 0
-        """Updates, and those that were skipped."""
-        self.global_samples = 0
-        self.skipped_steps = 0
+    def __init__(self, engine: "DeepSpeedEngine") -> None:
+        self._engine = engine
 
     def state_dict(self) -> dict[str, int]:
-        """Return all counts by name."""
-        return dict(vars(self))
+        return {name: getattr(self._engine, name) for name in _SAVED_COUNTS}
 
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
-        """Go on from these counts."""
-        vars(self).update({name: int(counts[name]) for name in vars(self) if name in counts})
+        for name in _SAVED_COUNTS:
+            setattr(self._engine, name, int(counts[name]))
 
 
 class DeepSpeedEngine(Engine):
@@ -66,14 +61,19 @@ class DeepSpeedEngine(Engine):
         for param in trained:
             param.requires_grad_(False)
         try:
-            group = dist.group.WORLD if dist.is_initialized() else None
-            super().__init__(model, resolved, params=params or None, process_group=group)
+            super().__init__(model, resolved, params=params or None, process_group=dist.group.WORLD)
         finally:
             for param in trained:
                 param.requires_grad_(True)
         self.config = given
         """The configuration as it was given."""
-        self._counts = Counts()
+        self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
+        """Updates with those that were skipped, samples of all ranks, skipped updates, calls of ``step()``."""
+        self.lr_scheduler = self.training_dataloader = self.collate_fn = None  # type: Any
+        self.device, self.local_rank = rank_device(), comm.get_local_rank()
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.dp_world_size = self.seq_dp_world_size = self.world_size
+        self.mp_world_size, self.data_parallel_group = 1, dist.group.WORLD
         self._trains = params != []
         self._forced: bool | None = None
         """``set_gradient_accumulation_boundary``; None: the engine counts."""
@@ -81,22 +81,15 @@ class DeepSpeedEngine(Engine):
         """False: each ``step()`` makes an update."""
         self._backwards = 0
         """Those since the last update."""
-        self._in_no_sync = self._in_step = False
-        self._report: Any = None
+        self._in_no_sync = self._in_step = self._applied = False
         self._norm: float | None = None
-        self.micro_steps = 0
-        """Calls of ``step()`` of this engine."""
-        self.lr_scheduler: Any = None
-        self.training_dataloader: Any = None
-        self.collate_fn: Any = None
-        self.device = rank_device()
         steps, ranks = resolved.gradient_accumulation_steps, self.world_size
         micro, train = given.get("train_micro_batch_size_per_gpu"), given.get("train_batch_size")
         self._micro_batch = micro if isinstance(micro, int) else max(1, (train or ranks * steps) // (ranks * steps))
 
     def __getattr__(self, name: str) -> Any:
-        if not name.startswith("_") and name in CONFIG_GETTERS:
-            return lambda: CONFIG_GETTERS[name](self)
+        if not name.startswith("_") and name in GETTERS:
+            return lambda: GETTERS[name](self)
         if is_theirs("engine", name):
             raise AttributeError(f"DeepSpeedEngine.{name}: {refuse('engine', name)}")
         try:
@@ -129,19 +122,20 @@ class DeepSpeedEngine(Engine):
             )
         self._in_step = True
         try:
-            self._report = report = super().step(boundary=self._forced if self._managed else True)
+            report = super().step(boundary=self._forced if self._managed else True)
         finally:
             self._in_step = False
         self.micro_steps += 1
+        self._applied = report.updated
         if report.skipped == "accumulating":
             return
-        self._norm, counts = report.grad_norm, self._counts
-        counts.global_steps += 1
-        whole = self.train_batch_size()
-        counts.global_samples += whole if self._managed else self._micro_batch * self.world_size * self._backwards
+        self._norm = report.grad_norm
+        self.global_steps += 1
+        micro_batches = self.gradient_accumulation_steps() if self._managed else self._backwards
+        self.global_samples += self._micro_batch * self.world_size * micro_batches
         self._backwards = 0
         if not report.updated:
-            counts.skipped_steps += 1
+            self.skipped_steps += 1
         elif self.lr_scheduler is not None:
             self.lr_scheduler.step(**(lr_kwargs or {}))
 
@@ -189,58 +183,6 @@ class DeepSpeedEngine(Engine):
             )
         self._forced = is_boundary
 
-    def was_step_applied(self) -> bool:
-        """Return True if the last ``step()`` updated parameters."""
-        return self._report is not None and self._report.updated
-
-    def get_global_grad_norm(self) -> float | None:
-        """Return the norm of the last update's gradients, averaged and unscaled, before clipping."""
-        return self._norm
-
-    # --- counts and rates ----------------------------------------------------------------------------
-
-    @property
-    def global_steps(self) -> int:
-        """Updates so far, and those that were skipped."""
-        return self._counts.global_steps
-
-    @property
-    def global_samples(self) -> int:
-        """Samples so far, of all ranks."""
-        return self._counts.global_samples
-
-    @property
-    def skipped_steps(self) -> int:
-        """Updates that were skipped, because a gradient had an inf or a NaN."""
-        return self._counts.skipped_steps
-
-    def get_lr(self) -> list[float]:
-        """Return the learning rate of each group, of the next update."""
-        return self._of_groups("lr")
-
-    def get_mom(self) -> list[Any]:
-        """Return each group's betas, or the momentum of SGD."""
-        return self._of_groups("momentum" if self.optimizer.rule_name == "sgd" else "betas")
-
-    def get_type(self) -> list[Any]:
-        """Return each group's ``"type"``, an entry of the user's own; 0.0 where there is none."""
-        return self._of_groups("type")
-
-    def _of_groups(self, name: str) -> list[Any]:
-        return [group.get(name, 0.0) for group in self.optimizer.param_groups]
-
-    def gradient_accumulation_steps(self) -> int:
-        """Return the micro-steps of an update."""
-        return self.offload_config.gradient_accumulation_steps
-
-    def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-step on one rank."""
-        return self._micro_batch
-
-    def train_batch_size(self) -> int:
-        """Return the samples of an update, of all ranks."""
-        return self._micro_batch * self.gradient_accumulation_steps() * self.world_size
-
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of an update, between two updates, by other accumulation steps."""
         steps, rest = divmod(train_batch_size, self._micro_batch * self.world_size)
@@ -254,40 +196,6 @@ class DeepSpeedEngine(Engine):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Note other samples of a micro-step; the accumulation steps stay."""
         self._micro_batch = micro_batch_size
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the samples of an update, of a micro-step, and the micro-steps of an update."""
-        return self.train_batch_size(), self._micro_batch, self.gradient_accumulation_steps()
-
-    # --- place ---------------------------------------------------------------------------------------
-
-    @property
-    def world_size(self) -> int:
-        """The ranks."""
-        return dist.get_world_size() if dist.is_initialized() else 1
-
-    dp_world_size = seq_dp_world_size = world_size
-    mp_world_size = 1
-
-    @property
-    def global_rank(self) -> int:
-        """This rank."""
-        return dist.get_rank() if dist.is_initialized() else 0
-
-    @property
-    def local_rank(self) -> int:
-        """This rank's number among those of its machine."""
-        return int(os.environ.get("LOCAL_RANK", "0"))
-
-    @property
-    def data_parallel_group(self) -> Any:
-        """The process group of all ranks."""
-        return dist.group.WORLD
-
-    @property
-    def basic_optimizer(self) -> OffloadedOptimizer:
-        """The engine's optimizer."""
-        return self.optimizer
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
@@ -319,7 +227,7 @@ class DeepSpeedEngine(Engine):
 
     def _stateful(self, *, scheduler: bool) -> dict[str, Any]:
         stateful = {"lr_scheduler": self.lr_scheduler} if scheduler and self.lr_scheduler is not None else {}
-        return {"deepspeed": self._counts, **stateful}
+        return {"deepspeed": _Counts(self), **stateful}
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -342,8 +250,10 @@ class DeepSpeedEngine(Engine):
         """
         if custom_load_fn is not None:
             raise ConfigError(f"load_checkpoint(custom_load_fn=...): {refuse('load_checkpoint', 'custom_load_fn')}")
-        path = self._path(Path(load_dir), tag)
+        path = find_tag(Path(load_dir), None if tag is None else str(tag))
         if path is None:
+            missing = f"{load_dir}: no file {LATEST!r}, and so nothing is loaded; expected it, or tag=..."
+            UserLine.now().warn(ConfigWarning(missing))
             return None, {}
         states = load_optimizer_states and not load_module_only
         scheduler = load_lr_scheduler_states and not load_module_only
@@ -360,22 +270,6 @@ class DeepSpeedEngine(Engine):
         )
         return str(path), extras or {}
 
-    def _path(self, folder: Path, tag: Any) -> Path | None:
-        """Return a checkpoint's folder; None: there is no ``latest``."""
-        if tag is None:
-            try:
-                tag = read_regular(folder / LATEST, most_bytes=4096).decode("utf-8").strip()
-            except FileNotFoundError:
-                missing = f"{folder / LATEST}: no such file, so that nothing is loaded; expected it, or tag=..."
-                UserLine.now().warn(ConfigWarning(missing))
-                return None
-        path = folder / str(tag)
-        if not path.is_dir():
-            there = sorted(each.name for each in folder.iterdir() if each.is_dir()) if folder.is_dir() else []
-            listed = ", ".join(name for name in there if not name.startswith(".")) or "none"
-            raise CheckpointError(f"{path}: no such checkpoint; expected one of those that are there: {listed}")
-        return path
-
     def _load_theirs(
         self, path: Path, *, states: bool, scheduler: bool, strict: bool, counts: bool
     ) -> tuple[str | None, dict[str, Any]]:
@@ -383,30 +277,25 @@ class DeepSpeedEngine(Engine):
             checkpoint = zero_checkpoint(path.parent, path.name)
         checkpoint.load(self, optimizer_states=states, strict=strict)
         if counts:
-            self._counts.load_state_dict({name: getattr(checkpoint, name) for name in _SAVED_COUNTS})
+            _Counts(self).load_state_dict({name: getattr(checkpoint, name) for name in _SAVED_COUNTS})
         if scheduler and self.lr_scheduler is not None and checkpoint.lr_scheduler is not None:
             self.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
         return str(path), checkpoint.client_state
 
     def save_16bit_model(
-        self,
-        save_dir: str | os.PathLike[str],
-        save_filename: str = "pytorch_model.bin",
-        exclude_frozen_parameters: bool = False,
+        self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the module's whole ``state_dict``, as the model runs with it, to a file that ``torch.load`` reads."""
         tensors = self.module.state_dict(keep_vars=True)
-        frozen = {
-            name for name, tensor in tensors.items() if isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        }
         values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items() if torch.is_tensor(t)}
         self.named_weights(into=values, rank0_only=True)
+        for name, tensor in tensors.items() if exclude_frozen_parameters else ():
+            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+                del values[name]
         if self.global_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
-            kept = {name: value for name, value in values.items() if not (exclude_frozen_parameters and name in frozen)}
-            torch.save(kept, os.path.join(save_dir, save_filename))
-        if dist.is_initialized():
-            dist.barrier()
+            torch.save(values, os.path.join(save_dir, save_filename))
+        dist.barrier()
         return True
 
     save_fp16_model = save_16bit_model

@@ -1,13 +1,9 @@
-"""Methods of DeepSpeed's engine that say what is configured."""
+"""Methods of DeepSpeed's engine without arguments that say how it is configured and what it has done."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-
-def stage_of(config: Mapping[str, Any]) -> int:
-    """Return the stage that a configuration asks for."""
-    section = config.get("zero_optimization") or {}
-    return int(section.get("stage", 0)) if isinstance(section, Mapping) else int(section)
+from offload_core.deepspeed.translation import stage_of
 
 
 def _stage(engine: Any) -> int:
@@ -18,7 +14,12 @@ def _section(engine: Any, section: str, key: str) -> Any:
     return (engine.config.get(section) or {}).get(key)
 
 
-CONFIG_GETTERS: Mapping[str, Callable[[Any], Any]] = {
+def _of_groups(engine: Any, name: str) -> list[Any]:
+    return [group.get(name, 0.0) for group in engine.optimizer.param_groups]
+
+
+_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "zero_optimization_stage": _stage,
     "zero_optimization": lambda engine: _stage(engine) > 0,
     "zero_optimization_partition_gradients": lambda engine: _stage(engine) >= 2,
@@ -44,7 +45,16 @@ CONFIG_GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "scheduler_params": lambda engine: _section(engine, "scheduler", "params"),
     "steps_per_print": lambda engine: engine.config.get("steps_per_print"),
     "dataloader_drop_last": lambda engine: bool(engine.config.get("dataloader_drop_last")),
+    "gradient_accumulation_steps": lambda engine: engine.offload_config.gradient_accumulation_steps,
+    "train_micro_batch_size_per_gpu": lambda engine: engine._micro_batch,
+    "train_batch_size": lambda engine: engine._micro_batch * engine.gradient_accumulation_steps() * engine.world_size,
+    "get_batch_info": lambda engine: tuple(GETTERS[name](engine) for name in _BATCH),
+    "get_lr": lambda engine: _of_groups(engine, "lr"),
+    "get_mom": lambda engine: _of_groups(engine, "momentum" if engine.optimizer.rule_name == "sgd" else "betas"),
+    "get_type": lambda engine: _of_groups(engine, "type"),
+    "get_global_grad_norm": lambda engine: engine._norm,
+    "was_step_applied": lambda engine: engine._applied,
     "get_data_parallel_rank": lambda engine: engine.global_rank,
     "get_model_parallel_rank": lambda engine: 0,
 }
-"""Methods that say what is configured."""
+"""By name, of an engine."""

@@ -18,7 +18,7 @@ from offload_core.deepspeed.names import refuse
 from ..optimizer import OffloadedOptimizer
 from ..placed import local_of
 from ..registration import owner_of
-from ..stage3.leaf_modules import LeafModules, is_marked_leaf, mark_leaf
+from ..stage3.leaf_modules import LeafModules, chosen_modules, is_marked_leaf, is_of_one, mark_leaf
 from ..tensors import TakenGradient
 
 logger = logging.getLogger("DeepSpeed")
@@ -188,45 +188,36 @@ def safe_update_full_grad_vectorized(
 # --- leaf modules (stage 3) ------------------------------------------------------------------------------------
 
 
-def _mark(model: nn.Module, modules: Iterable[nn.Module], flag: bool) -> list[nn.Module]:
-    found = [*dict.fromkeys(modules)]
-    for module in found:
-        mark_leaf(module, flag)
-    for optimizer in dict.fromkeys(map(_optimizer, model.parameters())):
-        if optimizer is not None:
-            optimizer.mark_leaf_modules(found, leaf=flag)
-    return found
-
-
 def _chosen(
     model: nn.Module, wanted: Sequence[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool, must: bool
 ) -> tuple[list[nn.Module], list[Any]]:
-    named = [*model.named_modules()]
-    of_each = {each: [module for name, module in named if fits(name, module, each)] for each in wanted}
-    missing = [each for each, found in of_each.items() if not found]
+    found, missing = chosen_modules(model, wanted, fits)
     if missing and must:
         raise ValueError(f"{type(model).__name__} has no modules {missing}; expected some of its named_modules()")
-    return _mark(model, [module for found in of_each.values() for module in found], flag), missing
+    return _mark(model, found, flag), missing
 
 
-def _is_of_one(name: str, module: nn.Module, classes: Sequence[type | str]) -> bool:
-    kind = type(module)
-    names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
-    return any(isinstance(module, each) if isinstance(each, type) else each in names for each in classes)
+def _mark(model: nn.Module, modules: list[nn.Module], flag: bool) -> list[nn.Module]:
+    for module in modules:
+        mark_leaf(module, flag)
+    for optimizer in dict.fromkeys(map(_optimizer, model.parameters())):
+        if optimizer is not None:
+            optimizer.mark_leaf_modules(modules, leaf=flag)
+    return modules
 
 
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Have the modules of these classes, or of classes with these names, be leaf modules; return them."""
-    return _chosen(model, [tuple(leaf_module_classes)], _is_of_one, True, raise_if_not_found)[0]
+    return _chosen(model, [tuple(leaf_module_classes)], is_of_one, True, raise_if_not_found)[0]
 
 
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[type | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
     """Have the modules of these classes be leaf modules no longer; return them."""
-    return _chosen(model, [tuple(leaf_module_classes)], _is_of_one, False, raise_if_not_found)[0]
+    return _chosen(model, [tuple(leaf_module_classes)], is_of_one, False, raise_if_not_found)[0]
 
 
 def set_z3_leaf_modules_by_name(

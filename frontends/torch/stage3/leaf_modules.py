@@ -15,6 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -144,21 +145,34 @@ def is_marked_leaf(module: nn.Module) -> bool:
     return getattr(module, _MARK, False)
 
 
+def chosen_modules(
+    model: nn.Module, wanted: Iterable[Any], fits: Callable[[str, nn.Module, Any], bool]
+) -> tuple[list[nn.Module], list[Any]]:
+    """Return the modules that fit, each once, and what no module fits: ``fits(name, module, wanted)``."""
+    named = [*model.named_modules()]
+    of_each = {each: [module for name, module in named if fits(name, module, each)] for each in wanted}
+    missing = [each for each, found in of_each.items() if not found]
+    return [*dict.fromkeys(module for found in of_each.values() for module in found)], missing
+
+
+def is_of_one(name: str, module: nn.Module, classes: Iterable[type | str]) -> bool:
+    """Return True if a module is of one of these classes, or its class has one of these names."""
+    kind = type(module)
+    names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return any(isinstance(module, each) if isinstance(each, type) else each in names for each in classes)
+
+
 def leaf_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules that are marked, and those that ``OffloadConfig.leaf_modules`` names; :class:`ParameterError`
     if a name is of none."""
-    found = [module for module in model.modules() if is_marked_leaf(module)]
-    for wanted in names:
-        some = [
-            module
-            for name, module in model.named_modules()
-            if wanted in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}")
-            or f".{name}".endswith(f".{wanted}")
-        ]
-        if not some:
-            raise ParameterError(
-                f"leaf_modules: the model has no module {wanted!r} and none of this class; expected names of "
-                f"model.named_modules(), or of classes such as {type(model).__name__!r}"
-            )
-        found += some
-    return found
+
+    def fits(name: str, module: nn.Module, wanted: str) -> bool:
+        return is_of_one(name, module, [wanted]) or f".{name}".endswith(f".{wanted}")
+
+    found, missing = chosen_modules(model, names, fits)
+    if missing:
+        raise ParameterError(
+            f"leaf_modules: the model has no module {missing[0]!r} and none of this class; expected names of "
+            f"model.named_modules(), or of classes such as {type(model).__name__!r}"
+        )
+    return [*(module for module in model.modules() if is_marked_leaf(module)), *found]

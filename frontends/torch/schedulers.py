@@ -1,0 +1,62 @@
+"""Schedules of ``offload_core.lr_schedules`` as schedulers of a torch optimizer."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from offload_core.deepspeed.schedules import SectionSchedule
+
+
+class Scheduler:
+    """Writes the rates of an optimizer's groups, when it is made and at each :meth:`step`.
+
+    Args:
+        optimizer: any torch optimizer.
+        schedule: a schedule without a highest rate of its own scales each group's rate.
+        betas: a function of the number of steps that gives the betas; others stay as they are.
+        last_batch_iteration: the number of steps so far, less one.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        schedule: SectionSchedule,
+        betas: Callable[[Any], tuple[float, float]] | Any = None,
+        last_batch_iteration: int = -1,
+    ) -> None:
+        self.optimizer = optimizer
+        self._schedule, self._betas = schedule, betas
+        self._own = [float(group["lr"]) for group in optimizer.param_groups]
+        self.last_batch_iteration = last_batch_iteration
+        if last_batch_iteration == -1:
+            self._write()
+
+    def get_lr(self) -> list[float]:
+        """Return each group's rate for the next update."""
+        updates = self.last_batch_iteration + 1
+        return [self._schedule.of_group(lr)(updates) for lr in self._own]
+
+    def get_last_lr(self) -> list[float]:
+        """Return the rates that were written last."""
+        return [float(group["lr"]) for group in self.optimizer.param_groups]
+
+    def step(self, last_batch_iteration: int | None = None) -> None:
+        """Go on by one update, or to a given one."""
+        given = last_batch_iteration
+        self.last_batch_iteration = self.last_batch_iteration + 1 if given is None else given
+        self._write()
+
+    def _write(self) -> None:
+        for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = lr
+            if callable(self._betas) and "betas" in group:
+                group["betas"] = self._betas(self.last_batch_iteration + 1)
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of steps so far, less one."""
+        return {"last_batch_iteration": self.last_batch_iteration}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on from there. The rates themselves are loaded with the optimizer."""
+        self.last_batch_iteration = state["last_batch_iteration"]
