@@ -24,6 +24,7 @@ from offload_core.support.user_line import UserLine
 from ..casting import Casts
 from ..clients import Client
 from ..stage3.construction import in_shards, shards_of
+from ..stage3.leaf_modules import leaf_modules, mark_leaf
 from ..tensors import TORCH_DTYPES
 from . import accelerator, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator, rank_device
@@ -106,6 +107,8 @@ def initialize(
     if why := translation.rounds_elsewhere(given, resolved.param_dtype, world_size=comm.get_world_size()):
         UserLine.now().warn(ConfigWarning(why))
     engine = DeepSpeedEngine(model, resolved, given, params)
+    for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
+        mark_leaf(module, True)
     if client is not None:
         client.hand_over(optimizer, engine.optimizer)
     engine.lr_scheduler = _scheduler(lr_scheduler, given, engine) if has_optimizer else None

@@ -4,9 +4,10 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from frontends.torch import gathered_parameters, wrap
+from frontends.torch import deepspeed, gathered_parameters, wrap
 from frontends.torch.deepspeed import utils
 from frontends.torch.deepspeed.utils import (
     OnDevice,
@@ -50,6 +51,18 @@ PARTED = {
     "reduce_bucket_size": 1000,
 }
 WHOLE = {"stage": 3, "param_persistence_threshold": 10**6, "reduce_bucket_size": 1000}
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 8,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "torch_adam": True}},
+}
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("fields", [{"stage": 1}, {}, STAGE_3], ids=["stage 1", "stage 2", "stage 3"])
@@ -171,6 +184,30 @@ def test_ranks_run_other_experts_of_modules_that_became_leaves_before_or_after_t
         return bits
 
     assert len({each for of_one in found for each in of_one}) == 1
+
+
+def test_modules_that_the_configuration_names_are_leaf_modules_from_then_on():
+    model = experts.mixture()
+    section = {"stage": 3, "leaf_module": {"classes": ["Experts"], "name_suffixes": ["1.router"]}}
+    engine, *_ = deepspeed.initialize(model=model, config={**CONFIG, "zero_optimization": section})
+    leaves = [model[1], model[1].router, model[2]]
+    assert get_z3_leaf_modules(model) == leaves
+    engine.destroy()
+    assert get_z3_leaf_modules(model) == leaves
+
+
+def test_between_micro_steps_a_gradient_is_what_has_come_so_far():
+    config = {**CONFIG, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}}
+    engine, *_ = deepspeed.initialize(model=make(), config=config)
+    plain = make()
+    for seed in (0, 1):
+        engine.backward(loss_of(engine, seed))
+        (loss_of(plain, seed) / 2).backward()
+        for p, q in zip(engine.module.parameters(), plain.parameters(), strict=True):
+            assert same_bits(safe_get_full_grad(p), q.grad)
+        engine.step()
+        assert [safe_get_full_grad(p) is None for p in engine.module.parameters()] == [seed == 1] * 4
+    engine.destroy()
 
 
 def test_a_loader_that_repeats_begins_again():
