@@ -195,8 +195,9 @@ def _said(environ: Environment) -> tuple[str | None, dict[str, str]]:
 def _torchrun(environ: Environment) -> dict[str, str]:
     """Return the variables of torchrun, or of DeepSpeed's launcher, which calls one of them ``LOCAL_SIZE``."""
     said = {name: environ[name] for name in _NAMES if environ.get(name)}
-    if LOCAL_WORLD_SIZE not in said and {RANK, LOCAL_RANK} <= said.keys() and environ.get(_LOCAL_SIZE):
-        said[LOCAL_WORLD_SIZE] = environ[_LOCAL_SIZE]
+    ranks, here = said.get(WORLD_SIZE, ""), environ.get(_LOCAL_SIZE, "")
+    if {RANK, LOCAL_RANK} <= said.keys() and here.isdecimal() and ranks.isdecimal() and int(here) <= int(ranks):
+        said.setdefault(LOCAL_WORLD_SIZE, here)  # others use the name, too, for something else
     return said
 
 
