@@ -38,7 +38,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
             _CONFIG,
         ),
         (
-            r"dynamic_loss_scale_args|gradient_predivide_factor|postscale_gradients|managed_.*|torch_autocast_.*",
+            r"dynamic_loss_scale_args|gradient_predivide_factor|communication_data_type|get_data_types|postscale_gradients|managed_.*|torch_autocast_.*",
             _CONFIG,
         ),
         (r"autotuning.*|flops.*|.*timers.*|print_forward_breakdown|wall_clock.*|fwd_duration", _PROFILER),
@@ -52,7 +52,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
             "make a torch DataLoader with a DistributedSampler",
         ),
         (
-            r"compile_.*|get_.*_backend|get_compile_time|is_deepcompile.*|register_compile_pass|uses_parallel.*",
+            r"is_compiled|compile_.*|get_.*_backend|get_compile_time|is_deepcompile.*|register_compile_pass|uses_parallel.*",
             _COMPILE,
         ),
         (
@@ -128,28 +128,28 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
 
 _NOT_TAKEN: Mapping[str, str] = {
     "engine": """
-        aio_config all_gather_scalar allreduce_and_copy allreduce_bucket allreduce_gradients allreduce_no_retain
-        all_to_all_group auto_update autotp_size autotuning_enabled autotuning_end_profile_step autotuning_metric
+        aio_config all_gather_scalar all_to_all_group allreduce_and_copy allreduce_bucket allreduce_gradients
+        allreduce_no_retain auto_update autotp_size autotuning_enabled autotuning_end_profile_step autotuning_metric
         autotuning_metric_path autotuning_model_info autotuning_model_info_path autotuning_profile_model_info
         autotuning_start_profile_step bf16_master_weights_and_gradients bf16_optimizer_states
         buffered_allreduce_fallback checkpoint_engine checkpoint_mp_rank checkpoint_serialization_enabled
         checkpoint_tag_validation_enabled checkpoint_tag_validation_fail checkpoint_writer_enabled client_lr_scheduler
-        client_optimizer clip_fp32_gradients coalesce_grad_reduction collect_python_gc compile_autosp compile_autotp
-        compile_zero_optimization_stage cpuadam_cores_perc curriculum_learning_config curriculum_learning_enabled
-        data_efficiency_config data_efficiency_enabled data_sampling_config data_sampling_enabled deepspeed_io
-        dist_backend dont_change_device dump_state dynamic_loss_scale_args empty_partition_cache
-        enable_backward_allreduce engine_timers engine_timers_cache expert_data_parallel_group expert_parallel_group
-        first_dataloader_check flatten flops flops_profiler flops_profiler_detailed flops_profiler_enabled
-        flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step
-        flops_profiler_recompute_fwd_factor flops_profiler_top_modules fp16_auto_cast
-        fp16_master_weights_and_gradients fwd_duration gate_modules get_autosp_backend get_autotp_backend
-        get_compile_time get_deepcompile_backend get_deepspeed_compile_backend get_optimizer_configuration
-        get_sequence_parallel_group get_tensor_parallel_rank get_wall_clock_timers gradient_average
-        gradient_predivide_factor has_moe_layers initial_dynamic_scale inside_no_sync_ctxt is_deepcompile_active
-        is_deepcompile_enabled is_first_weights_partition_group is_iterable_style_dataset is_map_style_dataset
-        is_sanity_checks_enabled load_moe_state_dict load_universal_checkpoint loaded_checkpoint_dp_world_size
-        loaded_checkpoint_mp_world_size local_all_to_all_group log_level losses managed_gradient_accumulation
-        memory_breakdown mesh_device module_forward_post_hook module_forward_pre_hook moe_layers monitor mpu num_experts
+        client_optimizer clip_fp32_gradients coalesce_grad_reduction collect_python_gc communication_data_type
+        compile_autosp compile_autotp compile_zero_optimization_stage cpuadam_cores_perc curriculum_learning_config
+        curriculum_learning_enabled data_efficiency_config data_efficiency_enabled data_sampling_config
+        data_sampling_enabled deepspeed_io dist_backend dont_change_device dump_state dynamic_loss_scale_args
+        empty_partition_cache enable_backward_allreduce engine_timers engine_timers_cache expert_data_parallel_group
+        expert_parallel_group first_dataloader_check flatten flops flops_profiler flops_profiler_detailed
+        flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step
+        flops_profiler_recompute_fwd_factor flops_profiler_top_modules fp16_auto_cast fp16_master_weights_and_gradients
+        fwd_duration gate_modules get_autosp_backend get_autotp_backend get_compile_time get_data_types
+        get_deepcompile_backend get_deepspeed_compile_backend get_optimizer_configuration get_sequence_parallel_group
+        get_tensor_parallel_rank get_wall_clock_timers gradient_average gradient_predivide_factor has_moe_layers
+        initial_dynamic_scale inside_no_sync_ctxt is_compiled is_deepcompile_active is_deepcompile_enabled
+        is_first_weights_partition_group is_iterable_style_dataset is_map_style_dataset is_sanity_checks_enabled
+        load_moe_state_dict load_universal_checkpoint loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size
+        local_all_to_all_group log_level losses managed_gradient_accumulation memory_breakdown mesh_device
+        module_forward_post_hook module_forward_pre_hook moe_layers monitor mpu num_experts
         optimized_linear_base_weight_sharding optimized_linear_lora_enabled optimizer_legacy_fusion param_names
         pipeline_parallelism postscale_gradients print_forward_breakdown random_ltd_config random_ltd_enabled
         random_ltd_initialize random_ltd_scheduler register_compile_pass save_non_zero_checkpoint save_zero_checkpoint
@@ -173,7 +173,7 @@ _NOT_TAKEN: Mapping[str, str] = {
         partitioned_param_coordinator partitioned_param_profiler stage3 stage_1_and_2 tiling utils""",
     "utils": """
         DeprecatedException bwc bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_world_size comms_logging
-        config debug dist exceptions expert_tensor_parallel_world_size fragment_address get_accelerator get_caller_func
+        config debug exceptions expert_tensor_parallel_world_size fragment_address get_accelerator get_caller_func
         get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_full_hp_grad get_full_hp_param
         get_hp_fragment_mapping get_model_parallel_group get_model_parallel_rank get_model_parallel_world_size
         get_numactl_cmd get_tensor_model_parallel_group get_tensor_model_parallel_rank
@@ -181,18 +181,17 @@ _NOT_TAKEN: Mapping[str, str] = {
         instrument_w_nvtx lazy_init_hp_params_optimizer_state link_hp_params log_dist_once logging
         map_to_flat_opt_states mesh_device mixed_precision_linkage module_utils mpu numa nvtx pin_memory_tracker
         recursive_getattr recursive_setattr set_full_hp_grad set_full_hp_param set_log_level_from_string
-        set_tensor_model_parallel_rank set_tensor_model_parallel_world_size tensor_fragment timer types
-        zero_to_fp32""",
+        set_tensor_model_parallel_rank set_tensor_model_parallel_world_size tensor_fragment timer types zero_to_fp32""",
     "deepspeed": """
         DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader DeepSpeedHybridEngine DeepSpeedInferenceConfig
         DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable DeepSpeedTransformerConfig
         DeepSpeedTransformerLayer DualPipeVEngine DualPipeVModule InferenceEngine KV MLA_KV MLA_Q MUON_OPTIMIZER MoE
-        NOT_HEAD_BLOCKED PipelineEngine PipelineModule QUERY TORCH_DISTRIBUTED_DEFAULT_PORT autotuning
-        checkpoint checkpointing compile constants datastates default_inference_config git_branch git_hash
-        git_version_info git_version_info_installed inference init_inference io linear load_ds_config
-        merge_tp_model_init_into_config model_implementations module_inject moe monitor pipe profiling
-        record_tp_model_init_args replace_transformer_layer resolve_per_head_muon_after_sharding set_autotp_mode
-        set_optimizer_flags tp_model_init version""",
+        NOT_HEAD_BLOCKED PipelineEngine PipelineModule QUERY TORCH_DISTRIBUTED_DEFAULT_PORT autotuning checkpoint
+        checkpointing compile constants datastates default_inference_config git_branch git_hash git_version_info
+        git_version_info_installed inference init_inference io linear load_ds_config merge_tp_model_init_into_config
+        model_implementations module_inject moe monitor pipe profiling record_tp_model_init_args
+        replace_transformer_layer resolve_per_head_muon_after_sharding set_autotp_mode set_optimizer_flags
+        tp_model_init version""",
 }
 """By place: the public names that are not taken."""
 
@@ -225,6 +224,7 @@ DIFFERS: Mapping[str, Mapping[str, str]] = {
     },
     "utils": {
         "safe_get_local_fp32_param": "a rank's part is ours: its runs in all buckets, end to end; in all stages",
+        "safe_set_full_fp32_param": "the parameter changes at once, and not at the next update",
         "safe_get_full_grad": "averaged over what has come so far, in fp32",
     },
 }

@@ -12,7 +12,10 @@ PLACES = {
     "zero": "`deepspeed.zero.…`",
     "utils": "`deepspeed.utils.…`",
 }
-_OF_AN_INSTANCE = "config device lr_scheduler training_dataloader collate_fn micro_steps optimizer module world_size"
+_OF_AN_INSTANCE = """
+    basic_optimizer collate_fn config data_parallel_group device dp_world_size eval global_rank global_samples
+    global_steps local_rank lr_scheduler micro_steps module mp_world_size optimizer seq_dp_world_size skipped_steps
+    train training_dataloader world_size zero_grad"""
 
 
 def public(names):
@@ -22,11 +25,12 @@ def public(names):
 def taken(place):
     """The public names of this place that the face has."""
     if place == "engine":
-        return public(vars(deepspeed.DeepSpeedEngine)) | {*GETTERS, *_OF_AN_INSTANCE.split(), "train", "eval"}
+        return public(vars(deepspeed.DeepSpeedEngine)) | {*GETTERS, *_OF_AN_INSTANCE.split()}
     if place == "deepspeed":
         return {*deepspeed.__all__, "dist"}
     module = getattr(deepspeed, place)
-    return {name for name in public(vars(module)) if not _is_imported(module, name)}
+    own = {name for name in public(vars(module)) if not _is_imported(module, name)}
+    return own | {"dist", "logger"} if place == "utils" else own
 
 
 def _is_imported(module, name):

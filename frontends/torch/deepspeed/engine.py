@@ -74,6 +74,7 @@ class DeepSpeedEngine(Engine):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.dp_world_size = self.seq_dp_world_size = self.world_size
         self.mp_world_size, self.data_parallel_group = 1, dist.group.WORLD
+        self.basic_optimizer = self.optimizer
         self._trains = params != []
         self._forced: bool | None = None
         """``set_gradient_accumulation_boundary``; None: the engine counts."""

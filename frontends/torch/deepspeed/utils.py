@@ -4,9 +4,9 @@ The functions of one parameter find its optimizer themselves. They work in every
 ``backward`` and ``step``. On several ranks all call them alike. They return None for a parameter that no engine trains.
 """
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from logging import INFO, getLogger
 from typing import Any
 
 import torch
@@ -21,11 +21,11 @@ from ..registration import owner_of
 from ..stage3.leaf_modules import LeafModules, chosen_modules, is_marked_leaf, is_of_one, mark_leaf
 from ..tensors import TakenGradient
 
-logger = logging.getLogger("DeepSpeed")
+logger = getLogger("DeepSpeed")
 """DeepSpeed's logger, without a handler of its own."""
 
 
-def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
     """Log a message on these ranks; -1: on all. Without a process group it is always logged."""
     rank = dist.get_rank() if dist.is_initialized() else -1
     if rank == -1 or (ranks and (ranks[0] == -1 or rank in ranks)):
