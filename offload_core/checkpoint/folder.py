@@ -225,7 +225,8 @@ def find(path: str | os.PathLike[str]) -> Path:
     if not proper or not (is_ours(folder / named) or not os.path.exists(folder / named)):
         raise CheckpointError(
             f"{folder / LATEST} names {named[:80]!r}, which is no checkpoint of ours; expected one of those that are: "
-            f"{_last_of(folder) or 'none'}. If DeepSpeed wrote it, frontends.torch.load_deepspeed reads its weights"
+            f"{_last_of(folder) or 'none'}. If DeepSpeed wrote it, frontends.torch.zero_checkpoint(folder).load(engine)"
+            " goes on from it"
         )
     if not os.path.exists(folder / named / MANIFEST):
         raise CheckpointError(

@@ -1,6 +1,8 @@
 """Runs that DeepSpeed has saved go on here; the files are written as DeepSpeed writes them."""
 
 import argparse
+import copy
+import math
 import os
 
 import pytest
@@ -258,6 +260,53 @@ def test_damaged_states_are_refused_and_nothing_changes_but_weights_can_still_be
     assert_taken_over(engine, run)
 
 
+def ways_to(tree, at=()):
+    """The ways to everything in dicts and lists."""
+    pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    for key, value in pairs:
+        yield (*at, key)
+        yield from ways_to(value, (*at, key))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_any_damage_of_states_is_an_error_that_changes_nothing_or_loads(stage, tmp_path):
+    run = Run()
+    run.optimizer = {"loss_scaler": scaler(cur_scale=512.0, dynamic=True, cur_iter=3)} if stage else {}
+    write(tmp_path, run, stage, 1)
+    file = "zero_pp_rank_0_mp_rank_00_optim_states.pt" if stage else "mp_rank_00_model_states.pt"
+    path = tmp_path / "now" / file
+    state = torch.load(path, weights_only=False)
+    state.pop("module", None) if stage else None
+    refused = loaded = 0
+    engine = engine_of(param_dtype="float16")
+    before = str(states_of(engine))
+    for way in ways_to(state):
+        if "module" in way:
+            continue
+        for damage in (7, -1.5, math.nan, torch.zeros(1), torch.full((), math.nan), [], {}, "no values", None):
+            wrong = copy.deepcopy(state)
+            holder = wrong
+            for key in way[:-1]:
+                holder = holder[key]
+            holder[way[-1]] = damage
+            torch.save(wrong, path)
+            refusal = None
+            try:
+                zero_checkpoint(tmp_path).load(engine)
+            except CheckpointError as error:
+                refusal = str(error)
+            if refusal is not None:
+                refused += 1
+                assert str(tmp_path) in refusal, (way, damage)
+                assert str(states_of(engine)) == before, (way, damage)
+                continue
+            loaded += 1
+            engine.close()
+            engine = engine_of(param_dtype="float16")
+    assert min(refused, loaded) > 20
+
+
 def test_other_checkpoints_are_refused_by_name(tmp_path):
     run = Run()
     write(tmp_path, run, 2, 2)
@@ -421,6 +470,22 @@ def test_a_universal_checkpoint_holds_the_run(world_size, fields, tmp_path):
         said = "failed in process 0" if rank else "is there, and no universal checkpoint"
         with pytest.raises(CheckpointError, match=said):
             export_deepspeed(engine, tmp_path, tag="photos")
+
+
+def test_a_universal_checkpoint_has_the_rates_of_the_update_to_come(tmp_path):
+    """As DeepSpeed's own files have them; in stage 3 it takes what all groups share, and one count for all."""
+    made = model()
+    groups = groups_of(made)
+    groups[1]["weight_decay"] = 0.0
+    engine = wrap(made, lr=lambda updates: 0.5 ** (updates + 1), weight_decay=0.25, params=groups)
+    trained(engine, range(2))
+    path = export_deepspeed(engine, tmp_path, tag="two") / "zero" / "optimizer_state.pt"
+    held = torch.load(path, weights_only=True)
+    assert [(group["lr"], group["weight_decay"]) for group in held["param_groups"]] == [(0.125, 0.25), (0.125, 0.0)]
+    inner = held["optimizer_state_dict"]
+    assert type(inner["state"][0]["step"]) is int
+    assert (inner["state"][0]["step"], inner["param_groups"][0]["lr"]) == (2, 0.125)
+    assert "weight_decay" not in inner["param_groups"][0]
 
 
 def test_what_deepspeed_has_no_place_for_is_refused(tmp_path):
