@@ -71,6 +71,8 @@ class UpdateCounts:
         changes.hold(0)
         self.updates = 0
         """Updates made so far."""
+        self.skipped = 0
+        """Updates that this object has seen skipped, because a gradient had an inf or a NaN."""
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self._memory: list[np.ndarray] = [np.zeros(0, np.float32)]

@@ -449,6 +449,7 @@ class Pipeline:
             self.scaler.update(overflow=decision.verdict.overflow)
         self.last_step.begin(decision.behind)
         if decision.verdict.skipped:
+            self.counts.skipped += bool(decision.verdict.overflow)
             self._announced.end()
             self.arrivals.drop_all(decision.order)
             self.updates.publish(self.buckets.all, decision.tensors, after)

@@ -22,26 +22,23 @@ from . import comm
 from .accelerator import rank_device
 from .getters import GETTERS
 
-_SAVED_COUNTS = ("global_steps", "global_samples", "skipped_steps")
-"""The counts that DeepSpeed's checkpoints hold."""
-
 
 class MisuseError(StateError, AssertionError):
     """A call at a moment at which it is not allowed, as a :class:`StateError`; DeepSpeed asserts there."""
 
 
 class _Counts:
-    """The counts of an engine that its checkpoints hold."""
+    """The counts of an engine, as its checkpoints hold them."""
 
     def __init__(self, engine: "DeepSpeedEngine") -> None:
         self._engine = engine
 
     def state_dict(self) -> dict[str, int]:
-        return {name: getattr(self._engine, name) for name in _SAVED_COUNTS}
+        return self._engine._counted()
 
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
-        for name in _SAVED_COUNTS:
-            setattr(self._engine, name, int(counts[name]))
+        now = self._engine._counted()
+        self._engine._before.update({name: self._engine._before[name] + counts[name] - now[name] for name in now})
 
 
 class DeepSpeedEngine(Engine):
@@ -67,8 +64,12 @@ class DeepSpeedEngine(Engine):
                 param.requires_grad_(True)
         self.config = given
         """The configuration as it was given."""
-        self.global_steps = self.global_samples = self.skipped_steps = self.micro_steps = 0
-        """Updates with those that were skipped, samples of all ranks, skipped updates, calls of ``step()``."""
+        self.micro_steps = 0
+        """Calls of ``step()``."""
+        self._before = dict.fromkeys(("global_steps", "skipped_steps", "global_samples"), 0)
+        """What the counts are ahead of the engine's own: those of the run that a checkpoint continues."""
+        self._scheduled = 0
+        """The updates after which the scheduler has made its step."""
         self.lr_scheduler = self.training_dataloader = self.collate_fn = None  # type: Any
         self.device, self.local_rank = rank_device(), comm.get_local_rank()
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -130,15 +131,40 @@ class DeepSpeedEngine(Engine):
         self._applied = report.updated
         if report.skipped == "accumulating":
             return
-        self._norm = report.grad_norm
-        self.global_steps += 1
-        micro_batches = self.gradient_accumulation_steps() if self._managed else self._backwards
-        self.global_samples += self._micro_batch * self.world_size * micro_batches
-        self._backwards = 0
-        if not report.updated:
-            self.skipped_steps += 1
-        elif self.lr_scheduler is not None:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+        if not self._managed:
+            more = self._backwards - self.gradient_accumulation_steps()
+            self._before["global_samples"] += more * self._micro_batch * self.world_size
+        self._norm, self._backwards = report.grad_norm, 0
+        self._follow_updates(**(lr_kwargs or {}))
+
+    def _follow_updates(self, **kwargs: Any) -> None:
+        """Step the scheduler for each update that it has not followed, also one whose ``step()`` was interrupted."""
+        while self._scheduled < self.optimizer.updates:
+            self._scheduled += 1
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step(**kwargs)
+
+    @property
+    def global_steps(self) -> int:
+        """Updates so far, and those that were skipped."""
+        return self._counted()["global_steps"]
+
+    @property
+    def skipped_steps(self) -> int:
+        """Updates that were skipped, because a gradient had an inf or a NaN."""
+        return self._counted()["skipped_steps"]
+
+    @property
+    def global_samples(self) -> int:
+        """Samples so far, of all ranks."""
+        return self._counted()["global_samples"]
+
+    def _counted(self) -> dict[str, int]:
+        skipped = self.optimizer.pipeline.counts.skipped
+        steps = self.optimizer.updates + skipped
+        samples = steps * self.train_batch_size()
+        own = {"global_steps": steps, "skipped_steps": skipped, "global_samples": samples}
+        return {name: count + self._before[name] for name, count in own.items()}
 
     def _check_optimizer(self, what: str) -> None:
         if not self._trains:
@@ -192,11 +218,15 @@ class DeepSpeedEngine(Engine):
                 f"train_batch_size: got {train_batch_size}, expected a multiple of train_micro_batch_size_per_gpu "
                 f"({self._micro_batch}) * ranks ({self.world_size})"
             )
+        counts = self._counted()
         self.set_gradient_accumulation_steps(steps)
+        _Counts(self).load_state_dict(counts)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Note other samples of a micro-step; the accumulation steps stay."""
+        counts = self._counted()
         self._micro_batch = micro_batch_size
+        _Counts(self).load_state_dict(counts)
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
@@ -216,6 +246,7 @@ class DeepSpeedEngine(Engine):
         """
         if not save_dir:
             raise CheckpointError(f"save_dir: got {save_dir!r}, expected the name of a folder")
+        self._follow_updates()
         super().save_checkpoint(
             save_dir,
             f"global_step{self.global_steps}" if tag is None else str(tag),
@@ -258,30 +289,21 @@ class DeepSpeedEngine(Engine):
             return None, {}
         states = load_optimizer_states and not load_module_only
         scheduler = load_lr_scheduler_states and not load_module_only
-        if not os.path.exists(path / MANIFEST):
-            return self._load_theirs(
-                path, states=states, scheduler=scheduler, strict=load_module_strict, counts=not load_module_only
-            )
-        extras = super().load_checkpoint(
-            path,
-            stateful={} if load_module_only else self._stateful(scheduler=scheduler),
-            random_state=False,
-            optimizer_states=states,
-            strict=load_module_strict,
-        )
-        return str(path), extras or {}
-
-    def _load_theirs(
-        self, path: Path, *, states: bool, scheduler: bool, strict: bool, counts: bool
-    ) -> tuple[str | None, dict[str, Any]]:
-        with self.optimizer.checkpoints.together("load"):
-            checkpoint = zero_checkpoint(path.parent, path.name)
-        checkpoint.load(self, optimizer_states=states, strict=strict)
-        if counts:
-            _Counts(self).load_state_dict({name: getattr(checkpoint, name) for name in _SAVED_COUNTS})
-        if scheduler and self.lr_scheduler is not None and checkpoint.lr_scheduler is not None:
-            self.lr_scheduler.load_state_dict(checkpoint.lr_scheduler)
-        return str(path), checkpoint.client_state
+        stateful = {} if load_module_only else self._stateful(scheduler=scheduler)
+        what = {"optimizer_states": states, "strict": load_module_strict}
+        if os.path.exists(path / MANIFEST):
+            client_state = super().load_checkpoint(path, stateful=stateful, random_state=False, **what)
+        else:
+            with self.optimizer.checkpoints.together("load"):
+                checkpoint = zero_checkpoint(path.parent, path.name)
+            checkpoint.load(self, **what)
+            client_state = checkpoint.client_state
+            saved = {"lr_scheduler": checkpoint.lr_scheduler, "deepspeed": vars(checkpoint)}
+            for name, item in stateful.items():
+                if saved[name] is not None:
+                    item.load_state_dict(saved[name])
+        self._scheduled = self.optimizer.updates
+        return str(path), client_state or {}
 
     def save_16bit_model(
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
