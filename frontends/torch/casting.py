@@ -63,6 +63,16 @@ class Casts:
                 cast_param(tensor, TORCH_DTYPES[target])
 
 
+def round_to_types(model: nn.Module, config: OffloadConfig) -> None:
+    """Round a model's parameters, in their own memory, to the types that they will be cast to, so that master weights
+    start from rounded values."""
+    casts = Casts(config, model)
+    with torch.no_grad():
+        for param in model.parameters():
+            if casts.would_change(param) and (dtype := casts.of_param(param)) is not None:
+                param.copy_(param.to(TORCH_DTYPES[dtype]))
+
+
 def cast_inputs(config: OffloadConfig, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Return the arguments of a forward, with floating-point tensors in ``param_dtype`` (``cast_inputs=False``: as they
     are)."""

@@ -94,6 +94,16 @@ def _checked_name(where: str, optimizer: Any) -> str:
     return str(optimizer)
 
 
+def all_or_given(model: nn.Module, params: Iterable[Any] | None) -> list[Any] | None:
+    """Parameters or groups as a list; None if they are all of a model's that require a gradient, in no groups."""
+    listed = None if params is None else [*params]
+    if listed is None or any(not isinstance(each, torch.Tensor) for each in listed):
+        return listed
+    asked = {id(param) for param in listed}
+    own = {id(param): param.requires_grad for param in model.parameters()}
+    return None if asked <= own.keys() and all(i in asked for i, trains in own.items() if trains) else listed
+
+
 def in_model(model: nn.Module, params: Iterable[Any]) -> tuple[list[Any], bool]:
     """Parameters or groups, as torch's optimizers take them, with the names that they have in the model; True if some
     came with names.

@@ -40,8 +40,9 @@ from .internals import NO_BACKWARD, backward_number
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .placed import is_placed, ranks_of, shards_to_come
-from .registration import NamedParam, Slot, named_in, named_params
+from .registration import NamedParam, Slot, named_in, named_params, owner_of
 from .shared_tensors import note_optimizer
+from .stage3.leaf_modules import mark_leaf
 from .stage3.partitioned import PartitionedModel
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
 from .state_views import plain_entries
@@ -858,6 +859,22 @@ CLASSES: dict[str, type[OffloadedOptimizer]] = {
     each.rule_name: each for each in (OffloadedAdamW, OffloadedSGD, OffloadedLion, OffloadedAdagrad, OffloadedMuon)
 }
 """By the value of ``OffloadConfig.optimizer``."""
+
+
+def optimizer_of(param: torch.Tensor) -> OffloadedOptimizer | None:
+    """The open optimizer that has states of a parameter; None: there is none."""
+    owner = owner_of(param)
+    return owner if isinstance(owner, OffloadedOptimizer) else None
+
+
+def mark_leaves(model: nn.Module, modules: list[nn.Module], *, leaf: bool) -> list[nn.Module]:
+    """Have modules of a model be leaf modules, or no longer, of engines that it has and of later ones; return them."""
+    for module in modules:
+        mark_leaf(module, leaf)
+    for optimizer in dict.fromkeys(map(optimizer_of, model.parameters())):
+        if optimizer is not None:
+            optimizer.mark_leaf_modules(modules, leaf=leaf)
+    return modules
 
 
 def class_for(config: ConfigLike, overrides: Mapping[str, Any]) -> type[OffloadedOptimizer]:

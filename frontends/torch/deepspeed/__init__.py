@@ -21,11 +21,11 @@ from offload_core.errors import ConfigError, ConfigWarning, ParameterError
 from offload_core.support.checks import shown
 from offload_core.support.user_line import UserLine
 
-from ..casting import Casts
+from ..casting import round_to_types
 from ..clients import Client
+from ..groups import all_or_given
 from ..stage3.construction import in_shards, shards_of
 from ..stage3.leaf_modules import leaf_modules, mark_leaf
-from ..tensors import TORCH_DTYPES
 from . import accelerator, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator, rank_device
 from .comm import init_distributed
@@ -102,8 +102,10 @@ def initialize(
     client = None if optimizer is None else Client.of(optimizer)
     resolved = _resolved(given, client, model)
     has_optimizer = client is not None or given.get("optimizer") is not None
-    params = _trained(model, client, model_parameters) if has_optimizer else []
-    _prepare(model, resolved)
+    params = all_or_given(model, client.groups if client else model_parameters) if has_optimizer else []
+    if not any(map(in_shards, model.parameters())):
+        model.to(rank_device())
+        round_to_types(model, resolved)
     if why := translation.rounds_elsewhere(given, resolved.param_dtype, world_size=comm.get_world_size()):
         UserLine.now().warn(ConfigWarning(why))
     engine = DeepSpeedEngine(model, resolved, given, params)
@@ -119,17 +121,13 @@ def initialize(
 
 
 def _check_model(model: Any) -> None:
-    if model is None:
-        raise ParameterError("initialize: there is no model; expected initialize(model=...), a torch.nn.Module")
     if not isinstance(model, nn.Module):
-        raise ParameterError(f"initialize: model is a {type(model).__name__}; expected a torch.nn.Module")
+        raise ParameterError(f"initialize: model is a {type(model).__name__}; expected model=..., a torch.nn.Module")
     for name, module in model.named_modules():
         kind = type(module)
         if kind.__module__.partition(".")[0] == "deepspeed" and kind.__name__ in ("PipelineModule", "MoE"):
-            where = "the model" if not name else f"module {name!r}"
-            raise ParameterError(
-                f"initialize: {where} is a deepspeed {kind.__name__}: {refuse('deepspeed', kind.__name__)}"
-            )
+            why = refuse("deepspeed", kind.__name__)
+            raise ParameterError(f"initialize: {name or 'the model'} is a deepspeed {kind.__name__}: {why}")
 
 
 def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
@@ -143,9 +141,11 @@ def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         given = translation.load(given)
     if not given.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
-        raise ConfigError(
-            "config: neither train_batch_size nor train_micro_batch_size_per_gpu is set; expected one of them"
-        )
+        raise ConfigError("config: expected train_batch_size or train_micro_batch_size_per_gpu, and got neither")
+    kind = (given.get("scheduler") or {}).get("type")
+    if kind not in (None, *SCHEDULERS):
+        torchs = "a scheduler of torch as initialize(lr_scheduler=...)"
+        raise ConfigError(f"scheduler.type: got {shown(kind)}, expected one of {', '.join(SCHEDULERS)}, or {torchs}")
     return dict(given)
 
 
@@ -160,61 +160,23 @@ def _resolved(given: Mapping[str, Any], client: Client | None, model: nn.Module)
     return resolved if cut is None else replace(resolved, reduce_bucket_size=cut.reduce_bucket_size)
 
 
-def _trained(model: nn.Module, client: Client | None, model_parameters: Any) -> Any:
-    """Return the parameters to train, or groups; None: all of the model."""
-    listed = client.groups if client is not None else None
-    if listed is None and model_parameters is not None:
-        listed = [*model_parameters]
-    if listed is None or any(not isinstance(each, torch.Tensor) for each in listed):
-        return listed
-    asked = {id(param) for param in listed}
-    own = {id(param): param.requires_grad for param in model.parameters()}
-    is_all = asked <= own.keys() and all(i in asked for i, trains in own.items() if trains)
-    return None if is_all else listed
-
-
-def _prepare(model: nn.Module, resolved: OffloadConfig) -> None:
-    """Move the model to the rank's device. Master weights start from parameters that are rounded to their type."""
-    if any(map(in_shards, model.parameters())):
-        return
-    model.to(rank_device())
-    casts = Casts(resolved, model)
-    with torch.no_grad():
-        for param in model.parameters():
-            if casts.would_change(param) and (dtype := casts.of_param(param)) is not None:
-                param.copy_(param.to(TORCH_DTYPES[dtype]))
-
-
 def _scheduler(client: Any, given: Mapping[str, Any], engine: DeepSpeedEngine) -> Any:
     """Return the scheduler that the engine steps; None: there is none."""
     if client is not None:
         is_function = callable(client) and not hasattr(client, "step")
         return client(engine.optimizer) if is_function else client
     section = given.get("scheduler") or {}
-    if "type" not in section:
-        return None
-    if section["type"] not in SCHEDULERS:
-        raise ConfigError(
-            f"scheduler.type: got {shown(section['type'])}, expected one of {', '.join(SCHEDULERS)}, or a scheduler of "
-            "torch as initialize(lr_scheduler=...)"
-        )
-    return SCHEDULERS[section["type"]](engine.optimizer, **(section.get("params") or {}))
+    make = SCHEDULERS.get(str(section.get("type")))
+    return None if make is None else make(engine.optimizer, **(section.get("params") or {}))
 
 
 def _loader(engine: DeepSpeedEngine, dataset: Any, collate_fn: Any, drop_last: bool) -> DataLoader[Any]:
     """Return a loader of this rank's part of a dataset."""
-    sampler: DistributedSampler[Any] | None = None
-    if not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(dataset, engine.world_size, engine.global_rank)
-    return DataLoader(
-        dataset,
-        batch_size=engine.train_micro_batch_size_per_gpu(),
-        sampler=sampler,
-        num_workers=2,
-        collate_fn=collate_fn,
-        pin_memory=engine.device.type != "cpu",
-        drop_last=drop_last,
-    )
+    split = not isinstance(dataset, IterableDataset)
+    sampler: Any = DistributedSampler(dataset, engine.world_size, engine.global_rank) if split else None
+    options: Any = {"num_workers": 2, "pin_memory": engine.device.type != "cpu", "drop_last": drop_last}
+    batch = engine.train_micro_batch_size_per_gpu()
+    return DataLoader(dataset, batch_size=batch, sampler=sampler, collate_fn=collate_fn, **options)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -35,10 +35,6 @@ class Accelerator:
         """Return the backend of ``torch.distributed`` for this device: ``"nccl"``, ``"gloo"``, …"""
         return torch.distributed.get_default_backend_for_device(self._name)
 
-    def supported_dtypes(self) -> list[torch.dtype]:
-        """Return the element types that parameters may have."""
-        return [torch.float32, torch.float16, torch.bfloat16]
-
     def is_bf16_supported(self) -> bool:
         """Return True: every device of torch computes in bfloat16, and in float16, some of them slowly."""
         return True

@@ -10,13 +10,11 @@ from offload_core.errors import StateError
 
 from ..ranks.launch import init_process_group
 
-_PORT = 29500
-
 
 def init_distributed(
     dist_backend: str | None = None,
     auto_mpi_discovery: bool = True,
-    distributed_port: int = _PORT,
+    distributed_port: int = 29500,
     verbose: bool = True,
     timeout: timedelta | None = None,
     init_method: str | None = None,

@@ -17,6 +17,7 @@ from offload_core.errors import CheckpointError, ConfigError, ConfigWarning, Gra
 from offload_core.support.user_line import UserLine
 
 from ..engine import Engine
+from ..run_counts import RunCounts
 from ..zero_files.loading import zero_checkpoint
 from . import comm
 from .accelerator import rank_device
@@ -25,20 +26,6 @@ from .getters import GETTERS
 
 class MisuseError(StateError, AssertionError):
     """A call at a moment at which it is not allowed, as a :class:`StateError`; DeepSpeed asserts there."""
-
-
-class _Counts:
-    """The counts of an engine, as its checkpoints hold them."""
-
-    def __init__(self, engine: "DeepSpeedEngine") -> None:
-        self._engine = engine
-
-    def state_dict(self) -> dict[str, int]:
-        return self._engine._counted()
-
-    def load_state_dict(self, counts: Mapping[str, int]) -> None:
-        now = self._engine._counted()
-        self._engine._before.update({name: self._engine._before[name] + counts[name] - now[name] for name in now})
 
 
 class DeepSpeedEngine(Engine):
@@ -66,8 +53,6 @@ class DeepSpeedEngine(Engine):
         """The configuration as it was given."""
         self.micro_steps = 0
         """Calls of ``step()``."""
-        self._before = dict.fromkeys(("global_steps", "skipped_steps", "global_samples"), 0)
-        """What the counts are ahead of the engine's own: those of the run that a checkpoint continues."""
         self._scheduled = 0
         """The updates after which the scheduler has made its step."""
         self.lr_scheduler = self.training_dataloader = self.collate_fn = None  # type: Any
@@ -88,6 +73,7 @@ class DeepSpeedEngine(Engine):
         steps, ranks = resolved.gradient_accumulation_steps, self.world_size
         micro, train = given.get("train_micro_batch_size_per_gpu"), given.get("train_batch_size")
         self._micro_batch = micro if isinstance(micro, int) else max(1, (train or ranks * steps) // (ranks * steps))
+        self._counts = RunCounts(self.optimizer, self.train_batch_size)
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in GETTERS:
@@ -101,8 +87,6 @@ class DeepSpeedEngine(Engine):
                 f"neither DeepSpeedEngine nor its module, a {type(self.__dict__['_modules'].get('module')).__name__}, "
                 f"has an attribute {name!r}"
             ) from None
-
-    # --- training ------------------------------------------------------------------------------------
 
     def backward(  # type: ignore[override]
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
@@ -119,9 +103,7 @@ class DeepSpeedEngine(Engine):
         """Update at the accumulation boundary, and step the scheduler after an update that was not skipped."""
         self._check_optimizer("step")
         if self._in_no_sync:
-            raise MisuseError(
-                "step() inside no_sync(); expected it after the block: gradients wait for the other ranks'"
-            )
+            raise MisuseError("step() inside no_sync(); expected it after the block, where ranks exchange gradients")
         self._in_step = True
         try:
             report = super().step(boundary=self._forced if self._managed else True)
@@ -133,7 +115,7 @@ class DeepSpeedEngine(Engine):
             return
         if not self._managed:
             more = self._backwards - self.gradient_accumulation_steps()
-            self._before["global_samples"] += more * self._micro_batch * self.world_size
+            self._counts.add_samples(more * self._micro_batch * self.world_size)
         self._norm, self._backwards = report.grad_norm, 0
         self._follow_updates(**(lr_kwargs or {}))
 
@@ -147,31 +129,22 @@ class DeepSpeedEngine(Engine):
     @property
     def global_steps(self) -> int:
         """Updates so far, and those that were skipped."""
-        return self._counted()["global_steps"]
+        return self._counts["global_steps"]
 
     @property
     def skipped_steps(self) -> int:
         """Updates that were skipped, because a gradient had an inf or a NaN."""
-        return self._counted()["skipped_steps"]
+        return self._counts["skipped_steps"]
 
     @property
     def global_samples(self) -> int:
         """Samples so far, of all ranks."""
-        return self._counted()["global_samples"]
-
-    def _counted(self) -> dict[str, int]:
-        skipped = self.optimizer.pipeline.counts.skipped
-        steps = self.optimizer.updates + skipped
-        samples = steps * self.train_batch_size()
-        own = {"global_steps": steps, "skipped_steps": skipped, "global_samples": samples}
-        return {name: count + self._before[name] for name, count in own.items()}
+        return self._counts["global_samples"]
 
     def _check_optimizer(self, what: str) -> None:
         if not self._trains:
-            raise MisuseError(
-                f"{what}() of an engine without an optimizer; expected an `optimizer` section in the configuration, or "
-                "initialize(optimizer=...)"
-            )
+            remedy = "an `optimizer` section in the configuration, or initialize(optimizer=...)"
+            raise MisuseError(f"{what}() of an engine without an optimizer; expected {remedy}")
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, where there is no loss scaling."""
@@ -184,12 +157,11 @@ class DeepSpeedEngine(Engine):
         """As :meth:`Engine.no_sync`; stages 0 and 1."""
         if self._in_no_sync:
             raise MisuseError("no_sync() inside no_sync(); expected one block")
-        if self.offload_config.stage != 1:
-            raise MisuseError(
-                f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage 0 or "
-                "1, or gradient_accumulation_steps in its place"
-            )
-        with super().no_sync():
+        try:
+            gradients_stay = super().no_sync()
+        except StateError as error:
+            raise MisuseError(str(error)) from None
+        with gradients_stay:
             self._in_no_sync = True
             try:
                 yield
@@ -205,9 +177,7 @@ class DeepSpeedEngine(Engine):
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide whether the next calls of ``step()`` make updates; None: the engine counts again."""
         if not self._managed:
-            raise MisuseError(
-                "set_gradient_accumulation_boundary() where each step() makes an update; expected neither"
-            )
+            raise MisuseError("set_gradient_accumulation_boundary() where each step() updates; expected one of them")
         self._forced = is_boundary
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -218,17 +188,15 @@ class DeepSpeedEngine(Engine):
                 f"train_batch_size: got {train_batch_size}, expected a multiple of train_micro_batch_size_per_gpu "
                 f"({self._micro_batch}) * ranks ({self.world_size})"
             )
-        counts = self._counted()
+        counts = self._counts.state_dict()
         self.set_gradient_accumulation_steps(steps)
-        _Counts(self).load_state_dict(counts)
+        self._counts.load_state_dict(counts)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Note other samples of a micro-step; the accumulation steps stay."""
-        counts = self._counted()
+        counts = self._counts.state_dict()
         self._micro_batch = micro_batch_size
-        _Counts(self).load_state_dict(counts)
-
-    # --- checkpoints ---------------------------------------------------------------------------------
+        self._counts.load_state_dict(counts)
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -259,7 +227,7 @@ class DeepSpeedEngine(Engine):
 
     def _stateful(self, *, scheduler: bool) -> dict[str, Any]:
         stateful = {"lr_scheduler": self.lr_scheduler} if scheduler and self.lr_scheduler is not None else {}
-        return {"deepspeed": _Counts(self), **stateful}
+        return {"deepspeed": self._counts, **stateful}
 
     def load_checkpoint(  # type: ignore[override]
         self,
@@ -284,13 +252,14 @@ class DeepSpeedEngine(Engine):
             raise ConfigError(f"load_checkpoint(custom_load_fn=...): {refuse('load_checkpoint', 'custom_load_fn')}")
         path = find_tag(Path(load_dir), None if tag is None else str(tag))
         if path is None:
-            missing = f"{load_dir}: no file {LATEST!r}, and so nothing is loaded; expected it, or tag=..."
-            UserLine.now().warn(ConfigWarning(missing))
+            UserLine.now().warn(
+                ConfigWarning(f"{load_dir}: no file {LATEST!r}, nothing is loaded; expected it, or tag=")
+            )
             return None, {}
         states = load_optimizer_states and not load_module_only
         scheduler = load_lr_scheduler_states and not load_module_only
         stateful = {} if load_module_only else self._stateful(scheduler=scheduler)
-        what = {"optimizer_states": states, "strict": load_module_strict}
+        what: Any = {"optimizer_states": states, "strict": load_module_strict}
         if os.path.exists(path / MANIFEST):
             client_state = super().load_checkpoint(path, stateful=stateful, random_state=False, **what)
         else:
@@ -312,8 +281,8 @@ class DeepSpeedEngine(Engine):
         tensors = self.module.state_dict(keep_vars=True)
         values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items() if torch.is_tensor(t)}
         self.named_weights(into=values, rank0_only=True)
-        for name, tensor in tensors.items() if exclude_frozen_parameters else ():
-            if isinstance(tensor, nn.Parameter) and not tensor.requires_grad:
+        for name in [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]:
+            if exclude_frozen_parameters:
                 del values[name]
         if self.global_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
@@ -322,8 +291,6 @@ class DeepSpeedEngine(Engine):
         return True
 
     save_fp16_model = save_16bit_model
-
-    # --- memory --------------------------------------------------------------------------------------
 
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
@@ -344,11 +311,7 @@ class DeepSpeedEngine(Engine):
             raise ConfigError(f"compile(schedule=...): {refuse('engine', 'register_compile_pass')}")
         super().compile(**({} if backend is None else {"backend": backend}), **dict(compile_kwargs or {}))
 
-    def destroy(self) -> None:
-        """Close the engine: see :meth:`Engine.close`."""
-        self.close()
-
-    # --- the module ----------------------------------------------------------------------------------
+    destroy = Engine.close
 
     def module_state_dict(
         self,

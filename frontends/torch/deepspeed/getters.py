@@ -1,6 +1,7 @@
 """Methods of DeepSpeed's engine without arguments that say how it is configured and what it has done."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from offload_core.deepspeed.translation import stage_of
@@ -19,7 +20,11 @@ def _of_groups(engine: Any, name: str) -> list[Any]:
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+
+
+_FIELDS = "max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold reduce_bucket_size"
 GETTERS: Mapping[str, Callable[[Any], Any]] = {
+    **{f"zero_{name}": attrgetter(f"offload_config.{name}") for name in _FIELDS.split()},
     "zero_optimization_stage": _stage,
     "zero_optimization": lambda engine: _stage(engine) > 0,
     "zero_optimization_partition_gradients": lambda engine: _stage(engine) >= 2,
@@ -27,11 +32,6 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "zero_cpu_offload": lambda engine: True,
     "zero_use_cpu_optimizer": lambda engine: True,
     "zero_nvme_offload_optimizer": lambda engine: engine.offload_config.offload_optimizer == "nvme",
-    "zero_reduce_bucket_size": lambda engine: engine.offload_config.reduce_bucket_size,
-    "zero_max_live_parameters": lambda engine: engine.offload_config.max_live_parameters,
-    "zero_max_reuse_distance": lambda engine: engine.offload_config.max_reuse_distance,
-    "zero_prefetch_bucket_size": lambda engine: engine.offload_config.prefetch_bucket_size,
-    "zero_param_persistence_threshold": lambda engine: engine.offload_config.param_persistence_threshold,
     "gradient_clipping": lambda engine: engine.offload_config.gradient_clipping or 0.0,
     "fp16_enabled": lambda engine: engine.offload_config.param_dtype == "float16",
     "bfloat16_enabled": lambda engine: engine.offload_config.param_dtype == "bfloat16",

@@ -15,10 +15,9 @@ from torch import nn
 
 from offload_core.deepspeed.names import refuse
 
-from ..optimizer import OffloadedOptimizer
+from ..optimizer import mark_leaves, optimizer_of
 from ..placed import local_of
-from ..registration import owner_of
-from ..stage3.leaf_modules import LeafModules, chosen_modules, is_marked_leaf, is_of_one, mark_leaf
+from ..stage3.leaf_modules import LeafModules, chosen_modules, is_marked_leaf, is_of_one
 from ..tensors import TakenGradient
 
 logger = getLogger("DeepSpeed")
@@ -62,16 +61,8 @@ def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> 
         torch.set_default_dtype(before)
 
 
-# --- states ----------------------------------------------------------------------------------------------------
-
-
-def _optimizer(param: torch.Tensor) -> OffloadedOptimizer | None:
-    owner = owner_of(param)
-    return owner if isinstance(owner, OffloadedOptimizer) else None
-
-
 def _get_state(param: torch.Tensor, name: str, *, own: bool) -> torch.Tensor | None:
-    optimizer = _optimizer(param)
+    optimizer = optimizer_of(param)
     if optimizer is None:
         return None
     read = optimizer.own_states if own else optimizer.whole_states
@@ -79,7 +70,7 @@ def _get_state(param: torch.Tensor, name: str, *, own: bool) -> torch.Tensor | N
 
 
 def _set_state(param: torch.Tensor, value: torch.Tensor, name: str, *, own: bool) -> None:
-    if (optimizer := _optimizer(param)) is not None:
+    if (optimizer := optimizer_of(param)) is not None:
         optimizer.load_state(param, name, value if own else _shaped(value, param), own=own)
 
 
@@ -127,9 +118,6 @@ def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, opt
     _set_state(param, value, optim_state_key, own=True)
 
 
-# --- gradients -------------------------------------------------------------------------------------------------
-
-
 def _left_in_place(param: torch.Tensor) -> torch.Tensor | None:
     """The gradient that the engine has not taken (``no_sync``, or no engine at all)."""
     gradient = param.grad
@@ -137,7 +125,7 @@ def _left_in_place(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _get_grad(param: torch.Tensor, *, own: bool) -> torch.Tensor | None:
-    optimizer = _optimizer(param)
+    optimizer = optimizer_of(param)
     if optimizer is None:
         return None
     found = optimizer.own_gradient(param) if own else optimizer.whole_gradient(param)
@@ -145,7 +133,7 @@ def _get_grad(param: torch.Tensor, *, own: bool) -> torch.Tensor | None:
 
 
 def _set_grad(param: torch.Tensor, value: torch.Tensor, *, own: bool) -> None:
-    if (optimizer := _optimizer(param)) is not None:
+    if (optimizer := optimizer_of(param)) is not None:
         unscaled = value.detach().float() / optimizer.pipeline.loss_scale
         optimizer.load_gradient(param, unscaled if own else _shaped(unscaled, param), own=own)
 
@@ -185,25 +173,13 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-# --- leaf modules (stage 3) ------------------------------------------------------------------------------------
-
-
 def _chosen(
     model: nn.Module, wanted: Sequence[Any], fits: Callable[[str, nn.Module, Any], bool], flag: bool, must: bool
 ) -> tuple[list[nn.Module], list[Any]]:
     found, missing = chosen_modules(model, wanted, fits)
     if missing and must:
         raise ValueError(f"{type(model).__name__} has no modules {missing}; expected some of its named_modules()")
-    return _mark(model, found, flag), missing
-
-
-def _mark(model: nn.Module, modules: list[nn.Module], flag: bool) -> list[nn.Module]:
-    for module in modules:
-        mark_leaf(module, flag)
-    for optimizer in dict.fromkeys(map(_optimizer, model.parameters())):
-        if optimizer is not None:
-            optimizer.mark_leaf_modules(modules, leaf=flag)
-    return modules
+    return mark_leaves(model, found, leaf=flag), missing
 
 
 def set_z3_leaf_modules(
@@ -238,7 +214,7 @@ def set_z3_leaf_modules_by_suffix(
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
     """Have this one module be a leaf module, or not."""
-    _mark(model, [model], flag)
+    mark_leaves(model, [model], leaf=flag)
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
@@ -258,7 +234,7 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def _leaves(param: torch.Tensor) -> LeafModules | None:
-    optimizer = _optimizer(param)
+    optimizer = optimizer_of(param)
     return None if optimizer is None or optimizer.partitioned is None else optimizer.partitioned.runs.leaves
 
 

@@ -1,7 +1,8 @@
 """``deepspeed.zero``: models in shards (stage 3)."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from ..stage3.construction import init
 from ..stage3.gathering import gathered_parameters, register_external_parameter
 from .accelerator import rank_device
 from .comm import init_distributed
+from .utils import OnDevice
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unwrap_model_for_generation"]
 
@@ -24,7 +26,7 @@ _SECTIONS = ("zero_optimization", "communication_data_type")
 """The keys that decide how parameters are cut. The others may be incomplete."""
 
 
-def Init(  # the name that scripts import
+def Init(
     module: nn.Module | None = None,
     data_parallel_group: Any = None,
     mem_efficient_linear: bool = True,
@@ -49,32 +51,20 @@ def Init(  # the name that scripts import
     if not enabled:
         return nullcontext()
     init_distributed()
-    given = _loaded(config if config is not None else config_dict_or_path)
-    enabled_types = [name for name in _TYPES if _enabled(given.get(name))]
-    dtype = dtype or (_TYPES[enabled_types[0]] if enabled_types else None)
-    own = {name: given[name] for name in _SECTIONS if name in given}
-    own["zero_optimization"] = {**own.get("zero_optimization", {}), "stage": 3}
-    settings = {"module": module, "process_group": data_parallel_group, "config": own}
-    return _built(dtype, remote_device if remote_device != "none" else None, settings)
+    config = config if config is not None else config_dict_or_path
+    given = translation.load(config) if isinstance(config, str | os.PathLike) else config or {}
+    wanted = [kind for name, kind in _TYPES.items() if (given.get(name) or {}).get("enabled") is True]
+    cut = {name: given[name] for name in _SECTIONS if name in given}
+    cut["zero_optimization"] = {**cut.get("zero_optimization", {}), "stage": 3}
+    place = remote_device if remote_device != "none" else None
+    building = init(module, cut, process_group=data_parallel_group, remote_device=place)
+    return _both(OnDevice(dtype or (wanted or [torch.get_default_dtype()])[0], rank_device()), building)
 
 
 @contextmanager
-def _built(dtype: torch.dtype | None, remote_device: str | None, settings: Mapping[str, Any]) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    with torch.device(rank_device()), init(**settings, remote_device=remote_device):
-        torch.set_default_dtype(dtype or before)
-        try:
-            yield
-        finally:
-            torch.set_default_dtype(before)
-
-
-def _loaded(given: Any) -> Mapping[str, Any]:
-    return {} if given is None else given if isinstance(given, Mapping) else translation.load(given)
-
-
-def _enabled(section: Any) -> bool:
-    return isinstance(section, Mapping) and section.get("enabled") is True
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 @contextmanager
@@ -104,8 +94,7 @@ def GatheredParameters(
 @contextmanager
 def unwrap_model_for_generation(model: Engine) -> Iterator[nn.Module]:
     """A context with the module of an engine, whose parameters stay whole inside: see ``Engine.generating``."""
-    with ExitStack() as inside:
-        inside.enter_context(model.generating())
+    with model.generating():
         yield model.module
 
 

@@ -1,5 +1,3 @@
 """``deepspeed.ops``: optimizers."""
 
-from . import adagrad, adam, lion
-
-__all__ = ["adagrad", "adam", "lion"]
+from . import adagrad, adam, lion  # noqa: F401

@@ -24,10 +24,8 @@ class DeepSpeedCPUAdam(OffloadedAdamW):
         fp32_optimizer_states: bool = True,
     ) -> None:
         if amsgrad or not bias_correction:
-            raise ConfigError(
-                f"{type(self).__name__}: amsgrad={amsgrad}, bias_correction={bias_correction}; expected amsgrad=False "
-                "and bias_correction=True: there is no third moment, and moments are always corrected"
-            )
+            got = f"amsgrad={amsgrad}, bias_correction={bias_correction}"
+            raise ConfigError(f"{type(self).__name__}: {got}; expected no third moment, and moments that are corrected")
         super().__init__(
             model_params,
             lr,

@@ -1,9 +1,10 @@
 """``deepspeed.ops.lion``: Lion with its momentum in host memory."""
 
-from collections.abc import Iterable
 from typing import Any
 
 from ...optimizer import OffloadedLion
+
+_BETAS = (0.9, 0.999)
 
 
 class DeepSpeedCPULion(OffloadedLion):
@@ -11,9 +12,9 @@ class DeepSpeedCPULion(OffloadedLion):
 
     def __init__(
         self,
-        model_params: Iterable[Any],
+        model_params: Any,
         lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
+        betas: Any = _BETAS,
         weight_decay: float = 0,
         fp32_optimizer_states: bool = True,
     ) -> None:
@@ -25,11 +26,6 @@ class FusedLion(DeepSpeedCPULion):
     """:class:`DeepSpeedCPULion` with the arguments of DeepSpeed's ``FusedLion``."""
 
     def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0.0,
-        set_grad_none: bool = True,
+        self, params: Any, lr: float = 1e-3, betas: Any = _BETAS, weight_decay: float = 0.0, set_grad_none: bool = True
     ) -> None:
         super().__init__(params, lr, betas, weight_decay)

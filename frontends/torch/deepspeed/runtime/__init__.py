@@ -1,5 +1,3 @@
 """``deepspeed.runtime``: learning-rate schedules."""
 
-from . import lr_schedules
-
-__all__ = ["lr_schedules"]
+from . import lr_schedules  # noqa: F401

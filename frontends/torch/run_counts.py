@@ -1,0 +1,38 @@
+"""Counts of a run: steps, skipped steps and samples, which go on through checkpoints."""
+
+from collections.abc import Callable, Mapping
+
+from .optimizer import OffloadedOptimizer
+
+
+class RunCounts:
+    """Counts of an optimizer's updates, so that an interrupt cannot part the two.
+
+    Args:
+        samples: returns the samples of an update.
+    """
+
+    def __init__(self, optimizer: OffloadedOptimizer, samples: Callable[[], int]) -> None:
+        self._optimizer, self._samples = optimizer, samples
+        self._before = dict.fromkeys(self._own(), 0)
+        """What the counts are ahead of the optimizer's own: those of the run that a checkpoint continues."""
+
+    def _own(self) -> dict[str, int]:
+        skipped = self._optimizer.pipeline.counts.skipped
+        steps = self._optimizer.updates + skipped
+        return {"global_steps": steps, "skipped_steps": skipped, "global_samples": steps * self._samples()}
+
+    def __getitem__(self, name: str) -> int:
+        return self._own()[name] + self._before[name]
+
+    def add_samples(self, more: int) -> None:
+        """Count more samples than the updates so far would have, or fewer."""
+        self._before["global_samples"] += more
+
+    def state_dict(self) -> dict[str, int]:
+        """Return all counts by name."""
+        return {name: self[name] for name in self._before}
+
+    def load_state_dict(self, counts: Mapping[str, int]) -> None:
+        """Go on from these counts."""
+        self._before = {name: int(counts[name]) - own for name, own in self._own().items()}
