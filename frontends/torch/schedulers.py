@@ -41,6 +41,10 @@ class Scheduler:
         """Return the rates that were written last."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    def get_mom(self) -> list[Any]:
+        """Return each group's betas, or its momentum; None: it has neither."""
+        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go on by one update, or to a given one."""
         given = last_batch_iteration

@@ -60,10 +60,6 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
             _REDUCE,
         ),
         (
-            r"coalesce_grad_reduction",
-            "use `gradient_accumulation_steps`: micro-steps are summed in fp32 before the update",
-        ),
-        (
             r"autotp_size|tensor_parallel.*|get_(tensor|model)_parallel.*|get_sequence.*|.*expert.*|.*moe.*|gate_modules",
             _PARALLEL,
         ),
@@ -72,7 +68,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
             _PARALLEL,
         ),
         (
-            r"collect_python_gc|empty_partition_cache",
+            r"collect_python_gc",
             "nothing is to be collected; `engine.release()` gives the device back",
         ),
         (
@@ -134,20 +130,20 @@ _NOT_TAKEN: Mapping[str, str] = {
         autotuning_start_profile_step bf16_master_weights_and_gradients bf16_optimizer_states
         buffered_allreduce_fallback checkpoint_engine checkpoint_mp_rank checkpoint_serialization_enabled
         checkpoint_tag_validation_enabled checkpoint_tag_validation_fail checkpoint_writer_enabled client_lr_scheduler
-        client_optimizer clip_fp32_gradients coalesce_grad_reduction collect_python_gc communication_data_type
-        compile_autosp compile_autotp compile_zero_optimization_stage cpuadam_cores_perc curriculum_learning_config
-        curriculum_learning_enabled data_efficiency_config data_efficiency_enabled data_sampling_config
-        data_sampling_enabled deepspeed_io dist_backend dont_change_device dump_state dynamic_loss_scale_args
-        empty_partition_cache enable_backward_allreduce engine_timers engine_timers_cache expert_data_parallel_group
-        expert_parallel_group first_dataloader_check flatten flops flops_profiler flops_profiler_detailed
-        flops_profiler_enabled flops_profiler_module_depth flops_profiler_output_file flops_profiler_profile_step
-        flops_profiler_recompute_fwd_factor flops_profiler_top_modules fp16_auto_cast fp16_master_weights_and_gradients
-        fwd_duration gate_modules get_autosp_backend get_autotp_backend get_compile_time get_data_types
-        get_deepcompile_backend get_deepspeed_compile_backend get_optimizer_configuration get_sequence_parallel_group
-        get_tensor_parallel_rank get_wall_clock_timers gradient_average gradient_predivide_factor has_moe_layers
-        initial_dynamic_scale inside_no_sync_ctxt is_compiled is_deepcompile_active is_deepcompile_enabled
-        is_first_weights_partition_group is_iterable_style_dataset is_map_style_dataset is_sanity_checks_enabled
-        load_moe_state_dict load_universal_checkpoint loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size
+        client_optimizer clip_fp32_gradients collect_python_gc communication_data_type compile_autosp compile_autotp
+        compile_zero_optimization_stage cpuadam_cores_perc curriculum_learning_config curriculum_learning_enabled
+        data_efficiency_config data_efficiency_enabled data_sampling_config data_sampling_enabled deepspeed_io
+        dist_backend dont_change_device dump_state dynamic_loss_scale_args enable_backward_allreduce engine_timers
+        engine_timers_cache expert_data_parallel_group expert_parallel_group first_dataloader_check flatten flops
+        flops_profiler flops_profiler_detailed flops_profiler_enabled flops_profiler_module_depth
+        flops_profiler_output_file flops_profiler_profile_step flops_profiler_recompute_fwd_factor
+        flops_profiler_top_modules fp16_auto_cast fp16_master_weights_and_gradients fwd_duration gate_modules
+        get_autosp_backend get_autotp_backend get_compile_time get_data_types get_deepcompile_backend
+        get_deepspeed_compile_backend get_optimizer_configuration get_sequence_parallel_group get_tensor_parallel_rank
+        get_wall_clock_timers gradient_average gradient_predivide_factor has_moe_layers initial_dynamic_scale
+        inside_no_sync_ctxt is_compiled is_deepcompile_active is_deepcompile_enabled is_first_weights_partition_group
+        is_iterable_style_dataset is_map_style_dataset is_sanity_checks_enabled load_moe_state_dict
+        load_universal_checkpoint loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size
         local_all_to_all_group log_level losses managed_gradient_accumulation memory_breakdown mesh_device
         module_forward_post_hook module_forward_pre_hook moe_layers monitor mpu num_experts
         optimized_linear_base_weight_sharding optimized_linear_lora_enabled optimizer_legacy_fusion param_names
@@ -213,6 +209,8 @@ DIFFERS: Mapping[str, Mapping[str, str]] = {
         "offload_states": "all that the device holds goes, whatever `include` names",
         "compile": "torch.compile, without passes of its own",
         "no_sync": "on one rank it has no effect",
+        "coalesce_grad_reduction": "each backward inside exchanges its gradients; results are those of one exchange",
+        "empty_partition_cache": "parameters that stay whole for their next use are released",
         "optimizer": "a torch optimizer; `cur_scale`, `loss_scale`, `overflow` are there, flat groups are not",
         "zero_grad": "between micro-steps gradients stay",
         "train": "it returns the engine",

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -153,20 +153,30 @@ class DeepSpeedEngine(Engine):
         return loss
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """As :meth:`Engine.no_sync`; stages 0 and 1."""
+    def _without_step(self, what: str, inside: AbstractContextManager[Any]) -> Iterator[None]:
         if self._in_no_sync:
-            raise MisuseError("no_sync() inside no_sync(); expected one block")
-        try:
-            gradients_stay = super().no_sync()
-        except StateError as error:
-            raise MisuseError(str(error)) from None
-        with gradients_stay:
+            raise MisuseError(f"{what}() inside no_sync() or coalesce_grad_reduction(); expected one block")
+        with inside:
             self._in_no_sync = True
             try:
                 yield
             finally:
                 self._in_no_sync = False
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """As :meth:`Engine.no_sync`; stages 0 and 1."""
+        try:
+            return self._without_step("no_sync", super().no_sync())
+        except StateError as error:
+            raise MisuseError(str(error)) from None
+
+    def coalesce_grad_reduction(self) -> AbstractContextManager[None]:
+        """Return a context for several backwards before one ``step()``. Each exchanges its gradients, in any case."""
+        if not self._managed:
+            raise MisuseError("coalesce_grad_reduction() where each step() updates; expected one of them")
+        if GETTERS["zero_optimization_stage"](self) == 0:
+            raise NotImplementedError("coalesce_grad_reduction() in stage 0; expected stage 1, 2 or 3")
+        return self._without_step("coalesce_grad_reduction", nullcontext())
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return True if the next ``step()`` makes an update. Without managed accumulation it is True inside it."""
@@ -312,6 +322,7 @@ class DeepSpeedEngine(Engine):
         super().compile(**({} if backend is None else {"backend": backend}), **dict(compile_kwargs or {}))
 
     destroy = Engine.close
+    empty_partition_cache = Engine._recover
 
     def module_state_dict(
         self,
