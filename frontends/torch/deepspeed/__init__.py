@@ -174,9 +174,8 @@ def _loader(engine: DeepSpeedEngine, dataset: Any, collate_fn: Any, drop_last: b
     """Return a loader of this rank's part of a dataset."""
     split = not isinstance(dataset, IterableDataset)
     sampler: Any = DistributedSampler(dataset, engine.world_size, engine.global_rank) if split else None
-    options: Any = {"num_workers": 2, "pin_memory": engine.device.type != "cpu", "drop_last": drop_last}
-    batch = engine.train_micro_batch_size_per_gpu()
-    return DataLoader(dataset, batch_size=batch, sampler=sampler, collate_fn=collate_fn, **options)
+    batch, pins = engine.train_micro_batch_size_per_gpu(), engine.device.type != "cpu"
+    return DataLoader(dataset, batch, sampler=sampler, collate_fn=collate_fn, pin_memory=pins, drop_last=drop_last)
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
