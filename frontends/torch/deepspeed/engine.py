@@ -13,7 +13,7 @@ from torch import nn
 from offload_core.checkpoint.folder import LATEST, MANIFEST, find_tag
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed.names import is_theirs, refuse
-from offload_core.errors import CheckpointError, ConfigError, ConfigWarning, GradientError, StateError
+from offload_core.errors import ConfigError, ConfigWarning, GradientError, StateError
 from offload_core.support.user_line import UserLine
 
 from ..engine import Engine
@@ -223,7 +223,7 @@ class DeepSpeedEngine(Engine):
             client_state: plain values, tensors and arrays, by name; nothing is pickled.
         """
         if not save_dir:
-            raise CheckpointError(f"save_dir: got {save_dir!r}, expected the name of a folder")
+            raise ConfigError(f"save_dir: got {save_dir!r}, expected the name of a folder")
         self._follow_updates()
         super().save_checkpoint(
             save_dir,
