@@ -10,11 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload_core.checkpoint.folder import LATEST, MANIFEST, find_tag
+from offload_core.checkpoint.folder import MANIFEST, find_tag
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed.names import is_theirs, refuse
-from offload_core.errors import ConfigError, ConfigWarning, GradientError, StateError
-from offload_core.support.user_line import UserLine
+from offload_core.errors import ConfigError, GradientError, StateError
 
 from ..engine import Engine
 from ..run_counts import RunCounts
@@ -262,9 +261,6 @@ class DeepSpeedEngine(Engine):
             raise ConfigError(f"load_checkpoint(custom_load_fn=...): {refuse('load_checkpoint', 'custom_load_fn')}")
         path = find_tag(Path(load_dir), None if tag is None else str(tag))
         if path is None:
-            UserLine.now().warn(
-                ConfigWarning(f"{load_dir}: no file {LATEST!r}, nothing is loaded; expected it, or tag=")
-            )
             return None, {}
         states = load_optimizer_states and not load_module_only
         scheduler = load_lr_scheduler_states and not load_module_only
