@@ -133,6 +133,11 @@ def is_pending(tensor: torch.Tensor) -> bool:
     return isinstance(tensor, _Pending)
 
 
+def is_in_shards(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor's values are missing because this process has a shard of it."""
+    return isinstance(tensor, _Pending) and tensor.in_shards
+
+
 def own_class_of(tensor: torch.Tensor) -> type:
     """Return the tensor's own class, pending or not."""
     return tensor.own_class if isinstance(tensor, _Pending) else type(tensor)

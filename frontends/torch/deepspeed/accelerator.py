@@ -11,8 +11,8 @@ from ..tensors import usable_accelerator
 
 
 class Accelerator:
-    """The accelerator that torch sees, or the CPU. Attributes that it lacks are those of torch's module for it:
-    ``synchronize``, ``empty_cache``, ``memory_allocated``, ``Stream``, …"""
+    """The accelerator that torch sees, or the CPU. Attributes that it lacks are those of torch's module for it, or of
+    ``torch.accelerator``: ``synchronize``, ``empty_cache``, ``memory_allocated``, ``Stream``, …"""
 
     @property
     def _name(self) -> str:
@@ -41,13 +41,23 @@ class Accelerator:
 
     is_fp16_supported = is_bf16_supported
 
+    def on_accelerator(self, tensor: torch.Tensor) -> bool:
+        """Return True if a tensor is on this device."""
+        return tensor.device.type == self._name
+
+    def pin_memory(self, tensor: torch.Tensor, **others: Any) -> torch.Tensor:
+        """Return a tensor in pinned memory; on the CPU, the tensor itself."""
+        return tensor if self._name == "cpu" else tensor.pin_memory()
+
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        module = torch.get_device_module(self._name)
-        return getattr(module if hasattr(module, name) else torch, name)
+        for module in (torch.get_device_module(self._name), torch.accelerator, torch):
+            if hasattr(module, own := _NAMES.get(name, name)):
+                return getattr(module, own)
+        raise AttributeError(f"get_accelerator().{name}: torch has no such name for {self._name!r}; use torch's own")
 
 
+_NAMES = {"manual_seed_all": "manual_seed", "memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
+"""The names in torch of what DeepSpeed calls otherwise."""
 _ACCELERATOR = Accelerator()
 
 

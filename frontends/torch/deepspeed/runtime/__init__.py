@@ -1,3 +1,3 @@
-"""``deepspeed.runtime``: learning-rate schedules."""
+"""``deepspeed.runtime``: learning-rate schedules, and parameters of stage 3."""
 
-from . import lr_schedules  # noqa: F401
+from . import lr_schedules, zero  # noqa: F401
