@@ -31,6 +31,7 @@ from .accelerator import get_accelerator, rank_device
 from .comm import init_distributed
 from .engine import DeepSpeedEngine, MisuseError
 from .runtime.lr_schedules import SCHEDULERS
+from .runtime.zero.partition_parameters import mark
 from .utils import OnDevice, log_dist, logger
 
 __version__ = VERSION
@@ -109,6 +110,8 @@ def initialize(
     if why := translation.rounds_elsewhere(given, resolved.param_dtype, world_size=comm.get_world_size()):
         UserLine.now().warn(ConfigWarning(why))
     engine = DeepSpeedEngine(model, resolved, given, params)
+    if engine.optimizer.partitioned is not None:
+        mark(model.parameters())
     for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
         mark_leaf(module, True)
     if client is not None:

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from frontends.torch import deepspeed
 from frontends.torch.deepspeed import zero
 from frontends.torch.deepspeed.ops.adam import DeepSpeedCPUAdam
+from frontends.torch.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
 
 def parse_args():
@@ -55,8 +56,13 @@ def create_model(args, ds_config):
         use_cache=False,
     )
     torch.manual_seed(11)
+    pretrained = LlamaForCausalLM(config).state_dict()  # other scripts read it from files
     with zero.Init(config_dict_or_path=ds_config, enabled=args.zero_stage == 3):
         model = LlamaForCausalLM(config)
+    for name, param in model.named_parameters():
+        with zero.GatheredParameters([param], modifier_rank=0, enabled=args.zero_stage == 3):
+            if deepspeed.comm.get_rank() == 0:
+                param.data.copy_(pretrained[name])
     torch.manual_seed(12)
     lora = LoraConfig(r=args.lora_r, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return get_peft_model(model, lora)
@@ -69,6 +75,7 @@ def count_parameters(model):
 def maybe_zero_3(param):
     """As scripts of chat models have it: parameters in shards are gathered, others are whole."""
     if hasattr(param, "ds_id"):
+        assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE or param.ds_numel <= 100, param.ds_status
         with zero.GatheredParameters([param]):
             return param.data.detach().cpu().clone()
     return param.detach().cpu().clone()
