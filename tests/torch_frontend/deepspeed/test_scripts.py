@@ -37,7 +37,7 @@ FILES = {
     "gan": ["--outf", "OUT", "--deepspeed", "--deepspeed_config", "OUT/config.json"],
     "vit": ["--out", "OUT"],
     "lora": ["--output_dir", "OUT"],
-    "resume": ["--checkpoint_dir", "OUT", "--log", "OUT/log.jsonl"],
+    "resume": ["--checkpoint_dir", "OUT", "--metrics", "OUT/log.jsonl"],
 }
 """The arguments of each script that say where it reads and writes."""
 
@@ -201,7 +201,7 @@ def deepspeed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "arguments", "ranks"), RUNS, ids=str)
+@pytest.mark.parametrize(("script", "arguments", "ranks"), RUNS, ids=lambda of: " ".join(of) if isinstance(of, list) else str(of))
 def test_the_script_gives_what_it_gives_with_deepspeed(deepspeed, tmp_path, script, arguments, ranks):
     if script == "lora":
         pytest.importorskip("peft")

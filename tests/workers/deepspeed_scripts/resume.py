@@ -17,7 +17,7 @@ from frontends.torch.deepspeed.utils import RepeatingLoader, log_dist, logger
 def get_arguments():
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint_dir", required=True)
-    parser.add_argument("--log", required=True, help="lines of JSON, to which each run adds its own")
+    parser.add_argument("--metrics", required=True, help="lines of JSON, to which each run adds its own")
     parser.add_argument("--num_iterations", type=int, default=10)
     parser.add_argument("--checkpoint_every", type=int, default=3)
     parser.add_argument("--killed_at", type=int, default=-1, help="the last rank ends itself before this step")
@@ -61,11 +61,12 @@ def main():
     path, client_state = engine.load_checkpoint(args.checkpoint_dir)
     if path is not None:
         start, seen = client_state["step"] + 1, client_state["samples"]
-        torch.set_rng_state(client_state["rng"])
         logger.info("resumed from %s", path)
     batches = RepeatingLoader(get_dataloader(engine.train_micro_batch_size_per_gpu()))
     for _ in range(start * engine.gradient_accumulation_steps()):
         next(batches)  # those that were used
+    if path is not None:
+        torch.set_rng_state(client_state["rng"])  # loaders draw, too
     for step in range(start, args.num_iterations):
         if step == args.killed_at and engine.global_rank == engine.world_size - 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -80,7 +81,7 @@ def main():
         seen += engine.train_batch_size()
         if engine.global_rank == 0:
             line = {"step": step, "loss": total, "lr": scheduler.get_last_lr(), "steps": engine.global_steps}
-            with open(args.log, "a") as file:
+            with open(args.metrics, "a") as file:
                 print(json.dumps({**line, "samples": [seen, engine.global_samples]}), file=file)
         if (step + 1) % args.checkpoint_every == 0:
             state = {"step": step, "samples": seen, "rng": torch.get_rng_state()}

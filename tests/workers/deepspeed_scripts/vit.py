@@ -29,7 +29,7 @@ class ViT(nn.Module):
         self.to_patch_embedding = nn.Conv2d(3, dim, patch, patch)
         self.pos_embedding = nn.Parameter(torch.randn(1, 5, dim))
         self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
-        layer = nn.TransformerEncoderLayer(dim, 4, 2 * dim, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(dim, 4, 2 * dim, dropout=0.0, bias=False, batch_first=True, norm_first=True)
         self.transformer = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.mlp_head = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, classes))
 
@@ -83,6 +83,7 @@ def get_ds_config(args):
             "overlap_comm": True,
             "contiguous_gradients": True,
             "cpu_offload": False,
+            "memory_efficient_linear": False,
         },
     }
 
