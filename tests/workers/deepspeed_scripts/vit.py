@@ -83,7 +83,6 @@ def get_ds_config(args):
             "overlap_comm": True,
             "contiguous_gradients": True,
             "cpu_offload": False,
-            "memory_efficient_linear": False,
         },
     }
 
@@ -140,7 +139,10 @@ def main():
                 running_loss = 0.0
     log.append({"accuracy": test(model_engine, testset, local_device, target_dtype)})
     model_engine.save_checkpoint(args.out)
-    weights = {n: deepspeed.utils.safe_get_full_fp32_param(p) for n, p in model_engine.module.named_parameters()}
+    weights = {}
+    for name, param in model_engine.module.named_parameters():
+        master = deepspeed.utils.safe_get_full_fp32_param(param)
+        weights[name] = param.detach().cpu() if master is None else master  # stage 0 has none
     if torch.distributed.get_rank() == 0:
         torch.save(weights, os.path.join(args.out, "weights.pt"))
         with open(os.path.join(args.out, "log.json"), "w") as file:
