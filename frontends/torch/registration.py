@@ -68,6 +68,28 @@ def owner_of(param: torch.Tensor) -> "Owner | None":
     return None if slot is None or slot.param is not param else slot.owner()
 
 
+def check_is_free(model: nn.Module, *, but: Any = None) -> None:
+    """Raise an error if a model cannot be wrapped as it is: one that wraps it would take over what is in use.
+
+    Args:
+        but: an optimizer that may have states of its parameters.
+
+    Raises:
+        ParameterError: a parameter has no values.
+        StateError: an open optimizer has states of a parameter.
+    """
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            check_param(name, param)
+        if owner_of(param) not in (None, but):
+            gc.collect()  # an engine that is in a cycle of references
+        if (owner := owner_of(param)) not in (None, but):
+            raise StateError(
+                f"parameter {name!r} belongs to another engine or optimizer, a {type(owner).__name__}, which goes on; "
+                "expected one engine for a model: close() or destroy() the other one first"
+            )
+
+
 _NOWHERE = torch.empty(0, device="cpu")
 
 NamedParam = tuple[str, torch.Tensor, int]

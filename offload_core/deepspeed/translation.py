@@ -93,6 +93,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
     """
     import hjson  # imported here, because it takes as long as the rest of the package
 
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"config: got {type(path).__name__}, expected a dict, or the path of a file")
     source = os.fspath(path)
     try:
         file = io.TextIOWrapper(io.BytesIO(read_regular(path, most_bytes=_LONGEST_FILE)), encoding="utf-8-sig")

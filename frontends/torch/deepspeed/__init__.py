@@ -24,6 +24,7 @@ from offload_core.support.user_line import UserLine
 from ..casting import round_to_types
 from ..clients import Client
 from ..groups import all_or_given
+from ..registration import check_is_free
 from ..stage3.construction import in_shards, shards_of
 from ..stage3.leaf_modules import leaf_modules, mark_leaf
 from . import accelerator, comm, ops, runtime, utils, zero
@@ -92,6 +93,14 @@ def initialize(
     _check_model(model)
     assert model is not None
     given = _config(args, config, config_params)
+    check_is_free(model, but=optimizer)
+    if lr_scheduler is not None and not (callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
+        raise ConfigError(f"lr_scheduler: got {shown(lr_scheduler)}, expected a scheduler or a function that makes one")
+    if not (training_data is None or hasattr(training_data, "__getitem__") or hasattr(training_data, "__iter__")):
+        raise ConfigError(f"training_data: got {shown(training_data)}, expected a torch Dataset")
+    for section, own in {"optimizer": optimizer, "scheduler": lr_scheduler}.items():
+        if own is not None and given.get(section):
+            UserLine.now().warn(ConfigWarning(f"config: initialize({section}=...) goes before its section {section!r}"))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([*(model.parameters() if model_parameters is None else model_parameters)])
