@@ -98,13 +98,15 @@ def all_or_given(model: nn.Module, params: Iterable[Any] | None) -> list[Any] | 
     """Parameters or groups as a list; None if they are all of a model's that require a gradient, in no groups.
 
     Raises:
-        ParameterError: there are none.
+        ParameterError: there are none, or one is not the model's.
     """
     if params is not None and not isinstance(params, Iterable):
         raise ParameterError(f"params: got {type(params).__name__}, expected parameters or groups")
     listed = None if params is None else [*params]
     if listed is not None and not listed:
         raise ParameterError("params: got none, expected at least one parameter (an iterator that was used is empty)")
+    if listed is not None:
+        in_model(model, listed)
     if listed is None or any(not isinstance(each, torch.Tensor) for each in listed):
         return listed
     asked = {id(param) for param in listed}

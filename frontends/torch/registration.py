@@ -85,7 +85,7 @@ def check_is_free(model: nn.Module, *, but: Any = None) -> None:
             gc.collect()  # an engine that is in a cycle of references
         if (owner := owner_of(param)) not in (None, but):
             raise StateError(
-                f"parameter {name!r} belongs to another engine or optimizer, a {type(owner).__name__}, which goes on; "
+                f"parameter {name!r} belongs to another engine or optimizer ({type(owner).__name__}), which goes on; "
                 "expected one engine for a model: close() or destroy() the other one first"
             )
 

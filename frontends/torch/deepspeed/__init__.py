@@ -98,9 +98,9 @@ def initialize(
         raise ConfigError(f"lr_scheduler: got {shown(lr_scheduler)}, expected a scheduler or a function that makes one")
     if not (training_data is None or hasattr(training_data, "__getitem__") or hasattr(training_data, "__iter__")):
         raise ConfigError(f"training_data: got {shown(training_data)}, expected a torch Dataset")
-    for section, own in {"optimizer": optimizer, "scheduler": lr_scheduler}.items():
+    for section, name, own in ("optimizer", "optimizer", optimizer), ("scheduler", "lr_scheduler", lr_scheduler):
         if own is not None and given.get(section):
-            UserLine.now().warn(ConfigWarning(f"config: initialize({section}=...) goes before its section {section!r}"))
+            UserLine.now().warn(ConfigWarning(f"config: initialize({name}=...) goes before its section {section!r}"))
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([*(model.parameters() if model_parameters is None else model_parameters)])
@@ -175,8 +175,7 @@ def _resolved(given: Mapping[str, Any], client: Client | None, model: nn.Module)
 def _scheduler(client: Any, given: Mapping[str, Any], engine: DeepSpeedEngine) -> Any:
     """Return the scheduler that the engine steps; None: there is none."""
     if client is not None:
-        is_function = callable(client) and not hasattr(client, "step")
-        return client(engine.optimizer) if is_function else client
+        return client(engine.optimizer) if callable(client) else client
     section = given.get("scheduler") or {}
     make = SCHEDULERS.get(str(section.get("type")))
     return None if make is None else make(engine.optimizer, **(section.get("params") or {}))

@@ -14,6 +14,7 @@ from offload_core.checkpoint.folder import MANIFEST, find_tag
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed.names import is_theirs, refuse
 from offload_core.errors import ConfigError, GradientError, StateError
+from offload_core.support.threads import uninterrupted
 
 from ..engine import Engine
 from ..run_counts import RunCounts
@@ -91,7 +92,7 @@ class DeepSpeedEngine(Engine):
         self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> torch.Tensor:
         """Backpropagate the loss, by default divided by the accumulation steps, and return it."""
-        self._check_optimizer("backward")
+        self._begin("backward")
         if scale_wrt_gas and isinstance(loss, torch.Tensor):
             loss = loss / self.gradient_accumulation_steps()
         super().backward(loss, average=False, **({"retain_graph": True} if retain_graph else {}))
@@ -100,7 +101,7 @@ class DeepSpeedEngine(Engine):
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:  # type: ignore[override]
         """Update at the accumulation boundary, and step the scheduler after an update that was not skipped."""
-        self._check_optimizer("step")
+        self._begin("step")
         if self._in_no_sync:
             raise MisuseError("step() inside no_sync(); expected it after the block, where ranks exchange gradients")
         self._in_step = True
@@ -120,10 +121,14 @@ class DeepSpeedEngine(Engine):
 
     def _follow_updates(self, **kwargs: Any) -> None:
         """Step the scheduler for each update that it has not followed, also one whose ``step()`` was interrupted."""
-        while self._scheduled < self.optimizer.updates:
+
+        def follow() -> None:
             self._scheduled += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**kwargs)
+
+        while self._scheduled < self.optimizer.updates:
+            uninterrupted(follow)
 
     @property
     def global_steps(self) -> int:
@@ -140,10 +145,12 @@ class DeepSpeedEngine(Engine):
         """Samples so far, of all ranks."""
         return self._counts["global_samples"]
 
-    def _check_optimizer(self, what: str) -> None:
+    def _begin(self, what: str) -> None:
+        """Check that there is an optimizer, and follow an update whose ``step()`` was interrupted."""
         if not self._trains:
             remedy = "an `optimizer` section in the configuration, or initialize(optimizer=...)"
             raise MisuseError(f"{what}() of an engine without an optimizer; expected {remedy}")
+        self._follow_updates()
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, where there is no loss scaling."""

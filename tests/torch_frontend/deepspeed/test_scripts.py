@@ -203,7 +203,9 @@ def deepspeed():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("script", "arguments", "ranks"), RUNS, ids=lambda of: " ".join(of) if isinstance(of, list) else str(of))
+@pytest.mark.parametrize(
+    ("script", "arguments", "ranks"), RUNS, ids=lambda of: " ".join(of) if isinstance(of, list) else str(of)
+)
 def test_the_script_gives_what_it_gives_with_deepspeed(deepspeed, tmp_path, script, arguments, ranks):
     if script == "lora":
         pytest.importorskip("peft")

@@ -76,17 +76,17 @@ def main():
     torch.manual_seed(999)
     sampler = torch.utils.data.DistributedSampler(dataset := TensorDataset(images()))
     dataloader = DataLoader(dataset, batch_size=args.batchSize, sampler=sampler)
-    netG, netD = Generator(), Discriminator()  # noqa: N806  # as such scripts call them
+    netG, netD = Generator(), Discriminator()  # as such scripts call them
     netG.apply(weights_init)
     netD.apply(weights_init)
     criterion = nn.BCELoss()
     real_label, fake_label = 1, 0
-    optimizerD = torch.optim.Adam(netD.parameters(), lr=args.lr, betas=(args.beta1, 0.999))  # noqa: N806
-    optimizerG = torch.optim.Adam(netG.parameters(), lr=args.lr, betas=(args.beta1, 0.999))  # noqa: N806
-    model_engineD, optimizerD, _, _ = deepspeed.initialize(  # noqa: N806
+    optimizerD = torch.optim.Adam(netD.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
+    optimizerG = torch.optim.Adam(netG.parameters(), lr=args.lr, betas=(args.beta1, 0.999))
+    model_engineD, optimizerD, _, _ = deepspeed.initialize(
         args=args, model=netD, model_parameters=netD.parameters(), optimizer=optimizerD
     )
-    model_engineG, optimizerG, _, _ = deepspeed.initialize(  # noqa: N806
+    model_engineG, optimizerG, _, _ = deepspeed.initialize(
         args=args, model=netG, model_parameters=netG.parameters(), optimizer=optimizerG
     )
     device = model_engineD.device
@@ -98,17 +98,17 @@ def main():
             real = data[0].to(device)
             size = real.size(0)
             label = torch.full((size,), real_label, dtype=real.dtype, device=device)
-            errD_real = criterion(netD(real), label)  # noqa: N806
+            errD_real = criterion(netD(real), label)
             model_engineD.backward(errD_real)
             fake = netG(torch.randn(size, NZ, 1, 1, device=device))
             label.fill_(fake_label)
-            errD_fake = criterion(netD(fake.detach()), label)  # noqa: N806
+            errD_fake = criterion(netD(fake.detach()), label)
             model_engineD.backward(errD_fake)
             model_engineD.step()
             # 2: the generator; this backward passes through the discriminator
             netG.zero_grad()
             label.fill_(real_label)
-            errG = criterion(netD(fake), label)  # noqa: N806
+            errG = criterion(netD(fake), label)
             model_engineG.backward(errG)
             model_engineG.step()
             log.append({"epoch": epoch, "D": (errD_real + errD_fake).item(), "G": errG.item()})
