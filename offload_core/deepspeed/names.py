@@ -144,7 +144,7 @@ _NOT_TAKEN: Mapping[str, str] = {
         inside_no_sync_ctxt is_compiled is_deepcompile_active is_deepcompile_enabled is_first_weights_partition_group
         is_iterable_style_dataset is_map_style_dataset is_sanity_checks_enabled load_moe_state_dict
         load_universal_checkpoint loaded_checkpoint_dp_world_size loaded_checkpoint_mp_world_size
-        local_all_to_all_group log_level losses managed_gradient_accumulation memory_breakdown mesh_device
+        local_all_to_all_group log_level losses  memory_breakdown mesh_device
         module_forward_post_hook module_forward_pre_hook moe_layers monitor mpu num_experts
         optimized_linear_base_weight_sharding optimized_linear_lora_enabled optimizer_legacy_fusion param_names
         pipeline_parallelism postscale_gradients print_forward_breakdown random_ltd_config random_ltd_enabled

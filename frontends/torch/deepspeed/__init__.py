@@ -119,8 +119,8 @@ def initialize(
     if why := translation.rounds_elsewhere(given, resolved.param_dtype, world_size=comm.get_world_size()):
         UserLine.now().warn(ConfigWarning(why))
     engine = DeepSpeedEngine(model, resolved, given, params)
-    if engine.optimizer.partitioned is not None:
-        mark(model.parameters())
+    if (parted := engine.optimizer.partitioned) is not None:
+        mark(model.parameters(), parted)
     for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
         mark_leaf(module, True)
     if client is not None:

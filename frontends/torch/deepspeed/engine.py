@@ -154,6 +154,8 @@ class DeepSpeedEngine(Engine):
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, where there is no loss scaling."""
+        if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
+            raise MisuseError("scale() of what is no loss; expected a tensor of one element that requires a gradient")
         if self.optimizer.pipeline.scaler is not None:
             raise GradientError("scale() under loss scaling; expected engine.backward(loss), which scales it itself")
         return loss

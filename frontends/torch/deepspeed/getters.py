@@ -54,6 +54,7 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "get_type": lambda engine: _of_groups(engine, "type"),
     "get_global_grad_norm": lambda engine: engine._norm,
     "was_step_applied": lambda engine: engine._applied,
+    "managed_gradient_accumulation": lambda engine: engine._managed,
     "get_data_parallel_rank": lambda engine: engine.global_rank,
     "get_model_parallel_rank": lambda engine: 0,
 }

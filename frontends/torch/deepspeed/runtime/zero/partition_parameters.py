@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.partition_parameters``: the attributes by which scripts and PEFT know a parameter of stage 3."""
+"""``deepspeed.runtime.zero.partition_parameters``: the attributes that scripts and PEFT ask parameters of stage 3 for."""
 
 import weakref
 from collections.abc import Iterable
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ....pending import is_in_shards
+from ....stage3.partitioned import PartitionedModel
 
 ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
 
@@ -27,9 +28,10 @@ class _Status:
         return other is kind(*value)
 
 
-def mark(params: Iterable[torch.Tensor]) -> None:
-    """Give parameters of stage 3 ``ds_id``, ``ds_numel``, ``ds_shape`` and ``ds_status``."""
+def mark(params: Iterable[torch.Tensor], cut: PartitionedModel) -> None:
+    """Give parameters of stage 3, of which some are cut, ``ds_id``, ``ds_numel``, ``ds_shape`` and so on."""
     for number, param in enumerate(params):
         known = {"ds_id": number, "ds_numel": param.numel(), "ds_shape": param.shape, "ds_status": _Status(param)}
+        known["ds_persist"] = param not in cut
         for name, value in known.items():
             setattr(param, name, value)
