@@ -1,4 +1,4 @@
-"""``deepspeed.runtime.zero.partition_parameters``: the attributes that scripts and PEFT ask parameters of stage 3 for."""
+"""``deepspeed.runtime.zero.partition_parameters``: attributes that scripts and PEFT ask parameters of stage 3 for."""
 
 import weakref
 from collections.abc import Iterable
