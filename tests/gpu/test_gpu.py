@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
+from frontends.torch import OffloadedAdamW, deepspeed, gathered_parameters, init, wrap
 from frontends.torch.ranks import pinning
 from offload_core.support import topology
 from tests.support import one_process_group, simulated
@@ -354,3 +354,39 @@ def test_a_released_engine_holds_nothing_and_every_bit_comes_back(fields, accele
         engine.close()
         del engine, model
     assert all(map(same_bits, *found))
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_script_for_deepspeed_trains_on_the_device_where_gradients_are_changed(stage, accelerator, tmp_path):
+    """The face moves the model to the device; what it reads there is what the engine alone trains with."""
+    config = {
+        "train_batch_size": 64,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        "zero_optimization": {"stage": stage} | ({"stage3_param_persistence_threshold": 0} if stage == 3 else {}),
+    }
+    model, other = make("cpu"), make(accelerator)
+    engine, *_, scheduler = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+    assert engine.device.type == torch.device(accelerator).type
+    assert {p.device.type for p in model.parameters()} == {torch.device(accelerator).type}
+    plain = wrap(other, config | {"zero_optimization": {"stage": 1}})
+    for seed in range(4):
+        x = torch.randn(64, 256, generator=torch.Generator().manual_seed(seed)).to(accelerator)
+        for each in (engine, plain):
+            each.backward(each(x).pow(2).mean())
+        for mine, its in zip(model.parameters(), other.parameters(), strict=True):
+            gradient = deepspeed.utils.safe_get_full_grad(mine)
+            assert gradient.device.type == torch.device(accelerator).type
+            assert same_bits(gradient, plain.optimizer.whole_gradient(its))
+            deepspeed.utils.safe_set_full_grad(mine, 0.5 * gradient)
+            plain.optimizer.load_gradient(its, 0.5 * gradient.cpu())
+        engine.step()
+        plain.step()
+    assert scheduler.get_last_lr() == engine.get_lr() == pytest.approx([1e-2])
+    engine.save_checkpoint(tmp_path, client_state={"epoch": 1})
+    again = deepspeed.initialize(model=make("cpu"), config=config)[0]
+    assert again.load_checkpoint(tmp_path)[1] == {"epoch": 1}
+    for mine, its, loaded in zip(model.parameters(), other.parameters(), again.module.parameters(), strict=True):
+        assert same_bits(deepspeed.utils.safe_get_full_fp32_param(mine), its)
+        assert same_bits(deepspeed.utils.safe_get_full_fp32_param(loaded), its)
