@@ -14,7 +14,7 @@ TEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: help train demo demo-disk quick test test-all test-others soak lint docs bench wheel setup pins check-pins clean
+.PHONY: help train demo demo-disk quick test test-all test-others with-deepspeed soak lint docs bench wheel setup pins check-pins clean
 .DELETE_ON_ERROR:
 
 help:
@@ -59,6 +59,12 @@ other-%: $(BUILD_STAMP)
 	    $(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[jax,bench,laws]' && \
 	    $(VENV)-$*/bin/python -m pytest -q -n 2 -m "not slow and not soak" -p no:cacheprovider $(ARGS) \
 	        tests/kernels tests/core tests/jax_frontend/test_jax.py; fi
+
+# Tests that compare with DeepSpeed, where it is installed as one of bench's peers: FILES of them.
+with-deepspeed: setup $(PEERS_STAMP)
+	@$(BIN)/python -c 'import deepspeed' >/dev/null 2>&1 || { \
+	    echo "make: DeepSpeed is not installed (pip's words are above), and its tests would be skipped"; exit 1; }
+	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -q -m "not soak" $(ARGS) $(FILES)
 
 soak: setup
 	$(TEST) -m soak $(ARGS)

@@ -6,6 +6,7 @@ hash chooses, so that a series of commits runs them all. Other arguments are pyt
 
 import argparse
 import hashlib
+import shlex
 import subprocess
 import sys
 import time
@@ -72,17 +73,26 @@ STORE_OF = {"store": ("late", LATE), "disk": ("disk", LATE), "parameters": ("nvm
 """The store of each of these parts, and the files."""
 PYTHONS = {f"python-{version}": f"other-{version}" for version in ("3.12", "3.13", "3.14")}
 """The core, the kernels and JAX's laws on another Python: a part, and the target of make that runs it."""
-PARTS = [*FOLDERS, *STORE_OF, *PYTHONS]
+WITH_DEEPSPEED = [
+    "core/test_deepspeed_installed.py",
+    "torch_frontend/deepspeed",
+    "torch_frontend/test_deepspeed_runs.py",
+]
+"""The tests of part ``deepspeed``, which installs DeepSpeed first. They are in no other part, where they would skip."""
+PARTS = [*FOLDERS, "deepspeed", *STORE_OF, *PYTHONS]
 
 
 def command_of(part: str, arguments: list[str]) -> list[str]:
     if part in PYTHONS:
         return ["make", "--no-print-directory", PYTHONS[part]]
+    if part == "deepspeed":
+        files = " ".join(f"tests/{path}" for path in WITH_DEEPSPEED)
+        return ["make", "--no-print-directory", "with-deepspeed", f"ARGS={shlex.join(arguments)}", f"FILES={files}"]
     if part in STORE_OF:
         store, files = STORE_OF[part]
         chosen = ["--store", store, "-m", "not slow and not soak"]
     else:
-        files, chosen = FOLDERS[part], ["-m", "slow"]
+        files, chosen = FOLDERS[part], ["-m", "slow", *(f"--ignore=tests/{path}" for path in WITH_DEEPSPEED)]
     return [sys.executable, "-m", "pytest", "-q", *chosen, *(f"tests/{path}" for path in files), *arguments]
 
 

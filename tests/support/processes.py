@@ -6,6 +6,7 @@ import os
 import pickle
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,13 @@ SECONDS = 240
 """After which processes that hang are ended, and say where."""
 GRACE = 20
 """Seconds that the other ranks have to end when one has failed."""
+
+
+def free_port() -> int:
+    """Return a port of this machine that nothing uses now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def on_ranks(

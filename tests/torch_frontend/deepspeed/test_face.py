@@ -537,7 +537,7 @@ def test_weights_alone_states_alone_and_the_scheduler_are_chosen(tmp_path):
 
     def loaded(**arguments):
         engine = start(make(seed=5), config)[0]
-        path, state = engine.load_checkpoint(tmp_path, **arguments)
+        _, state = engine.load_checkpoint(tmp_path, **arguments)
         assert state == {"epoch": 2}
         assert_all_same(engine.module.parameters(), first.module.parameters())
         return engine

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from offload_core.deepspeed.names import VERSION
-from tests.support.processes import ROOT, environment_of, torch_server
+from tests.support.processes import ROOT, environment_of, free_port, torch_server
 from tests.support.torch_models import same_bits
 
 SCRIPTS = ROOT / "tests" / "workers" / "deepspeed_scripts"
@@ -184,8 +184,8 @@ RUNS = [
     ("lora", ["--torch_adam", "--zero_stage=2"], 1),
     *(("resume", [f"--stage={stage}"], 2) for stage in (1, 2, 3)),
 ]
-"""A transformer in bfloat16 in stage 3 is not among them. DeepSpeed's gradients of it differ from those of its own stage
-1, which are ours in all stages: its hooks change the order of sums in backward."""
+"""Without a transformer in bfloat16 in stage 3: there DeepSpeed has other gradients than in its own stage 1, whose are
+ours in all stages, because its hooks change the order of sums in backward."""
 
 
 @pytest.fixture
@@ -250,7 +250,7 @@ def test_the_launcher_of_deepspeed_starts_a_script_with_the_face(deepspeed, tmp_
     """As ``deepspeed --num_gpus 2 script.py`` does; on the CPU, it counts slots and asks for no GPU."""
     by_torchrun, by_theirs = tmp_path / "torchrun", tmp_path / "deepspeed"
     on_two_ranks([*TORCHRUN, *command_of("resume", by_torchrun)])
-    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", "--master_port", "29731"]
+    launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", "--master_port", str(free_port())]
     said = on_two_ranks([*launcher, *command_of("resume", by_theirs)])
     assert "--local_rank=1" in said  # the launcher gives each script its number
     assert log_of(by_theirs) == log_of(by_torchrun)

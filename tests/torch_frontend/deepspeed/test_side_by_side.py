@@ -2,7 +2,6 @@
 
 import math
 import os
-import socket
 import subprocess
 import sys
 import warnings
@@ -12,7 +11,7 @@ import torch
 
 from offload_core.deepspeed.names import VERSION
 from tests.support.deepspeed_cases import CASES, FOR_TWO
-from tests.support.processes import ROOT
+from tests.support.processes import ROOT, free_port
 
 pytestmark = pytest.mark.slow
 with warnings.catch_warnings():
@@ -25,12 +24,6 @@ ROUNDS_ELSEWHERE = {1: {"stage 0, bf16"}, 2: {f"stage {stage}, bf16" for stage i
 """Where DeepSpeed rounds in other places, by the number of ranks: the face warns."""
 SAME_BITS = {"a client's SGD"}
 """Where no library computes with a square root of its own."""
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
 
 
 def run(library, out, ranks, cases):

@@ -1,5 +1,5 @@
-"""A GPT, as Megatron's fork for DeepSpeed trains it: the configuration comes with the arguments, groups with and without
-weight decay, an iteration of several micro-batches, evaluation, checkpoints with tags of its own.
+"""A GPT, as Megatron's fork for DeepSpeed trains it: the configuration comes with the arguments, groups with and
+without weight decay, an iteration of several micro-batches, evaluation, checkpoints with tags of its own.
 """
 
 import argparse
@@ -122,7 +122,7 @@ def main():
     get_accelerator().manual_seed_all(1234)
     deepspeed.init_distributed(dist_backend=get_accelerator().communication_backend_name())
     model = GPTModel(args)
-    model, optimizer, _, lr_scheduler = deepspeed.initialize(
+    model, optimizer, _, _ = deepspeed.initialize(
         args=args,
         model=model,
         model_parameters=get_params_for_weight_decay_optimization(model),

@@ -113,7 +113,7 @@ def main():
         torch.distributed.barrier()
     net = ViT()
     parameters = filter(lambda p: p.requires_grad, net.parameters())
-    model_engine, optimizer, trainloader, _ = deepspeed.initialize(
+    model_engine, _, trainloader, _ = deepspeed.initialize(
         args=args, model=net, model_parameters=parameters, training_data=trainset, config=get_ds_config(args)
     )
     local_device = get_accelerator().device_name(model_engine.local_rank)
