@@ -56,15 +56,22 @@ def command_of(script, out, *arguments, theirs=False):
     return [str(file), *(each.replace("OUT", str(out)) for each in FILES[script]), *arguments]
 
 
-def run(script, out, *arguments):
-    """One rank, with the face."""
-    [ended] = torch_server().run(command_of(script, out, *arguments), merge=True)
-    assert ended.returncode == 0, ended.stdout[-3000:]
+def run(*commands, ranks=1, fails=False):
+    """Run commands at once, or one as each rank of a group."""
+    if ranks > 1:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
+        places = [{**group, **sizes, **dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))} for rank in range(ranks)]
+        commands = [*commands] * ranks
+    else:
+        places = [{} for _ in commands]
+    for ended in torch_server().run(*commands, environments=places, merge=True):
+        assert (ended.returncode != 0) == fails, ended.stdout[-3000:]
 
 
-def on_two_ranks(command, *, fails=False, environment=None):
-    """By torchrun, or another program that starts ranks."""
-    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu", **(environment or {})}
+def launched(command):
+    """Run torchrun, or another program that starts ranks; return its output."""
+    settings = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DS_ACCELERATOR": "cpu"}
     ended = subprocess.run(
         [sys.executable, *command],
         env={**environment_of(ROOT), **settings},
@@ -74,7 +81,7 @@ def on_two_ranks(command, *, fails=False, environment=None):
         timeout=600,
         check=False,
     )
-    assert (ended.returncode != 0) == fails, ended.stdout[-5000:]
+    assert ended.returncode == 0, ended.stdout[-5000:]
     return ended.stdout
 
 
@@ -96,7 +103,7 @@ def falls(losses):
 
 
 def test_a_gpt_with_megatrons_arguments_learns_and_saves(tmp_path):
-    run("gpt", tmp_path)
+    run(command_of("gpt", tmp_path))
     log = log_of(tmp_path)
     assert falls([line["loss"] for line in log])
     assert [line["iteration"] for line in log if "valid" in line] == [4, 8, 12]
@@ -110,7 +117,7 @@ def test_a_gpt_with_megatrons_arguments_learns_and_saves(tmp_path):
 
 
 def test_a_gan_of_two_engines_trains_both_models(tmp_path):
-    run("gan", tmp_path)
+    run(command_of("gan", tmp_path))
     log = log_of(tmp_path)
     assert len(log) == 16
     assert falls([line["D"] for line in log]) or falls([line["G"] for line in log])
@@ -122,7 +129,7 @@ def test_a_gan_of_two_engines_trains_both_models(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["--dtype=bf16", "--stage=1"], ["--dtype=fp16", "--stage=3"]], ids=" ".join)
 def test_a_vision_transformer_learns_from_the_loader_that_it_gets(tmp_path, arguments):
-    run("vit", tmp_path, *arguments)
+    run(command_of("vit", tmp_path, *arguments))
     log = log_of(tmp_path)
     assert falls([line["loss"] for line in log[:-1]])
     assert log[-1]["accuracy"] > 0.6
@@ -134,8 +141,7 @@ def test_a_vision_transformer_learns_from_the_loader_that_it_gets(tmp_path, argu
 
 def test_adapters_are_trained_in_stage_3_and_saved_whole(tmp_path):
     pytest.importorskip("peft")
-    run("lora", tmp_path / "3")
-    run("lora", tmp_path / "2", "--zero_stage=2")
+    run(command_of("lora", tmp_path / "3"), command_of("lora", tmp_path / "2", "--zero_stage=2"))
     log = log_of(tmp_path / "3")
     assert log[0]["parameters"] > 20_000
     losses = [line["loss"] for line in log[1:]]
@@ -151,11 +157,11 @@ def test_adapters_are_trained_in_stage_3_and_saved_whole(tmp_path):
 
 def test_a_run_that_was_killed_and_started_again_has_the_bits_of_one_that_was_not(tmp_path):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    on_two_ranks([*TORCHRUN, *command_of("resume", whole)])
-    on_two_ranks([*TORCHRUN, *command_of("resume", killed, "--killed_at=7")], fails=True)
+    run(command_of("resume", whole), ranks=2)
+    run(command_of("resume", killed, "--killed_at=7"), ranks=2, fails=True)
     assert (killed / "latest").read_text().strip() == "global_step6"
     assert not (killed / "weights.pt").exists()
-    on_two_ranks([*TORCHRUN, *command_of("resume", killed)])
+    launched([*TORCHRUN, *command_of("resume", killed)])
     expected, found = log_of(whole), log_of(killed)
     assert [line["step"] for line in expected] == [*range(10)]
     assert [line["step"] for line in found] == [*range(7), *range(6, 10)]
@@ -212,7 +218,7 @@ def test_the_script_gives_what_it_gives_with_deepspeed(deepspeed, tmp_path, scri
     outs = {theirs: tmp_path / ("theirs" if theirs else "ours") for theirs in (True, False)}
     launcher = [*TORCHRUN[:-1], f"--nproc-per-node={ranks}"]
     for theirs, out in outs.items():
-        on_two_ranks([*launcher, *command_of(script, out, *arguments, theirs=theirs)])
+        launched([*launcher, *command_of(script, out, *arguments, theirs=theirs)])
     expected, found = log_of(outs[True]), log_of(outs[False])
     apart = [*differences(expected, found, "log")]
     files = [*outs[True].glob("*.pt"), *outs[True].glob("*.pth"), *outs[True].glob("*.bin")]
@@ -249,9 +255,9 @@ def differences(expected, found, place):
 def test_the_launcher_of_deepspeed_starts_a_script_with_the_face(deepspeed, tmp_path):
     """As ``deepspeed --num_gpus 2 script.py`` does; on the CPU, it counts slots and asks for no GPU."""
     by_torchrun, by_theirs = tmp_path / "torchrun", tmp_path / "deepspeed"
-    on_two_ranks([*TORCHRUN, *command_of("resume", by_torchrun)])
+    launched([*TORCHRUN, *command_of("resume", by_torchrun)])
     launcher = ["-m", "deepspeed.launcher.runner", "--num_gpus=2", "--master_port", str(free_port())]
-    said = on_two_ranks([*launcher, *command_of("resume", by_theirs)])
+    said = launched([*launcher, *command_of("resume", by_theirs)])
     assert "--local_rank=1" in said  # the launcher gives each script its number
     assert log_of(by_theirs) == log_of(by_torchrun)
     for name, value in weights_of(by_torchrun / "weights.pt").items():
