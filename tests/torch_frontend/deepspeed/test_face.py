@@ -858,6 +858,61 @@ def test_a_model_whose_engine_is_garbage_can_have_another():
         gc.enable()
 
 
+# --- devices, and parameters of stage 3 ----------------------------------------------------------------------------
+
+
+def test_the_accelerator_has_the_names_that_scripts_call():
+    found = deepspeed.get_accelerator()
+    assert found.device_name() == found.current_device_name() == torch.device(found.device_name(0)).type
+    assert found.communication_backend_name() == dist.get_default_backend_for_device(found.device_name())
+    found.manual_seed_all(3)
+    first = torch.rand(2)
+    torch.manual_seed(3)
+    assert same_bits(first, torch.rand(2))
+    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "memory_cached", "max_memory_cached"):
+        assert getattr(found, name)() >= 0
+    for name in ("empty_cache", "reset_peak_memory_stats", "synchronize"):
+        getattr(found, name)()
+    assert found.on_accelerator(tensor := torch.ones(2, device=found.device_name()))
+    assert not found.on_accelerator(tensor.to("meta"))
+    assert same_bits(found.pin_memory(torch.ones(2)), torch.ones(2))
+    with pytest.raises(AttributeError, match=r"get_accelerator\(\).nonsense: torch has no such name"):
+        found.nonsense  # noqa: B018
+
+
+def test_parameters_of_stage_3_say_whether_they_are_in_shards():
+    """As ``maybe_zero_3`` of scripts for chat models, and PEFT, ask them."""
+    from frontends.torch.deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+    engine = start(config={**CONFIG, **stage(3)})[0]
+    params = [*engine.module.parameters()]
+    assert [param.ds_id for param in params] == [0, 1, 2, 3]
+    assert [(param.ds_numel, param.ds_shape) for param in params] == [(p.numel(), p.shape) for p in make().parameters()]
+    for param in params:
+        assert param.ds_status == ZeroParamStatus.NOT_AVAILABLE
+        with deepspeed.zero.GatheredParameters([param]):
+            assert param.ds_status == ZeroParamStatus.AVAILABLE
+            assert copy.deepcopy(param.ds_status) is ZeroParamStatus.AVAILABLE
+        assert param.ds_status != ZeroParamStatus.AVAILABLE
+    assert not hasattr(start(config={**CONFIG, **stage(2)})[0].module[0].weight, "ds_id")
+
+
+def test_a_model_is_built_in_shards_and_written_by_one_rank():
+    config = {**CONFIG, **stage(3)}
+    with deepspeed.zero.Init(config_dict_or_path=config):
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16))
+    values = make().state_dict()
+    for name, param in model.named_parameters():
+        with deepspeed.zero.GatheredParameters(param, modifier_rank=0):
+            param.data.copy_(values[name])
+    with deepspeed.zero.Init(enabled=False):
+        plain = make()
+    engine, other = start(model, config)[0], start(plain, config)[0]
+    train(engine, range(2))
+    train(other, range(2))
+    assert_all_same(everything(engine), everything(other))
+
+
 # --- the hints of wrap ---------------------------------------------------------------------------------------------
 
 HINTS = {
