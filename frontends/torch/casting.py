@@ -1,6 +1,7 @@
 """The element types of a model's tensors: ``param_dtype``, ``buffer_dtype``, and layers that need one type for both."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,6 +62,18 @@ class Casts:
         for tensor, target in [*((p, self.of_param(p)) for p in params), *((b, of_buffers) for b in buffers)]:
             if target is not None and _is_cast(tensor):
                 cast_param(tensor, TORCH_DTYPES[target])
+
+
+@contextmanager
+def built_as(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
+    """A context in which modules are built in an element type, on a device."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def round_to_types(model: nn.Module, config: OffloadConfig) -> None:

@@ -5,7 +5,7 @@ The functions of one parameter find its optimizer themselves. They work in every
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from logging import INFO, getLogger
 from typing import Any
 
@@ -15,10 +15,10 @@ from torch import nn
 
 from offload_core.deepspeed.names import refuse
 
+from ..casting import built_as
 from ..optimizer import mark_leaves, optimizer_of
-from ..placed import local_of
+from ..parameter_states import get_gradient, get_state, left_in_place, set_gradient, set_state
 from ..stage3.leaf_modules import LeafModules, chosen_modules, is_marked_leaf, is_of_one
-from ..tensors import TakenGradient
 
 logger = getLogger("DeepSpeed")
 """DeepSpeed's logger, without a handler of its own."""
@@ -49,118 +49,74 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-@contextmanager
-def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> Iterator[None]:
-    """Make modules on a device, in an element type: ``with OnDevice(torch.bfloat16): ...``"""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype if enabled else before)
-    try:
-        with torch.device(device) if enabled else nullcontext():
-            yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _get_state(param: torch.Tensor, name: str, *, own: bool) -> torch.Tensor | None:
-    optimizer = optimizer_of(param)
-    if optimizer is None:
-        return None
-    read = optimizer.own_states if own else optimizer.whole_states
-    return read(param, [name])[name].to(param.device)
-
-
-def _set_state(param: torch.Tensor, value: torch.Tensor, name: str, *, own: bool) -> None:
-    if (optimizer := optimizer_of(param)) is not None:
-        optimizer.load_state(param, name, value if own else _shaped(value, param), own=own)
-
-
-def _shaped(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    return value.reshape(param.shape) if value.numel() == param.numel() else value
+def OnDevice(dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> AbstractContextManager[None]:
+    """Return a context in which modules are made on a device, in an element type."""
+    return built_as(dtype, device) if enabled else nullcontext()
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of a parameter's whole master weight."""
-    return _get_state(param, "master", own=False)
+    return get_state(param, "master", own=False)
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrite a parameter's whole master weight, and the parameter with it."""
-    _set_state(param, value, "master", own=False)
+    set_state(param, value, "master", own=False)
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of a whole state of a parameter (``"exp_avg"``)."""
-    return _get_state(param, optim_state_key, own=False)
+    return get_state(param, optim_state_key, own=False)
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrite a whole state of a parameter."""
-    _set_state(param, value, optim_state_key, own=False)
+    set_state(param, value, optim_state_key, own=False)
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of this rank's part of a parameter's master weight, one-dimensional."""
-    return _get_state(param, "master", own=True)
+    return get_state(param, "master", own=True)
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrite this rank's part of a parameter's master weight, and the parameter with it."""
-    _set_state(param, value, "master", own=True)
+    set_state(param, value, "master", own=True)
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
     """Return a copy of this rank's part of a state, one-dimensional."""
-    return _get_state(param, optim_state_key, own=True)
+    return get_state(param, optim_state_key, own=True)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
     """Overwrite this rank's part of a state."""
-    _set_state(param, value, optim_state_key, own=True)
-
-
-def _left_in_place(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient that the engine has not taken (``no_sync``, or no engine at all)."""
-    gradient = param.grad
-    return None if gradient is None or isinstance(local_of(gradient), TakenGradient) else gradient
-
-
-def _get_grad(param: torch.Tensor, *, own: bool) -> torch.Tensor | None:
-    optimizer = optimizer_of(param)
-    if optimizer is None:
-        return None
-    found = optimizer.own_gradient(param) if own else optimizer.whole_gradient(param)
-    return None if found is None else found.mul_(optimizer.pipeline.loss_scale).to(param.device)
-
-
-def _set_grad(param: torch.Tensor, value: torch.Tensor, *, own: bool) -> None:
-    if (optimizer := optimizer_of(param)) is not None:
-        unscaled = value.detach().float() / optimizer.pipeline.loss_scale
-        optimizer.load_gradient(param, unscaled if own else _shaped(unscaled, param), own=own)
+    set_state(param, value, optim_state_key, own=True)
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of a parameter's whole gradient: averaged, and multiplied by the loss scale under fp16."""
-    gradient = _left_in_place(param)
-    return _get_grad(param, own=False) if gradient is None else gradient
+    gradient = left_in_place(param)
+    return get_gradient(param, own=False) if gradient is None else gradient
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrite a parameter's whole gradient, which carries the loss scale under fp16."""
-    gradient = _left_in_place(param)
+    gradient = left_in_place(param)
     if gradient is None:
-        _set_grad(param, value, own=False)
+        set_gradient(param, value, own=False)
     else:
         gradient.copy_(value)
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
     """Return a copy of this rank's part of a gradient, one-dimensional."""
-    return _get_grad(param, own=True)
+    return get_gradient(param, own=True)
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Overwrite this rank's part of a gradient."""
-    _set_grad(param, value, own=True)
+    set_gradient(param, value, own=True)
 
 
 def safe_update_full_grad_vectorized(

@@ -12,12 +12,12 @@ from offload_core.deepspeed import translation
 from offload_core.deepspeed.names import refuse
 from offload_core.errors import ConfigError
 
+from ..casting import built_as
 from ..engine import Engine
 from ..stage3.construction import init
 from ..stage3.gathering import gathered_parameters, register_external_parameter
 from .accelerator import rank_device
 from .comm import init_distributed
-from .utils import OnDevice
 
 __all__ = ["GatheredParameters", "Init", "register_external_parameter", "unwrap_model_for_generation"]
 
@@ -58,7 +58,7 @@ def Init(
     cut["zero_optimization"] = {**cut.get("zero_optimization", {}), "stage": 3}
     place = remote_device if remote_device != "none" else None
     building = init(module, cut, process_group=data_parallel_group, remote_device=place)
-    return _both(OnDevice(dtype or (wanted or [torch.get_default_dtype()])[0], rank_device()), building)
+    return _both(built_as(dtype or (wanted or [torch.get_default_dtype()])[0], rank_device()), building)
 
 
 @contextmanager
