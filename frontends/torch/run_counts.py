@@ -14,8 +14,9 @@ class RunCounts:
 
     def __init__(self, optimizer: OffloadedOptimizer, samples: Callable[[], int]) -> None:
         self._optimizer, self._samples = optimizer, samples
-        self._before = dict.fromkeys(self._own(), 0)
-        """What the counts are ahead of the optimizer's own: those of the run that a checkpoint continues."""
+        self._before = {name: -count for name, count in self._own().items()}
+        """What the counts are ahead of the optimizer's own: those of the run that a checkpoint continues. They
+        begin at 0, also where the optimizer has taken over states that have had updates."""
 
     def _own(self) -> dict[str, int]:
         skipped = self._optimizer.pipeline.counts.skipped

@@ -165,7 +165,7 @@ _NOT_TAKEN: Mapping[str, str] = {
         zero_round_robin_gradients zero_save_muon_momentum_buffer_in_memory zero_sub_group_size""",
     "zero": """
         DeepSpeedTensorOverride DeepSpeedZeRoOffload TiledLinear TiledLinearReturnBias ZeroParamStatus ZeroParamType
-        config leaf_module_config linear offload_config offload_states parameter_offload partition_parameters
+        config leaf_module_config linear muon offload_config offload_states parameter_offload partition_parameters
         partitioned_param_coordinator partitioned_param_profiler stage3 stage_1_and_2 tiling utils""",
     "utils": """
         DeprecatedException bwc bwc_pipeline_parallel_world_size bwc_tensor_model_parallel_world_size comms_logging

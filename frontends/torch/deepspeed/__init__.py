@@ -125,6 +125,7 @@ def initialize(
         mark_leaf(module, True)
     if client is not None:
         client.hand_over(optimizer, engine.optimizer)
+        engine._count_from_here()
     engine.lr_scheduler = _scheduler(lr_scheduler, given, engine) if has_optimizer else None
     engine.collate_fn = collate_fn
     if training_data is not None:

@@ -53,8 +53,6 @@ class DeepSpeedEngine(Engine):
         """The configuration as it was given."""
         self.micro_steps = 0
         """Calls of ``step()``."""
-        self._scheduled = 0
-        """The updates after which the scheduler has made its step."""
         self.lr_scheduler = self.training_dataloader = self.collate_fn = None  # type: Any
         self.device, self.local_rank = rank_device(), comm.get_local_rank()
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
@@ -73,7 +71,13 @@ class DeepSpeedEngine(Engine):
         steps, ranks = resolved.gradient_accumulation_steps, self.world_size
         micro, train = given.get("train_micro_batch_size_per_gpu"), given.get("train_batch_size")
         self._micro_batch = micro if isinstance(micro, int) else max(1, (train or ranks * steps) // (ranks * steps))
+        self._count_from_here()
+
+    def _count_from_here(self) -> None:
+        """Begin the counts at 0: no update of the optimizer so far was this engine's."""
         self._counts = RunCounts(self.optimizer, self.train_batch_size)
+        self._scheduled = self.optimizer.updates
+        """The updates after which the scheduler has made its step."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in GETTERS:

@@ -609,6 +609,16 @@ CLIENTS = {
 }
 
 
+class Counting:
+    """A scheduler that changes no rate."""
+
+    def __init__(self, optimizer):
+        self.steps = 0
+
+    def step(self):
+        self.steps += 1
+
+
 def trained_of(model, optimizer):
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
     for p in model.parameters():
@@ -626,10 +636,11 @@ def test_a_clients_optimizer_goes_on_as_the_rule_of_its_name(name, before):
         trained_of(model, optimizer)
         beside(model, optimizer, range(20, 20 + before))
     with pytest.warns(ConfigWarning, match="has taken over its groups, hyperparameters and states"):
-        engine, optimizer, _, _ = start(models[0], BATCH, optimizer=optimizers[0])
+        engine, optimizer, _, scheduler = start(models[0], BATCH, optimizer=optimizers[0], lr_scheduler=Counting)
     assert optimizer.rule_name == rule
     assert not optimizers[0].state
     train(engine, range(4))
+    assert (engine.global_steps, engine.global_samples, scheduler.steps) == (4, 32, 4)
     beside(models[1], optimizers[1], range(4))
     assert_close(engine, models[1], rtol=1e-5, atol=1e-6)
     assert optimizer.param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]

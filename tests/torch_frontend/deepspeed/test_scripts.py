@@ -190,8 +190,8 @@ RUNS = [
     ("lora", ["--torch_adam", "--zero_stage=2"], 1),
     *(("resume", [f"--stage={stage}"], 2) for stage in (1, 2, 3)),
 ]
-"""Without a transformer in bfloat16 in stage 3: there DeepSpeed rounds some gradients otherwise than in its stage 1.
-Those of the face are those of DeepSpeed's stage 1, in all stages."""
+"""Without a transformer in bfloat16 in stage 3: there DeepSpeed rounds some gradients otherwise than in its own stage
+1. Those of the face are those of DeepSpeed's stage 1, in all stages."""
 
 
 @pytest.fixture
