@@ -65,6 +65,19 @@ class Casts:
 
 
 @contextmanager
+def frozen_for_now(params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """A context in which these parameters require no gradient."""
+    trained = [param for param in params if param.requires_grad]
+    for param in trained:
+        param.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for param in trained:
+            param.requires_grad_(True)
+
+
+@contextmanager
 def built_as(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
     """A context in which modules are built in an element type, on a device."""
     before = torch.get_default_dtype()

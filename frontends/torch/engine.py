@@ -605,6 +605,21 @@ class Engine(nn.Module):
         asked = Asked(dtype, layout, device, into, since, merge_lora, rank0_only)
         return self._weights.give(self.module, self.optimizer, asked)
 
+    def whole_state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor] | None:
+        """Return the module's ``state_dict`` with whole weights in host memory, in any stage; None but on rank 0.
+
+        It holds the whole model. Tied weights have one tensor under each name. All ranks must call this.
+
+        Args:
+            frozen: False leaves out parameters that require no gradient.
+        """
+        tensors = self.module.state_dict(keep_vars=True)
+        values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items() if torch.is_tensor(t)}
+        self.named_weights(into=values, rank0_only=True)
+        left_out = {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not (frozen or t.requires_grad)}
+        is_first = self.optimizer.pipeline.device.collectives.rank == 0
+        return {name: value for name, value in values.items() if name not in left_out} if is_first else None
+
     # --- memory --------------------------------------------------------------------------------------
 
     def release(self, *, keep: Iterable[str] = ()) -> ReleaseReport:

@@ -154,6 +154,28 @@ def fields_of(
     return {**translation.fields, **overrides, **translation.schedule}
 
 
+def the_one_given(config: Any, of_arguments: Any) -> dict[str, Any]:
+    """The configuration that a script for DeepSpeed gives, as an argument or in its command line's arguments.
+
+    Raises:
+        ConfigError: both or neither is given, it cannot be read, it has no batch size, or its schedule is unknown.
+    """
+    found = [each for each in (config, of_arguments) if each is not None]
+    if len(found) != 1:
+        got = "a configuration both as an argument and as args.deepspeed_config" if found else "no configuration"
+        raise ConfigError(f"initialize: got {got}; expected one: config=..., a dict or the path of a file")
+    given = found[0] if isinstance(found[0], Mapping) else load(found[0])
+    if not given.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
+        raise ConfigError("config: expected train_batch_size or train_micro_batch_size_per_gpu, and got neither")
+    kind = (given.get("scheduler") or {}).get("type")
+    if kind not in (None, *SCHEDULES):
+        raise ConfigError(
+            f"scheduler.type: got {checks.shown(kind)}, expected one of {', '.join(SCHEDULES)}, or a scheduler of "
+            "torch as initialize(lr_scheduler=...)"
+        )
+    return dict(given)
+
+
 def stage_of(config: Mapping[str, Any]) -> int:
     """The ZeRO stage that a DeepSpeed configuration asks for there: 0 where it says nothing."""
     section = config.get("zero_optimization") or {}

@@ -54,10 +54,6 @@ __all__ = [
 ]
 
 
-_OF_THE_FACE = ("scheduler", "managed_gradient_accumulation")
-"""Keys of a configuration that mean objects and methods of the face."""
-
-
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -85,14 +81,16 @@ def initialize(
         config: a DeepSpeed configuration, a dict or the path of a file; ``config_params`` is its old name.
 
     Raises:
-        ConfigError, ParameterError, StateError, HostMemoryError: before the model is changed.
+        ConfigError, ParameterError, StateError: before the model is changed.
+        HostMemoryError: the model may have been moved to the device.
     """
     for name, value in {"mpu": mpu, "mesh_param": mesh_param}.items():
         if value is not None:
             raise ConfigError(f"initialize({name}=...): {refuse('initialize', name)}")
     _check_model(model)
     assert model is not None
-    given = _config(args, config, config_params)
+    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
+    given = translation.the_one_given(config if config is not None else config_params, of_args)
     check_is_free(model, but=optimizer)
     if lr_scheduler is not None and not (callable(lr_scheduler) or hasattr(lr_scheduler, "step")):
         raise ConfigError(f"lr_scheduler: got {shown(lr_scheduler)}, expected a scheduler or a function that makes one")
@@ -105,10 +103,7 @@ def initialize(
     if callable(optimizer) and not isinstance(optimizer, torch.optim.Optimizer):
         optimizer = optimizer([*(model.parameters() if model_parameters is None else model_parameters)])
     if isinstance(lr_scheduler, LRScheduler) and not isinstance(optimizer, torch.optim.Optimizer):
-        raise MisuseError(
-            "initialize: lr_scheduler is a scheduler of an optimizer that initialize() was not given; expected "
-            "optimizer=..., too, or a function of an optimizer as lr_scheduler"
-        )
+        raise MisuseError("lr_scheduler: its optimizer was not given; expected optimizer=..., or a function of one")
     client = None if optimizer is None else Client.of(optimizer)
     resolved = _resolved(given, client, model)
     has_optimizer = client is not None or given.get("optimizer") is not None
@@ -143,28 +138,9 @@ def _check_model(model: Any) -> None:
             raise ParameterError(f"initialize: {name or 'the model'} is a deepspeed {kind.__name__}: {why}")
 
 
-def _config(args: Any, config: Any, config_params: Any) -> dict[str, Any]:
-    """Return the one configuration that was given."""
-    of_args = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
-    found = [each for each in (config if config is not None else config_params, of_args) if each is not None]
-    if len(found) != 1:
-        got = "a configuration both as an argument and as args.deepspeed_config" if found else "no configuration"
-        raise ConfigError(f"initialize: got {got}; expected one: config=..., a dict or the path of a file")
-    given = found[0]
-    if not isinstance(given, Mapping):
-        given = translation.load(given)
-    if not given.keys() & {"train_batch_size", "train_micro_batch_size_per_gpu"}:
-        raise ConfigError("config: expected train_batch_size or train_micro_batch_size_per_gpu, and got neither")
-    kind = (given.get("scheduler") or {}).get("type")
-    if kind not in (None, *SCHEDULERS):
-        torchs = "a scheduler of torch as initialize(lr_scheduler=...)"
-        raise ConfigError(f"scheduler.type: got {shown(kind)}, expected one of {', '.join(SCHEDULERS)}, or {torchs}")
-    return dict(given)
-
-
 def _resolved(given: Mapping[str, Any], client: Client | None, model: nn.Module) -> OffloadConfig:
     """Return the settings that the configuration and the client's optimizer mean. The scheduler is apart."""
-    rest = {name: value for name, value in given.items() if name not in _OF_THE_FACE}
+    rest = {name: value for name, value in given.items() if name not in ("scheduler", "managed_gradient_accumulation")}
     if client is not None:
         rest.pop("optimizer", None)
     world_size = dist.get_world_size() if dist.is_initialized() else 1

@@ -33,10 +33,8 @@ def init_distributed(
     if dist.is_initialized():
         return
     if dist_init_required is False:
-        raise StateError(
-            "init_distributed: dist_init_required=False, and this process is in no group; expected "
-            "torch.distributed.init_process_group() before, or dist_init_required=None"
-        )
+        remedy = "torch.distributed.init_process_group() before, or dist_init_required=None"
+        raise StateError(f"dist_init_required=False, and this process is in no group; expected {remedy}")
     if init_method is not None or rank >= 0:
         dist.init_process_group(dist_backend, init_method, timeout, world_size, rank)
         return

@@ -16,6 +16,7 @@ from offload_core.deepspeed.names import is_theirs, refuse
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.support.threads import uninterrupted
 
+from ..casting import frozen_for_now
 from ..engine import Engine
 from ..run_counts import RunCounts
 from ..zero_files.loading import zero_checkpoint
@@ -29,11 +30,7 @@ class MisuseError(StateError, AssertionError):
 
 
 class DeepSpeedEngine(Engine):
-    """An :class:`Engine` under the names of DeepSpeed's; ``initialize`` makes it.
-
-    Methods that both have under one name (``backward``, ``step``, ``save_checkpoint``, ``load_checkpoint``,
-    ``compile``) are DeepSpeed's. All others of :class:`Engine` are there, too.
-    """
+    """An :class:`Engine` under the names of DeepSpeed's. Methods that both have under one name are DeepSpeed's."""
 
     def __init__(self, model: nn.Module, resolved: OffloadConfig, given: Mapping[str, Any], params: Any) -> None:
         """
@@ -41,14 +38,8 @@ class DeepSpeedEngine(Engine):
             given: the configuration as the caller gave it.
             params: the parameters to train, or groups; None: those of the model; empty: none, for inference.
         """
-        trained = [] if params != [] else [p for p in model.parameters() if p.requires_grad]
-        for param in trained:
-            param.requires_grad_(False)
-        try:
+        with frozen_for_now(model.parameters() if params == [] else ()):
             super().__init__(model, resolved, params=params or None, process_group=dist.group.WORLD)
-        finally:
-            for param in trained:
-                param.requires_grad_(True)
         self.config = given
         """The configuration as it was given."""
         self.micro_steps = 0
@@ -87,9 +78,9 @@ class DeepSpeedEngine(Engine):
         try:
             return super().__getattr__(name)
         except AttributeError:
+            module = type(self.__dict__["_modules"].get("module")).__name__
             raise AttributeError(
-                f"neither DeepSpeedEngine nor its module, a {type(self.__dict__['_modules'].get('module')).__name__}, "
-                f"has an attribute {name!r}"
+                f"neither DeepSpeedEngine nor its module, a {module}, has an attribute {name!r}"
             ) from None
 
     def backward(  # type: ignore[override]
@@ -297,13 +288,8 @@ class DeepSpeedEngine(Engine):
         self, save_dir: Any, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
     ) -> bool:
         """Write the module's whole ``state_dict``, as the model runs with it, to a file that ``torch.load`` reads."""
-        tensors = self.module.state_dict(keep_vars=True)
-        values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items() if torch.is_tensor(t)}
-        self.named_weights(into=values, rank0_only=True)
-        for name in [n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not t.requires_grad]:
-            if exclude_frozen_parameters:
-                del values[name]
-        if self.global_rank == 0:
+        values = self.whole_state_dict(frozen=not exclude_frozen_parameters)
+        if values is not None:
             os.makedirs(save_dir, exist_ok=True)
             torch.save(values, os.path.join(save_dir, save_filename))
         dist.barrier()
@@ -333,20 +319,12 @@ class DeepSpeedEngine(Engine):
     destroy = Engine.close
     empty_partition_cache = Engine._recover
 
-    def module_state_dict(
-        self,
-        destination: Any = None,
-        prefix: str = "",
-        keep_vars: bool = False,
-        exclude_frozen_parameters: bool = False,
-    ) -> dict[str, Any]:
-        """Return the module's ``state_dict``."""
+    def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
+        """Return the module's ``state_dict``, of which the arguments are."""
         self.flush()
-        found = self.module.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        frozen = {prefix + name for name, param in self.module.named_parameters() if not param.requires_grad}
-        for name in frozen.intersection(found) if exclude_frozen_parameters else ():
-            del found[name]
-        return found
+        found = self.module.state_dict(*args, **kwargs)
+        frozen = {f"{kwargs.get('prefix', '')}{n}" for n, p in self.module.named_parameters() if not p.requires_grad}
+        return {n: t for n, t in found.items() if not (exclude_frozen_parameters and n in frozen)}
 
     def load_module_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True, **others: Any) -> None:
         """Load ``checkpoint["module"]`` into the module."""

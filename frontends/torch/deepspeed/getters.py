@@ -36,9 +36,7 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "fp16_enabled": lambda engine: engine.offload_config.param_dtype == "float16",
     "bfloat16_enabled": lambda engine: engine.offload_config.param_dtype == "bfloat16",
     "loss_scale": lambda engine: _section(engine, "fp16", "loss_scale") or 0,
-    "dynamic_loss_scale": lambda engine: (
-        engine.optimizer.pipeline.scaler is not None and not _section(engine, "fp16", "loss_scale")
-    ),
+    "dynamic_loss_scale": lambda engine: bool(engine.fp16_enabled() and not engine.loss_scale()),
     "optimizer_name": lambda engine: _section(engine, "optimizer", "type"),
     "optimizer_params": lambda engine: _section(engine, "optimizer", "params"),
     "scheduler_name": lambda engine: _section(engine, "scheduler", "type"),

@@ -781,7 +781,7 @@ WRONG = {
     "a scheduler of no optimizer": (
         lambda: {"lr_scheduler": torch.optim.lr_scheduler.StepLR(torch.optim.SGD(make().parameters()), 1)},
         StateError,
-        "a scheduler of an optimizer that initialize.* was not given",
+        "lr_scheduler: its optimizer was not given",
     ),
     "data": (lambda: {"training_data": 3}, ConfigError, "training_data: got 3, expected a torch Dataset"),
     "parameters": (lambda: {"model_parameters": 3}, ParameterError, "params: got int, expected parameters or groups"),
