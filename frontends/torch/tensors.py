@@ -291,7 +291,7 @@ class TakenGradient(torch.Tensor):
         raise GradientError(
             f"parameter {name!r}: {func} on a gradient that has already left for the host; it would be lost. Clip with "
             "wrap(..., gradient_clipping=...), read and change it with engine.optimizer.whole_gradient(p) and "
-            "load_gradient(p, values), discard it with zero_grad(set_to_none=True), move or cast the model before "
+            "load_gradient(p, values), discard with zero_grad(set_to_none=True), move or cast the model before "
             "wrap(), or use OffloadedAdamW without early_copy, which reads p.grad at step()"
         )
 

@@ -321,7 +321,6 @@ class DeepSpeedEngine(Engine):
 
     def module_state_dict(self, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
         """Return the module's ``state_dict``, of which the arguments are."""
-        self.flush()
         found = self.module.state_dict(*args, **kwargs)
         frozen = {f"{kwargs.get('prefix', '')}{n}" for n, p in self.module.named_parameters() if not p.requires_grad}
         return {n: t for n, t in found.items() if not (exclude_frozen_parameters and n in frozen)}

@@ -62,7 +62,7 @@ class LeafModules:
         """Return True if a leaf module has this parameter."""
         return any(param is own for module in self._modules for own in module.parameters())
 
-    def mark(self, module: nn.Module, leaf: bool) -> None:
+    def choose(self, module: nn.Module, leaf: bool) -> None:
         """Have a module be a leaf module from now on, or no longer. No forward and no backward of it is running."""
         (self._modules.add if leaf else self._modules.discard)(module)
 

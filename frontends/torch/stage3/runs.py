@@ -160,7 +160,7 @@ class ModuleRuns:
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
         """Have modules be leaf modules from now on, or no longer."""
         for module in modules:
-            self.leaves.mark(module, leaf)
+            self.leaves.choose(module, leaf)
             if leaf:
                 self.hook(module)
 
