@@ -345,8 +345,8 @@ class Engine(nn.Module):
             return gradients_stay(sharded, self.optimizer.parts.intake)
         if self.offload_config.stage != 1:
             raise StateError(
-                f"no_sync() in stage {self.offload_config.stage}, which keeps no whole gradients; expected stage=1, or "
-                "no no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
+                f"no_sync() is incompatible with stage {self.offload_config.stage}, which keeps no whole gradients; "
+                "expected stage=1, or no no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
             )
         alone = self.optimizer.pipeline.device.world_size == 1
         return nullcontext() if alone else self.optimizer.parts.intake.deferring()

@@ -43,7 +43,8 @@ class Scheduler:
 
     def get_mom(self) -> list[Any]:
         """Return each group's betas, or its momentum; None: it has neither."""
-        return [group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
+        given = self._betas(max(self.last_batch_iteration + 1, 1)) if callable(self._betas) else None
+        return [given or group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:
         """Go on by one update, or to a given one."""

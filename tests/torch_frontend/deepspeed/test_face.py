@@ -368,7 +368,7 @@ def test_no_sync_keeps_step_out_and_is_for_stages_0_and_1():
     assert engine.global_steps == 1
     for number in (2, 3):
         other = start(config={**CONFIG, **stage(number)})[0]
-        with pytest.raises(StateError, match=f"in stage {number}, which keeps no whole gradients"), other.no_sync():
+        with pytest.raises(StateError, match=f"with stage {number}, which keeps no whole gradients"), other.no_sync():
             pass
 
 
