@@ -718,7 +718,12 @@ class OfTheirOwn(torch.optim.AdamW):
     pass
 
 
+def one_of_each(params):
+    return torch.optim.Adam([{"params": [p], "decoupled_weight_decay": p.dim() > 1} for p in params], weight_decay=0.1)
+
+
 REFUSED = {
+    "both kinds of decay": (one_of_each, "Adam with decoupled_weight_decay=True in one group and False in another"),
     "RMSprop": (lambda p: torch.optim.RMSprop(p), "RMSprop, of which there is no rule here; expected AdamW"),
     "a subclass": (OfTheirOwn, r"test_face\.OfTheirOwn, of which there is no rule here"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True in group 0"),
@@ -740,6 +745,18 @@ def test_an_optimizer_without_a_rule_is_refused_by_name_and_nothing_changes(name
         start(model, {**BATCH, "bf16": {"enabled": True}}, optimizer=make_optimizer(model.parameters()))
     assert_all_same(model.state_dict().values(), before.values())
     start(model)
+
+
+def test_the_kind_of_weight_decay_is_that_of_the_groups():
+    def optimizer(params):
+        made = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.3, fused=True)
+        made.param_groups[0]["decoupled_weight_decay"] = False
+        return made
+
+    engine, plain = start(config=BATCH, optimizer=optimizer)[0], make()
+    train(engine, range(3))
+    beside(plain, optimizer(plain.parameters()), range(3))
+    assert_close(engine, plain, rtol=1e-6, atol=1e-7)
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -972,7 +989,29 @@ def test_methods_of_an_engine_say_what_they_have_in_place_of_deepspeeds_argument
     train(engine, [0])
 
 
+def test_a_model_can_have_an_engine_after_its_scheduler_or_loader_was_an_error():
+    model, errors = make(), []
+    for wrong in ({"lr_scheduler": lambda optimizer: 1 / 0}, {"training_data": iter([])}):
+        with pytest.raises((ZeroDivisionError, TypeError)) as error:
+            start(model, **wrong)
+        errors.append(error)  # it holds the frames, as a notebook does
+    train(start(model)[0], [0])
+
+
 # --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_scheduler_that_one_rank_cannot_make_is_an_error_of_all(number):
+    @on_ranks(2)
+    def said(rank):
+        model, config = make(), {**CONFIG, **stage(number)}
+        with pytest.raises((ZeroDivisionError, StateError)) as error:
+            start(model, config, lr_scheduler=lambda optimizer: 1 / 0 if rank else None)
+        train(start(model, config)[0], [0])
+        return str(error.value)
+
+    assert said == ["initialize() failed in process 1, and so in all; it says there why", "division by zero"]
 
 
 def test_what_one_rank_cannot_read_or_write_is_an_error_of_all_and_the_run_goes_on(tmp_path):
