@@ -90,7 +90,14 @@ def _rule_of(optimizer: Any) -> tuple[str, bool]:
     for name in ("adam_w_mode", "adamw_mode"):
         if hasattr(optimizer, name):
             return rule, bool(getattr(optimizer, name))
-    return rule, optimizer.defaults.get("decoupled_weight_decay", _L2.get(kind.__name__, True))
+    default = _L2.get(kind.__name__, True)
+    of_groups = {bool(group.get("decoupled_weight_decay", default)) for group in optimizer.param_groups}
+    if len(of_groups) > 1:
+        raise ConfigError(
+            f"optimizer: {kind.__name__} with decoupled_weight_decay=True in one group and False in another; expected "
+            "one of them for all"
+        )
+    return rule, of_groups.pop()
 
 
 def _check(kind: str, g: int, group: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from offload_core.checkpoint.checkpoints import Names
+from offload_core.checkpoint.checkpoints import InOrder, Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike
@@ -19,6 +19,7 @@ from offload_core.config.settings import OffloadSettings
 from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
+from offload_core.ranks.consistency import together
 from offload_core.step.pipeline import StepReport
 from offload_core.support.hints import hinted, refuse
 from offload_core.support.user_line import UserLine
@@ -699,6 +700,25 @@ class Engine(nn.Module):
         The module's frozen parameters and buffers are included.
         """
         return self.optimizer.memory_report(self.module)
+
+    @contextmanager
+    def closed_on_error(self, what: str) -> Iterator[None]:
+        """A context for what belongs to making an engine. If it fails on one rank, it fails on all, and the engine is
+        closed: another one can be made of the model. All ranks enter it.
+
+        Raises:
+            StateError: ``what`` failed on another rank.
+        """
+
+        def failed(others: str) -> StateError:
+            return StateError(f"{what}() failed in process {others}, and so in all; it says there why")
+
+        try:
+            with together(InOrder(self.optimizer.pipeline), what, failed):
+                yield
+        except Exception:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Remove the hooks from the model and free the host memory; the parameters keep their values."""

@@ -5,18 +5,28 @@ On several ranks all call these functions alike.
 
 import torch
 
+from offload_core.errors import StateError
+
 from .optimizer import optimizer_of
 from .placed import local_of
 from .tensors import TakenGradient
 
 
 def get_state(param: torch.Tensor, name: str, *, own: bool) -> torch.Tensor | None:
-    """Return a copy of a state, whole or this rank's part (``own``), on the parameter's device; None: it has none."""
+    """Return a copy of a state, whole or this rank's part (``own``), on the parameter's device; None: it has none.
+
+    Raises:
+        StateError: its rule has no state of that name.
+    """
     optimizer = optimizer_of(param)
     if optimizer is None:
         return None
     read = optimizer.own_states if own else optimizer.whole_states
-    return read(param, [name])[name].to(param.device)
+    try:
+        return read(param, [name])[name].to(param.device)
+    except KeyError:
+        known = ", ".join(map(repr, optimizer.own_states(param)))
+        raise StateError(f"state {name!r} of a parameter that has none of that name; expected one of {known}") from None
 
 
 def set_state(param: torch.Tensor, value: torch.Tensor, name: str, *, own: bool) -> None:

@@ -1,6 +1,7 @@
 """Counts of a run: steps, skipped steps and samples, which go on through checkpoints."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 
 from .optimizer import OffloadedOptimizer
 
@@ -17,6 +18,8 @@ class RunCounts:
         self._before = {name: -count for name, count in self._own().items()}
         """What the counts are ahead of the optimizer's own: those of the run that a checkpoint continues. They
         begin at 0, also where the optimizer has taken over states that have had updates."""
+        self.followed = optimizer.updates
+        """The optimizer's updates that its scheduler has followed. A load sets it, with the counts."""
 
     def _own(self) -> dict[str, int]:
         skipped = self._optimizer.pipeline.counts.skipped
@@ -36,4 +39,15 @@ class RunCounts:
 
     def load_state_dict(self, counts: Mapping[str, int]) -> None:
         """Go on from these counts."""
+        self._go_on_from(counts)
+        self.followed = self._optimizer.updates
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """A context that changes the samples of an update: those so far stay counted."""
+        counts = self.state_dict()
+        yield
+        self._go_on_from(counts)
+
+    def _go_on_from(self, counts: Mapping[str, int]) -> None:
         self._before = {name: int(counts[name]) - own for name, own in self._own().items()}

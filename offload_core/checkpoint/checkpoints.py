@@ -36,7 +36,7 @@ from ..step.state_lock import StateLock, uses, whole
 from ..support.checks import LARGEST, shown
 from ..support.threads import await_sections, uninterrupted
 from ..support.user_line import UserLine
-from .folder import MANIFEST, file_name, has_none
+from .folder import MANIFEST, file_name, find_tag, has_none
 from .loading import Reading, Target, check_model, read_targets
 from .reader import Checkpoint, Loaded, Opened, Want
 from .safetensors import NOT_AS_WRITTEN
@@ -300,6 +300,21 @@ class Checkpoints:
         differs = f"{path}: {found} on process {self._collectives.rank}, and not so on process 0; expected one folder"
         self._check_alike("load", [none], lambda first: f"{differs} that all processes share")
         return none
+
+    @whole("load_checkpoint()")
+    def find_tag(self, folder: str | os.PathLike[str], tag: str | None) -> Path | None:
+        """As :func:`~offload_core.checkpoint.folder.find_tag`, of all processes.
+
+        Raises:
+            CheckpointError: on all processes, if one finds none of that name, or they do not find the same.
+        """
+        self._wait()
+        with self.together("load"):
+            found = find_tag(Path(folder), tag)
+        name = "no checkpoint" if found is None else found.name
+        differs = f"{folder}: {name} on process {self._collectives.rank}, and another on process 0; expected one folder"
+        self._check_alike("load", [fingerprint(name)], lambda first: f"{differs} that all processes share")
+        return found
 
     @whole("load_checkpoint()")
     def load(

@@ -7,6 +7,7 @@ last one.
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
@@ -120,7 +121,8 @@ def _replaced(path: Path) -> Path:
 def put_back(path: Path) -> None:
     """Give a checkpoint its name again if a process was killed while it was being replaced."""
     if not os.path.exists(path) and _replaced(path).exists():
-        _replaced(path).rename(path)
+        with suppress(FileNotFoundError):  # another process has done it
+            _replaced(path).rename(path)
 
 
 def check_name(folder: Path, name: str, step: int) -> None:

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -214,6 +215,19 @@ def test_a_tag_whose_replacement_was_killed_is_the_old_checkpoint_or_the_new_one
     save(subject, tmp_path, step=5)
     assert sorted(p.name for p in tmp_path.iterdir() if p.name != "new") == ["best", "latest", "step-00000005"]
     assert load(subject, tmp_path / "best").step == expected
+
+
+def test_two_processes_may_give_a_checkpoint_its_name_again_at_once(tmp_path, monkeypatch):
+    path, _ = save(make(), tmp_path, step=3, tag="best")
+    path.rename(tmp_path / ".best.replaced")
+    rename = Path.rename
+
+    def another_was_first(self, target):
+        rename(self, target)
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", another_was_first)
+    assert Checkpoint(tmp_path).path == path
 
 
 @pytest.mark.parametrize(

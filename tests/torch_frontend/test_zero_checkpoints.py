@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from frontends.torch import export_deepspeed, load_deepspeed, wrap, zero_checkpoint
-from offload_core.errors import CheckpointError, CheckpointWarning
+from offload_core.errors import CheckpointError, CheckpointWarning, StateError
 from tests.support.deepspeed_checkpoints import FROZEN, Run, model, scaler, write
 from tests.support.processes import on_ranks
 
@@ -500,3 +500,30 @@ def test_what_deepspeed_has_no_place_for_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"group 0 have had \[0, 1\] updates"):
         export_deepspeed(engine, tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+class Counting:
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+class Refuses(Counting):
+    def load_state_dict(self, state):
+        raise KeyError("base_lrs")
+
+
+def test_states_of_objects_are_loaded_with_the_rest_and_one_that_fails_stops_the_run(tmp_path):
+    write(tmp_path, Run(), 2, 2)
+    engine, scheduler, counts = engine_of(), Counting(), Counting()
+    zero_checkpoint(tmp_path).load(engine, stateful={"lr_scheduler": scheduler, "deepspeed": counts})
+    assert scheduler.state == {"last_batch_iteration": 4}
+    assert counts.state == {"global_steps": 7, "global_samples": 99, "skipped_steps": 2}
+    with pytest.raises(CheckpointError, match=r"broke off in load_state_dict\(\) of stateful\['lr_scheduler'\]"):
+        zero_checkpoint(tmp_path).load(engine, stateful={"lr_scheduler": Refuses()})
+    with pytest.raises(StateError, match="loading a checkpoint broke off"):
+        engine.optimizer.step()
+    zero_checkpoint(tmp_path).load(engine, stateful={"lr_scheduler": scheduler})
+    assert_taken_over(engine, Run())

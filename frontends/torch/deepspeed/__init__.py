@@ -114,17 +114,20 @@ def initialize(
     if why := translation.rounds_elsewhere(given, resolved.param_dtype, world_size=comm.get_world_size()):
         UserLine.now().warn(ConfigWarning(why))
     engine = DeepSpeedEngine(model, resolved, given, params)
-    if (parted := engine.optimizer.partitioned) is not None:
-        mark(model.parameters(), parted)
-    for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
-        mark_leaf(module, True)
-    if client is not None:
-        client.hand_over(optimizer, engine.optimizer)
-        engine._count_from_here()
-    engine.lr_scheduler = _scheduler(lr_scheduler, given, engine) if has_optimizer else None
-    engine.collate_fn = collate_fn
-    if training_data is not None:
-        engine.training_dataloader = _loader(engine, training_data, collate_fn, bool(given.get("dataloader_drop_last")))
+    with engine.closed_on_error("initialize"):
+        if (parted := engine.optimizer.partitioned) is not None:
+            mark(model.parameters(), parted)
+        for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
+            mark_leaf(module, True)
+        if client is not None:
+            client.hand_over(optimizer, engine.optimizer)
+            engine._count_from_here()
+        engine.lr_scheduler = _scheduler(lr_scheduler, given, engine) if has_optimizer else None
+        engine.collate_fn = collate_fn
+        if training_data is not None:
+            engine.training_dataloader = _loader(
+                engine, training_data, collate_fn, bool(given.get("dataloader_drop_last"))
+            )
     return engine, engine.optimizer if has_optimizer else None, engine.training_dataloader, engine.lr_scheduler
 
 

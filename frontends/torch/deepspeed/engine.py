@@ -3,14 +3,13 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload_core.checkpoint.folder import MANIFEST, find_tag
+from offload_core.checkpoint.folder import MANIFEST
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed.names import is_theirs, refuse
 from offload_core.errors import ConfigError, GradientError, StateError
@@ -67,8 +66,6 @@ class DeepSpeedEngine(Engine):
     def _count_from_here(self) -> None:
         """Begin the counts at 0: no update of the optimizer so far was this engine's."""
         self._counts = RunCounts(self.optimizer, self.train_batch_size)
-        self._scheduled = self.optimizer.updates
-        """The updates after which the scheduler has made its step."""
 
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and name in GETTERS:
@@ -118,11 +115,11 @@ class DeepSpeedEngine(Engine):
         """Step the scheduler for each update that it has not followed, also one whose ``step()`` was interrupted."""
 
         def follow() -> None:
-            self._scheduled += 1
+            self._counts.followed += 1
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**kwargs)
 
-        while self._scheduled < self.optimizer.updates:
+        while self._counts.followed < self.optimizer.updates:
             uninterrupted(follow)
 
     @property
@@ -201,15 +198,17 @@ class DeepSpeedEngine(Engine):
                 f"train_batch_size: got {train_batch_size}, expected a multiple of train_micro_batch_size_per_gpu "
                 f"({self._micro_batch}) * ranks ({self.world_size})"
             )
-        counts = self._counts.state_dict()
         self.set_gradient_accumulation_steps(steps)
-        self._counts.load_state_dict(counts)
+
+    def set_gradient_accumulation_steps(self, micro_steps: int) -> None:
+        """As :meth:`Engine.set_gradient_accumulation_steps`; the samples so far stay counted."""
+        with self._counts.kept():
+            super().set_gradient_accumulation_steps(micro_steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Note other samples of a micro-step; the accumulation steps stay."""
-        counts = self._counts.state_dict()
-        self._micro_batch = micro_batch_size
-        self._counts.load_state_dict(counts)
+        with self._counts.kept():
+            self._micro_batch = micro_batch_size
 
     def save_checkpoint(  # type: ignore[override]
         self,
@@ -263,7 +262,7 @@ class DeepSpeedEngine(Engine):
         """
         if custom_load_fn is not None:
             raise ConfigError(f"load_checkpoint(custom_load_fn=...): {refuse('load_checkpoint', 'custom_load_fn')}")
-        path = find_tag(Path(load_dir), None if tag is None else str(tag))
+        path = self.optimizer.checkpoints.find_tag(load_dir, None if tag is None else str(tag))
         if path is None:
             return None, {}
         states = load_optimizer_states and not load_module_only
@@ -275,13 +274,8 @@ class DeepSpeedEngine(Engine):
         else:
             with self.optimizer.checkpoints.together("load"):
                 checkpoint = zero_checkpoint(path.parent, path.name)
-            checkpoint.load(self, **what)
+            checkpoint.load(self, stateful=stateful, **what)
             client_state = checkpoint.client_state
-            saved = {"lr_scheduler": checkpoint.lr_scheduler, "deepspeed": vars(checkpoint)}
-            for name, item in stateful.items():
-                if saved[name] is not None:
-                    item.load_state_dict(saved[name])
-        self._scheduled = self.optimizer.updates
         return str(path), client_state or {}
 
     def save_16bit_model(
@@ -289,10 +283,10 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Write the module's whole ``state_dict``, as the model runs with it, to a file that ``torch.load`` reads."""
         values = self.whole_state_dict(frozen=not exclude_frozen_parameters)
-        if values is not None:
-            os.makedirs(save_dir, exist_ok=True)
-            torch.save(values, os.path.join(save_dir, save_filename))
-        dist.barrier()
+        with self.optimizer.checkpoints.together("save"):
+            if values is not None:
+                os.makedirs(save_dir, exist_ok=True)
+                torch.save(values, os.path.join(save_dir, save_filename))
         return True
 
     save_fp16_model = save_16bit_model

@@ -100,14 +100,23 @@ class ZeroCheckpoint:
         self.client_state = contents.client_state
         """The values that the script gave to ``save_checkpoint``, without objects, which are never made again."""
 
-    def load(self, engine: Engine, *, optimizer_states: bool = True, strict: bool = True) -> None:
+    def load(
+        self,
+        engine: Engine,
+        *,
+        stateful: Mapping[str, Any] | None = None,
+        optimizer_states: bool = True,
+        strict: bool = True,
+    ) -> None:
         """Load the checkpoint into an engine, of any number of ranks and in any stage. All ranks call this.
 
         Master weights, frozen parameters and buffers get the checkpoint's values; with ``optimizer_states`` also the
         moments and step counts of each parameter, the hyperparameters of the parameter groups, the number of updates,
-        on which schedules depend, and a dynamic loss scale. A state of :attr:`lr_scheduler` is yours to load.
+        on which schedules depend, and a dynamic loss scale.
 
         Args:
+            stateful: objects that ``load_state_dict`` gives what the checkpoint has of them: ``"lr_scheduler"`` a
+                scheduler's state, ``"deepspeed"`` the counts (``global_steps``, ``global_samples``, ``skipped_steps``).
             optimizer_states: False loads weights alone; states and counts stay as they are.
             strict: False ignores tensors that this model lacks, and leaves frozen parameters and buffers that the
                 checkpoint lacks as they are.
@@ -118,9 +127,11 @@ class ZeroCheckpoint:
         """
         engine.optimizer.follow_sizes()
         checkpoints = ModelCheckpoints(engine.module, engine.optimizer)
+        counts = {name: getattr(self, name) for name in ("global_steps", "global_samples", "skipped_steps")}
+        held = {"deepspeed": counts} | ({} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler})
         checkpoints.load(
-            partial(_ToLoad.of, self._contents, engine, checkpoints, states=optimizer_states),
-            stateful=None,
+            partial(_ToLoad.of, self._contents, engine, checkpoints, held, states=optimizer_states),
+            stateful={name: item for name, item in (stateful or {}).items() if name in held},
             names=None,
             random_state=False,
             states=optimizer_states,
@@ -204,8 +215,19 @@ class _ToLoad:
         self._arrays: list[np.ndarray] = []
 
     @classmethod
-    def of(cls, contents: Contents, engine: Engine, checkpoints: ModelCheckpoints, *, states: bool) -> "_ToLoad":
+    def of(
+        cls,
+        contents: Contents,
+        engine: Engine,
+        checkpoints: ModelCheckpoints,
+        stateful: Mapping[str, Any],
+        *,
+        states: bool,
+    ) -> "_ToLoad":
         """The checkpoint as an engine can load it.
+
+        Args:
+            stateful: the states that it has of a user's objects.
 
         Raises:
             CheckpointError: it is of another optimizer, or its numbers are out of range.
@@ -241,7 +263,7 @@ class _ToLoad:
                 for group, rule in zip(contents.groups, contents.rules, strict=True)
             ],
             "modules": _extra_states(contents),
-            "stateful": {},
+            "stateful": stateful,
             "extras": None,
         }
         content["state"] = encode(state, made._arrays, [TENSORS], where=f"{contents.path}: state")

@@ -21,6 +21,7 @@ from offload_core import CheckpointError, ConfigError, ConfigWarning, ParameterE
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import GradientError
 from tests.support.interrupts import FewerLines, first_passes, interrupt_at
+from tests.support.processes import on_ranks
 from tests.support.torch_lion import Lion
 from tests.support.torch_models import assert_all_same, batch, everything, loss_of, make, same_bits
 
@@ -324,6 +325,11 @@ def test_a_larger_batch_is_more_accumulation():
     with pytest.raises(ConfigError, match=r"got 13, expected a multiple of train_micro_batch_size_per_gpu \(8\)"):
         engine.set_train_batch_size(13)
     assert engine.train_batch_size() == 24
+    train(engine, range(2))
+    engine.set_gradient_accumulation_steps(1)
+    assert (engine.train_batch_size(), engine.global_samples) == (8, 64)
+    train(engine, [0])
+    assert engine.global_samples == 72
 
 
 def test_the_boundary_is_set_by_hand_until_it_is_given_back():
@@ -712,7 +718,12 @@ class OfTheirOwn(torch.optim.AdamW):
     pass
 
 
+def one_of_each(params):
+    return torch.optim.Adam([{"params": [p], "decoupled_weight_decay": p.dim() > 1} for p in params], weight_decay=0.1)
+
+
 REFUSED = {
+    "both kinds of decay": (one_of_each, "Adam with decoupled_weight_decay=True in one group and False in another"),
     "RMSprop": (lambda p: torch.optim.RMSprop(p), "RMSprop, of which there is no rule here; expected AdamW"),
     "a subclass": (OfTheirOwn, r"test_face\.OfTheirOwn, of which there is no rule here"),
     "amsgrad": (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True in group 0"),
@@ -734,6 +745,18 @@ def test_an_optimizer_without_a_rule_is_refused_by_name_and_nothing_changes(name
         start(model, {**BATCH, "bf16": {"enabled": True}}, optimizer=make_optimizer(model.parameters()))
     assert_all_same(model.state_dict().values(), before.values())
     start(model)
+
+
+def test_the_kind_of_weight_decay_is_that_of_the_groups():
+    def optimizer(params):
+        made = torch.optim.AdamW(params, lr=1e-2, weight_decay=0.3, fused=True)
+        made.param_groups[0]["decoupled_weight_decay"] = False
+        return made
+
+    engine, plain = start(config=BATCH, optimizer=optimizer)[0], make()
+    train(engine, range(3))
+    beside(plain, optimizer(plain.parameters()), range(3))
+    assert_close(engine, plain, rtol=1e-6, atol=1e-7)
 
 
 # --- bad input -----------------------------------------------------------------------------------------------------
@@ -966,6 +989,60 @@ def test_methods_of_an_engine_say_what_they_have_in_place_of_deepspeeds_argument
     train(engine, [0])
 
 
+def test_a_model_can_have_an_engine_after_its_scheduler_or_loader_was_an_error():
+    model, errors = make(), []
+    for wrong in ({"lr_scheduler": lambda optimizer: 1 / 0}, {"training_data": iter([])}):
+        with pytest.raises((ZeroDivisionError, TypeError)) as error:
+            start(model, **wrong)
+        errors.append(error)  # it holds the frames, as a notebook does
+    train(start(model)[0], [0])
+
+
+# --- ranks ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("number", [2, 3])
+def test_a_scheduler_that_one_rank_cannot_make_is_an_error_of_all(number):
+    @on_ranks(2)
+    def said(rank):
+        model, config = make(), {**CONFIG, **stage(number)}
+        with pytest.raises((ZeroDivisionError, StateError)) as error:
+            start(model, config, lr_scheduler=lambda optimizer: 1 / 0 if rank else None)
+        train(start(model, config)[0], [0])
+        return str(error.value)
+
+    assert said == ["initialize() failed in process 1, and so in all; it says there why", "division by zero"]
+
+
+def test_what_one_rank_cannot_read_or_write_is_an_error_of_all_and_the_run_goes_on(tmp_path):
+    @on_ranks(2)
+    def said(rank):
+        engine = start()[0]
+        train(engine, [0])
+        engine.save_checkpoint(tmp_path / "0", "first")
+        (tmp_path / "file").write_text("")
+        mine, nothing = tmp_path / str(rank), tmp_path / "file" / "folder"
+        calls = [
+            lambda: engine.load_checkpoint(mine),
+            lambda: engine.load_checkpoint(mine, "first"),
+            lambda: engine.save_16bit_model(nothing),
+        ]
+        found = []
+        for call in calls:
+            with pytest.raises((CheckpointError, NotADirectoryError)) as error:
+                call()
+            found.append(str(error.value))
+        train(engine, [1])
+        return found, engine.global_steps
+
+    loads, saves = (f"{what} of a checkpoint failed in process" for what in ("load", "save"))
+    differs = "no checkpoint on process 1, and another on process 0; expected one folder"
+    expected = [loads, loads, "Not a directory"], [differs, "no such checkpoint", saves]
+    for (of_rank, steps), texts in zip(said, expected, strict=True):
+        assert steps == 2
+        assert [text in got for got, text in zip(of_rank, texts, strict=True)] == [True] * 3, of_rank
+
+
 # --- interrupts ----------------------------------------------------------------------------------------------------
 
 
@@ -1010,3 +1087,31 @@ def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(of):
         assert matching, f"line {number}, {[place for place, n in passes.items() if n == number]}: {found[1:]}"
         outcomes.update(matching)
     assert outcomes == {0, 1}
+
+
+def test_a_scheduler_goes_on_with_a_checkpoint_whose_load_was_interrupted_at_its_end(tmp_path):
+    config = {**CONFIG, **WARMUP}
+    saving = start(config=config)[0]
+    train(saving, range(3))
+    saving.save_checkpoint(tmp_path)
+    train(saving, [7])
+    expected = saving.global_steps, saving.lr_scheduler.last_batch_iteration
+
+    def begun():
+        engine = start(config=config)[0]
+        train(engine, [0])
+        return engine
+
+    counted = begun()
+    numbers = sorted(first_passes(lambda: counted.load_checkpoint(tmp_path)).values())
+    counted.destroy()
+    outcomes = []
+    for number in numbers[-12:]:
+        try:
+            engine = begun()
+            interrupt_at(number, lambda engine=engine: engine.load_checkpoint(tmp_path))
+            train(engine, [7])
+            outcomes.append((engine.global_steps, engine.lr_scheduler.last_batch_iteration))
+        except (FewerLines, StateError):  # the states themselves are half loaded
+            continue
+    assert set(outcomes) == {expected}

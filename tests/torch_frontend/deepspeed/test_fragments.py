@@ -131,6 +131,13 @@ def test_a_parameter_that_no_engine_trains_has_none():
     assert stranger.grad.tolist() == [2, 2, 2]
 
 
+@pytest.mark.parametrize("get", [safe_get_full_optimizer_state, safe_get_local_optimizer_state])
+def test_a_state_of_another_rule_is_an_error_that_names_those_that_there_are(get):
+    engine = deepspeed.initialize(model=make(), config=CONFIG)[0]
+    with pytest.raises(StateError, match="state 'momentum_buffer' .* expected one of .*'exp_avg', 'exp_avg_sq'"):
+        get(engine.module[0].weight, "momentum_buffer")
+
+
 def test_leaf_modules_are_chosen_by_class_by_name_and_by_suffix_and_given_up():
     model = experts.mixture()
     blocks, routers = [model[1], model[2]], [model[1].router, model[2].router]
