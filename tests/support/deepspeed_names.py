@@ -18,6 +18,10 @@ _OF_AN_INSTANCE = """
     train training_dataloader world_size zero_grad"""
 
 
+_OF_OURS = {"set_gradient_accumulation_steps"}
+"""Names of ``Engine`` alone, which the face's engine extends."""
+
+
 def public(names):
     return {name for name in names if not name.startswith("_")}
 
@@ -25,7 +29,7 @@ def public(names):
 def taken(place):
     """The public names of this place that the face has."""
     if place == "engine":
-        return public(vars(deepspeed.DeepSpeedEngine)) | {*GETTERS, *_OF_AN_INSTANCE.split()}
+        return public(vars(deepspeed.DeepSpeedEngine)) - _OF_OURS | {*GETTERS, *_OF_AN_INSTANCE.split()}
     if place == "deepspeed":
         return {*deepspeed.__all__, "dist"}
     module = getattr(deepspeed, place)
