@@ -1,5 +1,6 @@
 """Another library's optimizer: the rule of its name takes over its groups, hyperparameters and states."""
 
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import torch
 
 from offload_core.config.options import names_of
-from offload_core.errors import ConfigError, ConfigWarning
+from offload_core.errors import ConfigError, ConfigWarning, StateError
 from offload_core.rules import RULES
 from offload_core.support.user_line import UserLine
 
@@ -68,14 +69,41 @@ class Client:
         if isinstance(optimizer, OffloadedOptimizer):
             return
         optimizer.state.clear()
-        optimizer.param_groups = engines.param_groups
-        optimizer._opt_called = True  # torch's schedulers warn if the optimizer that they were given makes no step
+        _follow(optimizer, engines)
         UserLine.now().warn(
             ConfigWarning(
                 f"{type(optimizer).__name__}: {type(engines).__name__} has taken over its groups, hyperparameters and "
                 "states, and makes the updates; expected engine.step(), and no step() of the former"
             )
         )
+
+
+def _follow(optimizer: Any, engines: OffloadedOptimizer) -> None:
+    """Have a client's optimizer show the groups of the engine's, and refuse what only the engine's can do."""
+    engines_name = type(engines).__name__
+
+    def refused(name: str) -> Any:
+        def call(*_: Any, **__: Any) -> None:
+            raise StateError(
+                f"{kind.__name__}.{name}(): {engines_name} has taken over its groups and states; expected "
+                f"{'engine.step()' if name == 'step' else f'engine.optimizer.{name}()'}"
+            )
+
+        call._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # torch's schedulers warn where it is missing
+        return call
+
+    def groups(_: Any) -> Any:
+        engines = alive()
+        return last if engines is None else engines.param_groups
+
+    kind = type(optimizer)
+    # its load_state_dict replaces the list, so that one alone does not do; and a client keeps no engine alive
+    alive, last = weakref.ref(engines), engines.param_groups
+    body: dict[str, Any] = {name: refused(name) for name in ("step", "add_param_group", "load_state_dict")}
+    body["param_groups"] = property(groups, lambda _, new: None)
+    optimizer.__dict__.pop("step", None)  # a scheduler's wrapper of the former step
+    optimizer.__class__ = type(kind.__name__, (kind,), {"__module__": kind.__module__, **body})
+    optimizer._opt_called = True  # torch's schedulers warn if the optimizer that they were given makes no step
 
 
 def _rule_of(optimizer: Any) -> tuple[str, bool]:

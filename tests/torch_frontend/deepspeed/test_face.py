@@ -6,6 +6,7 @@ import json
 import math
 import os
 import types
+import warnings
 
 import pytest
 import torch
@@ -650,6 +651,33 @@ def test_a_clients_optimizer_goes_on_as_the_rule_of_its_name(name, before):
     beside(models[1], optimizers[1], range(4))
     assert_close(engine, models[1], rtol=1e-5, atol=1e-6)
     assert optimizer.param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
+
+
+def test_a_clients_optimizer_follows_the_engines_and_trains_nothing_by_itself():
+    client = torch.optim.AdamW((model := make()).parameters(), lr=0.5)
+    before = torch.optim.lr_scheduler.StepLR(client, 1, gamma=0.5)
+    engine = start(model, BATCH, optimizer=client, lr_scheduler=before)[0]
+    train(engine, range(1))
+    engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
+    assert client.param_groups is engine.optimizer.param_groups
+    after = torch.optim.lr_scheduler.StepLR(client, 1, gamma=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(engine, range(1))
+        after.step()
+    assert engine.get_lr() == [client.param_groups[0]["lr"]] == pytest.approx([0.0125])
+    extra = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(StateError, match=r"AdamW\.step\(\): OffloadedAdamW has taken over .* engine\.step\(\)"):
+        client.step()
+    with pytest.raises(StateError, match=r"expected engine\.optimizer\.add_param_group\(\)"):
+        client.add_param_group({"params": [extra]})
+    with pytest.raises(StateError, match=r"expected engine\.optimizer\.load_state_dict\(\)"):
+        client.load_state_dict(client.state_dict())
+    assert len(engine.optimizer.param_groups) == 1
+    del engine, before, after
+    gc.collect()
+    start(model)  # the client keeps no engine alive
+    assert len(client.param_groups) == 1
 
 
 OURS = {
