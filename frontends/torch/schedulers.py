@@ -54,7 +54,10 @@ class Scheduler:
 
     def _write(self) -> None:
         for group, lr in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
-            group["lr"] = lr
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(lr)  # what holds it, as a captured graph does, reads the new rate
+            else:
+                group["lr"] = lr
             if callable(self._betas) and "betas" in group:
                 group["betas"] = self._betas(self.last_batch_iteration + 1)
 

@@ -18,6 +18,7 @@ from frontends.torch import deepspeed, gathered_parameters, wrap
 from frontends.torch.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from frontends.torch.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from frontends.torch.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from frontends.torch.deepspeed.runtime.lr_schedules import WarmupLR
 from offload_core import CheckpointError, ConfigError, ConfigWarning, ParameterError, StateError
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import GradientError
@@ -215,6 +216,19 @@ def test_a_scheduler_comes_as_an_object_as_a_function_or_from_the_section():
     scheduler.step(0)
     scheduler.load_state_dict(saved)
     assert scheduler.last_batch_iteration == 4
+
+
+def test_a_schedulers_rates_go_into_the_tensor_that_an_optimizer_has_for_them():
+    rate = torch.full((), 0.1, dtype=torch.float64)
+    optimizer = torch.optim.SGD(make().parameters(), lr=rate)
+    scheduler = WarmupLR(optimizer, warmup_num_steps=4, warmup_type="linear")
+    assert optimizer.param_groups[0]["lr"] is rate
+    rates = [rate.item()]
+    for _ in range(4):
+        scheduler.step()
+        rates.append(rate.item())
+    assert rates == pytest.approx([0, 0, 0.025, 0.05, 0.075])
+    assert optimizer.param_groups[0]["lr"] is rate
 
 
 def test_lr_kwargs_go_to_the_scheduler():
