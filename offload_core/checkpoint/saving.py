@@ -264,7 +264,8 @@ class Save:
 
     def _explained(self, error: Exception) -> CheckpointError:
         place = self._place
-        if not (place.unfinished.is_dir() or (place.folder / place.name).is_dir()):
+        exists = place.unfinished.is_dir() or (place.folder / place.name).is_dir()
+        if not exists or isinstance(error, FileNotFoundError):  # while another process removes it, it still exists
             return place.lost()
         if isinstance(error, CheckpointError):
             return error

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from offload_core.checkpoint import saving
 from offload_core.checkpoint.folder import file_name, find
 from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.manifest import file_record, write_manifest
@@ -331,6 +332,15 @@ def test_after_a_load_that_broke_off_nothing_goes_on_until_another_is_loaded(tmp
     load(subject, good)
     subject.pipeline.drop_gradients()
     assert one_step(subject).updated
+
+
+def test_a_file_that_another_process_removes_meanwhile_is_named_so(tmp_path, monkeypatch):
+    def removed_meanwhile(path, text):
+        path.with_suffix(".new").rename(path)
+
+    monkeypatch.setattr(saving, "durable", removed_meanwhile)
+    with pytest.raises(CheckpointError, match="saving failed in another process, which says there why, or somebody"):
+        save(make(), tmp_path, step=1)
 
 
 def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_the_checkpoints_before(tmp_path, monkeypatch):

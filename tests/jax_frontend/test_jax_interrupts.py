@@ -132,7 +132,8 @@ def test_a_signal_at_any_line_of_a_load_finds_and_leaves_what_was_before_or_what
     left = set()
     for number in passes.values():
         offloaded.load_pytree(start)
-        interrupt_at(number, lambda: getattr(offloaded, load)(given))
+        with suppress(FewerLines):
+            interrupt_at(number, lambda: getattr(offloaded, load)(given))
         left.add(allowed.index(everything(offloaded)))
     assert 0 in left
     offloaded.load_pytree(start)

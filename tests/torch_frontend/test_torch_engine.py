@@ -1053,7 +1053,10 @@ def test_no_params_are_refused():
 
 def test_no_sync_needs_stage_1():
     engine = wrap(nn.Linear(4, 4))
-    with pytest.raises(StateError, match=r"no_sync\(\) in stage 2.*expected stage=1"), engine.no_sync():
+    with (
+        pytest.raises(StateError, match=r"no_sync\(\) is incompatible with stage 2.*expected stage=1"),
+        engine.no_sync(),
+    ):
         pass
 
 
