@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from offload_core.deepspeed.schedules import SectionSchedule
+from offload_core.deepspeed.schedules import OneCycle, SectionSchedule
 
 
 class Scheduler:
@@ -42,8 +42,10 @@ class Scheduler:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def get_mom(self) -> list[Any]:
-        """Return each group's betas, or its momentum; None: it has neither."""
-        given = self._betas(max(self.last_batch_iteration + 1, 1)) if callable(self._betas) else None
+        """Return each group's betas (a cycle's, even where the first update has others), or its momentum, or None."""
+        cycle, given = self._schedule.schedule, None
+        if isinstance(cycle, OneCycle) and callable(self._betas):
+            given = cycle.betas_in_cycle(self.last_batch_iteration + 1)
         return [given or group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
     def step(self, last_batch_iteration: int | None = None) -> None:

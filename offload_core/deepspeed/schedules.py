@@ -154,8 +154,10 @@ class OneCycle:
 
     def _betas(self, updates: Any) -> tuple[float, float]:
         n = operator.index(updates)
-        if n == 0:
-            return self.cycle_min_mom, 0.99
+        return (self.cycle_min_mom, 0.99) if n == 0 else self.betas_in_cycle(n)
+
+    def betas_in_cycle(self, n: int) -> tuple[float, float]:
+        """Return the betas after ``n`` updates, as if the first update's were in the cycle, too."""
         if n <= self._length:
             return _between(self.cycle_max_mom, self.cycle_min_mom, self._height(n)), 0.99
         return self.cycle_max_mom * (1 + self._decay(self.decay_mom_rate, n)), 0.99

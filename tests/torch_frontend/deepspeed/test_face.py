@@ -18,7 +18,7 @@ from frontends.torch import deepspeed, gathered_parameters, wrap
 from frontends.torch.deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
 from frontends.torch.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from frontends.torch.deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
-from frontends.torch.deepspeed.runtime.lr_schedules import WarmupLR
+from frontends.torch.deepspeed.runtime.lr_schedules import OneCycle, WarmupLR
 from offload_core import CheckpointError, ConfigError, ConfigWarning, ParameterError, StateError
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import GradientError
@@ -229,6 +229,17 @@ def test_a_schedulers_rates_go_into_the_tensor_that_an_optimizer_has_for_them():
         rates.append(rate.item())
     assert rates == pytest.approx([0, 0, 0.025, 0.05, 0.075])
     assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_a_cycles_momentum_begins_at_its_highest_and_the_first_update_has_the_lowest():
+    cycle = dict(cycle_min_lr=1e-3, cycle_max_lr=1e-2, cycle_min_mom=0.08, cycle_max_mom=0.09, cycle_first_step_size=10)
+    optimizer = torch.optim.Adam(make().parameters())
+    scheduler = OneCycle(optimizer, **cycle)
+    said = []
+    for _ in range(3):
+        said.append((scheduler.get_mom()[0][0], optimizer.param_groups[0]["betas"][0]))
+        scheduler.step()
+    assert said == [pytest.approx(each) for each in ((0.09, 0.08), (0.089, 0.089), (0.088, 0.088))]  # as DeepSpeed's
 
 
 def test_lr_kwargs_go_to_the_scheduler():
