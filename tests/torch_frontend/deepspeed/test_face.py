@@ -232,7 +232,13 @@ def test_a_schedulers_rates_go_into_the_tensor_that_an_optimizer_has_for_them():
 
 
 def test_a_cycles_momentum_begins_at_its_highest_and_the_first_update_has_the_lowest():
-    cycle = dict(cycle_min_lr=1e-3, cycle_max_lr=1e-2, cycle_min_mom=0.08, cycle_max_mom=0.09, cycle_first_step_size=10)
+    cycle = {
+        "cycle_min_lr": 1e-3,
+        "cycle_max_lr": 1e-2,
+        "cycle_min_mom": 0.08,
+        "cycle_max_mom": 0.09,
+        "cycle_first_step_size": 10,
+    }
     optimizer = torch.optim.Adam(make().parameters())
     scheduler = OneCycle(optimizer, **cycle)
     said = []
