@@ -13,6 +13,7 @@ from offload_core.checkpoint.folder import MANIFEST
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed.names import is_theirs, refuse
 from offload_core.errors import ConfigError, GradientError, StateError
+from offload_core.support import checks
 from offload_core.support.threads import uninterrupted
 
 from ..casting import frozen_for_now
@@ -192,6 +193,7 @@ class DeepSpeedEngine(Engine):
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the samples of an update, between two updates, by other accumulation steps."""
+        checks.integer("train_batch_size", train_batch_size)
         steps, rest = divmod(train_batch_size, self._micro_batch * self.world_size)
         if rest or steps < 1:
             raise ConfigError(
@@ -207,6 +209,7 @@ class DeepSpeedEngine(Engine):
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Note other samples of a micro-step; the accumulation steps stay."""
+        checks.integer("micro_batch_size", micro_batch_size)
         with self._counts.kept():
             self._micro_batch = micro_batch_size
 

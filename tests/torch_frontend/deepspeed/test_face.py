@@ -356,6 +356,9 @@ def test_a_larger_batch_is_more_accumulation():
         engine.set_train_batch_size(8)
     with pytest.raises(ConfigError, match=r"got 13, expected a multiple of train_micro_batch_size_per_gpu \(8\)"):
         engine.set_train_batch_size(13)
+    for change, bad in ((engine.set_train_batch_size, "a"), (engine.set_train_micro_batch_size, 0)):
+        with pytest.raises(ConfigError, match=f"batch_size: got {bad!r}, expected an integer of at least 1"):
+            change(bad)
     assert engine.train_batch_size() == 24
     train(engine, range(2))
     engine.set_gradient_accumulation_steps(1)
