@@ -31,7 +31,7 @@ _NOT_TAKEN = {**REFUSED, "centered": "there is no RMSprop"}
 
 @dataclass(frozen=True)
 class Client:
-    """What is taken over from a client's optimizer."""
+    """Hyperparameters, groups and states of a client's optimizer, for an engine to take over."""
 
     fields: dict[str, Any]
     """Fields of ``OffloadConfig``: the rule and its hyperparameters."""
@@ -62,20 +62,27 @@ class Client:
         groups = [_own(rule, group) for group in optimizer.param_groups if group["params"]]
         return cls(fields, groups, optimizer.state_dict() if any(optimizer.state.values()) else None)
 
-    def hand_over(self, optimizer: Any, engines: OffloadedOptimizer) -> None:
-        """Give the engine's optimizer the states, and have schedulers of the client's write to its groups."""
+    def load(self, engines: OffloadedOptimizer) -> None:
+        """Give the engine's optimizer the states."""
         if self.states is not None:
             engines.load_state_dict(self.states)
-        if isinstance(optimizer, OffloadedOptimizer):
-            return
-        optimizer.state.clear()
-        _follow(optimizer, engines)
-        UserLine.now().warn(
-            ConfigWarning(
-                f"{type(optimizer).__name__}: {type(engines).__name__} has taken over its groups, hyperparameters and "
-                "states, and makes the updates; expected engine.step(), and no step() of the former"
-            )
+
+
+def let_go(optimizer: Any, engines: OffloadedOptimizer) -> None:
+    """Free a client's optimizer of its states, and have its schedulers write to the groups of the engine's.
+
+    Call it last, when nothing can fail any more on any rank: until then the client's optimizer is whole.
+    """
+    if isinstance(optimizer, OffloadedOptimizer):
+        return
+    optimizer.state.clear()
+    _follow(optimizer, engines)
+    UserLine.now().warn(
+        ConfigWarning(
+            f"{type(optimizer).__name__}: {type(engines).__name__} has taken over its groups, hyperparameters and "
+            "states, and makes the updates; expected engine.step(), and no step() of the former"
         )
+    )
 
 
 def _follow(optimizer: Any, engines: OffloadedOptimizer) -> None:

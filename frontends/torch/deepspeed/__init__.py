@@ -22,7 +22,7 @@ from offload_core.support.checks import shown
 from offload_core.support.user_line import UserLine
 
 from ..casting import round_to_types
-from ..clients import Client
+from ..clients import Client, let_go
 from ..groups import all_or_given
 from ..registration import check_is_free
 from ..stage3.construction import in_shards, shards_of
@@ -120,7 +120,7 @@ def initialize(
         for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
             mark_leaf(module, True)
         if client is not None:
-            client.hand_over(optimizer, engine.optimizer)
+            client.load(engine.optimizer)
             engine._count_from_here()
         engine.lr_scheduler = _scheduler(lr_scheduler, given, engine) if has_optimizer else None
         engine.collate_fn = collate_fn
@@ -128,6 +128,8 @@ def initialize(
             engine.training_dataloader = _loader(
                 engine, training_data, collate_fn, bool(given.get("dataloader_drop_last"))
             )
+    if client is not None:
+        let_go(optimizer, engine.optimizer)
     return engine, engine.optimizer if has_optimizer else None, engine.training_dataloader, engine.lr_scheduler
 
 

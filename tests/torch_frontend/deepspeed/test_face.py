@@ -714,6 +714,18 @@ def test_a_clients_optimizer_follows_the_engines_and_trains_nothing_by_itself():
     assert len(client.param_groups) == 1
 
 
+def test_a_client_keeps_its_states_and_trains_on_where_initialize_fails():
+    model, other = make(), make()
+    optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (model, other)]
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        beside(each, optimizer, range(2))
+    with pytest.raises(ZeroDivisionError):
+        start(model, BATCH, optimizer=optimizers[0], lr_scheduler=lambda optimizer: 1 / 0)
+    for each, optimizer in zip((model, other), optimizers, strict=True):
+        beside(each, optimizer, range(2, 4))
+    assert_all_same(model.state_dict().values(), other.state_dict().values())
+
+
 OURS = {
     "DeepSpeedCPUAdam": lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1),
     "DeepSpeedCPUAdam, L2": lambda p: DeepSpeedCPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=False),
