@@ -257,7 +257,8 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
     put_back(folder / tag)
     if not (folder / tag).is_dir():
         there = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir())
-        raise CheckpointError(f"{folder / tag}: no such checkpoint; expected one of {', '.join(there) or 'none'}")
+        expected = f"one of {', '.join(there)}" if there else "a folder with checkpoints, and this one has none"
+        raise CheckpointError(f"{folder / tag}: no such checkpoint; expected {expected}")
     return folder / tag
 
 

@@ -522,6 +522,8 @@ def test_tags_and_the_file_latest(tmp_path):
     assert (os.path.basename(path), state) == ("global_step1", {"epoch": 1})
     assert engine.load_checkpoint(str(tmp_path), tag="best")[1] == {"epoch": 7}
     assert engine.load_checkpoint(tmp_path, 12)[1] == {}
+    with pytest.raises(CheckpointError, match="none: no such checkpoint; expected a folder with checkpoints"):
+        engine.load_checkpoint(tmp_path / "empty", "none")
     with pytest.raises(CheckpointError, match="nowhere: no such checkpoint; expected one of .*best"):
         engine.load_checkpoint(tmp_path, tag="nowhere")
     assert engine.global_steps == 1
