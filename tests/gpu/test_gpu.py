@@ -13,6 +13,7 @@ from frontends.torch import OffloadedAdamW, deepspeed, gathered_parameters, init
 from frontends.torch.ranks import pinning
 from offload_core.support import topology
 from tests.support import one_process_group, simulated
+from tests.support.device_memory import allocated, allocated_before
 from tests.support.simulated import collectives
 
 pytestmark = pytest.mark.gpu
@@ -101,10 +102,10 @@ def test_muons_matrices_are_computed_on_the_device_as_torch_does(accelerator):
 def test_staging_is_pinned_and_gradients_leave_the_device(accelerator):
     model = make(accelerator, torch.bfloat16)
     engine = wrap(model, gradient_clipping=1.0)
-    parameters = torch.accelerator.memory_allocated()
+    parameters = allocated_before()
     engine.backward(engine(torch.randn(8, 256, device=accelerator, dtype=torch.bfloat16)).float().pow(2).mean())
     engine.optimizer.pipeline.buckets.run(lambda: None)  # the copies have ended
-    assert torch.accelerator.memory_allocated() <= parameters + 2**20
+    assert allocated() <= parameters + 2**20
     [work] = engine.optimizer.pipeline.buckets.all
     assert torch.from_numpy(work.home.view("uint8")).is_pinned()
     engine.step()
@@ -169,7 +170,7 @@ def test_parameters_that_stream_and_their_gradients_take_no_more_memory_where_th
     held = {}
     for layers in (12, 48):
         engine = wrap(deep(layers, accelerator), param_dtype="bfloat16", **STREAMED, **LIVE, **fields)
-        before, peaks = torch.accelerator.memory_allocated(), []
+        before, peaks = allocated_before(), []
         for seed in range(6):
             torch.accelerator.reset_peak_memory_stats()
             engine.backward(engine(rows(seed, accelerator)).float().pow(2).mean())
@@ -211,16 +212,16 @@ def test_a_model_built_in_host_memory_is_the_one_built_on_the_device_and_takes_n
     with torch.device(accelerator):
         torch.manual_seed(0)
         whole = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
-        used = torch.accelerator.memory_allocated()
+        used = allocated_before()
         torch.accelerator.reset_peak_memory_stats()
         torch.manual_seed(0)
         with init(remote_device="cpu"):
             model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
     layer = 4 * 1024 * 1024
     assert torch.accelerator.max_memory_allocated() - used < 4 * layer
-    assert torch.accelerator.memory_allocated() - used < layer
+    assert allocated() - used < layer
     engine = wrap(model, stage=3, offload_param="cpu")
-    assert torch.accelerator.memory_allocated() - used < layer
+    assert allocated() - used < layer
     with gathered_parameters(model.parameters()):
         for p, q in zip(model.parameters(), whole.parameters(), strict=True):
             assert p.device.type == accelerator
@@ -329,8 +330,7 @@ def test_under_fsdp2_the_bits_are_those_of_the_model_without_it_and_gradients_le
 def test_a_released_engine_holds_nothing_and_every_bit_comes_back(fields, accelerator):
     found = []
     for releases in (True, False):
-        torch.accelerator.synchronize()
-        before = torch.accelerator.memory_allocated()
+        before = allocated_before()
         model = make(accelerator, torch.bfloat16)
         model[2].requires_grad_(False)
         model.register_buffer("shift", torch.arange(256.0, device=accelerator))
@@ -343,7 +343,7 @@ def test_a_released_engine_holds_nothing_and_every_bit_comes_back(fields, accele
             del x
             if releases:
                 report = engine.release()
-                assert torch.accelerator.memory_allocated() == before
+                assert allocated() == before
                 assert report.released > 0
                 weights = dict(engine.named_weights())
                 engine.restore()

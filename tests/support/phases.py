@@ -57,12 +57,6 @@ def train(engine, seeds):
     return losses
 
 
-def allocated():
-    """Bytes of the accelerator that tensors take."""
-    torch.accelerator.synchronize()
-    return torch.accelerator.memory_allocated()
-
-
 def drained():
     """The device goes on after a copy that failed."""
     simulated.fail_copy(0)

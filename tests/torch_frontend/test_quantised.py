@@ -1,7 +1,5 @@
 """Frozen quantised parameters: packed elements and scales lie in shards, and come for the layers that use them."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
@@ -13,6 +11,7 @@ pytest.importorskip("torchao")
 from frontends.torch import gathered_parameters, wrap
 from offload_core.errors import ParameterError, StateError
 from tests.support import simulated
+from tests.support.device_memory import allocated_before
 from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.processes import on_ranks
 from tests.support.quantised import KINDS, Adapted, loss_of, model
@@ -149,10 +148,7 @@ class Deep(nn.Module):
 
 
 def peak_of_a_step(kind, depth, device):
-    gc.collect()
-    memory = torch.accelerator
-    memory.synchronize()
-    before = memory.memory_allocated()
+    memory, before = torch.accelerator, allocated_before()
     model = Deep(kind, depth).to(device)
     engine = wrap(model, max_live_parameters=2**20, prefetch_bucket_size=2**18, **PARTITIONED)
     for _ in range(2):

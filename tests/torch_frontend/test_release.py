@@ -12,8 +12,9 @@ from torch import nn
 from frontends.torch import OffloadedAdamW, gathered_parameters, pending, wrap
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
 from tests.support import killed_released, simulated
+from tests.support.device_memory import allocated, allocated_before
 from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
-from tests.support.phases import STREAMED, allocated, drained, mixed, train, x_of
+from tests.support.phases import STREAMED, drained, mixed, train, x_of
 from tests.support.processes import forked, torch_server
 from tests.support.torch_models import assert_all_same, everything, loss_of, make, same_bits, step
 
@@ -71,8 +72,7 @@ def test_every_bit_is_as_if_nothing_had_been_released(name, device):
 @pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_device_holds_nothing_of_the_engine_in_200_rounds(name, device):
-    gc.collect()  # engines of other tests
-    before = allocated()
+    before = allocated_before()
     engine = wrap(mixed(), lr=1e-2, **SETTINGS[name])
     with_model, host = None, set()
     for n in range(200 if name in ("stage 1", "streamed") else 5):
@@ -185,7 +185,7 @@ def test_what_is_named_stays_on_the_device(device):
     with pytest.raises(ParameterError, match=r"release\(keep=\.\.\.\): nothing is named 'nothing'; expected names"):
         engine.release(keep=["frozen", "nothing"])
     assert not engine.is_released
-    nothing = allocated()
+    nothing = allocated_before()
     with engine.released(keep=["frozen", "norm.running_mean", "first.bias"]) as report:
         kept = [module.frozen.weight, module.frozen.bias, module.norm.running_mean, module.first.bias]
         assert all(t.untyped_storage().nbytes() for t in kept)
@@ -206,8 +206,7 @@ def test_without_room_on_the_device_all_stays_released_and_nothing_is_lost(field
     train(engine, range(2))
     before = everything(engine)
     engine.release()
-    gc.collect()  # engines of other tests
-    nothing = allocated()
+    nothing = allocated_before()
     for spare in (0, 2048, 12000):
         torch.accelerator.empty_cache()
         with (
@@ -375,7 +374,7 @@ def test_an_optimizer_alone_releases_what_it_trains(early_copy, device):
             model(x_of(seed)).pow(2).mean().backward()
             optimizer.step()
             if releases:
-                before = allocated() if device != "cpu" else 0
+                before = allocated_before() if device != "cpu" else 0
                 report = optimizer.release()
                 assert optimizer.is_released
                 with pytest.raises(StateError, match="released parameters"):

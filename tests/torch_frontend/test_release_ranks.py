@@ -1,6 +1,5 @@
 """``release()`` and ``restore()`` on two ranks with simulated devices."""
 
-import gc
 import re
 
 import pytest
@@ -9,7 +8,8 @@ import torch
 from frontends.torch import wrap
 from offload_core import CollectiveError, DeviceMemoryError, OffloadError, StateError
 from tests.support import simulated
-from tests.support.phases import STREAMED, allocated
+from tests.support.device_memory import allocated, allocated_before
+from tests.support.phases import STREAMED
 from tests.support.processes import on_ranks
 from tests.support.simulated import collectives
 from tests.support.torch_rank import batch, make, whole_bits
@@ -61,8 +61,7 @@ def rounds(rank, tmp=None, n=3):
     for name, fields in SETTINGS.items():
         found, held, files = [], set(), []
         for releases in (False, True):
-            gc.collect()
-            before = allocated()
+            before = allocated_before()
             engine = wrap(model_on(device), lr=1e-2, reduce_bucket_size=1000, **fields)
             with simulated.delays(seed=rank, kernel=200 * rank, copy=2000 * (1 - rank)):
                 for seed in range(n):

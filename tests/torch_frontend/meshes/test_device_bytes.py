@@ -8,6 +8,7 @@ import torch
 
 from frontends.torch import OffloadedAdamW, wrap
 from tests.support import meshes, simulated
+from tests.support.device_memory import allocated, allocated_before
 from tests.support.meshes import Sharded, local
 from tests.support.processes import on_ranks
 from tests.support.simulated import collectives
@@ -33,24 +34,19 @@ WAYS = {
 }
 
 
-def allocated():
-    torch.accelerator.synchronize()
-    gc.collect()
-    return torch.accelerator.memory_allocated()
-
-
 def held_by(way):
     """Bytes that the device allocates beside the model by the end of each backward, and those of this rank's
     parameters."""
     model = Sharded("uneven", "fsdp").make(simulated.NAME)
     with torch.no_grad():
         model.loss(0)  # FSDP2 makes what it keeps
-    before, found = allocated(), []
+    before, found = allocated_before(), []
     run = WAYS[way](model)
     for seed in range(2):
         loss = model.loss(seed)
         run.backward(loss) if way == "wrap" else loss.backward()
         del loss
+        gc.collect()
         while way in ("early", "wrap") and allocated() != before:
             time.sleep(0.001)  # the last gradients are on their way; if they stay, the test's time ends
         found.append(allocated() - before)
