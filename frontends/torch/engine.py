@@ -344,10 +344,10 @@ class Engine(nn.Module):
         """
         if sharded := fsdp_modules(self.module):
             return gradients_stay(sharded, self.optimizer.parts.intake)
-        if self.offload_config.stage != 1:
+        if (stage := self.offload_config.stage) != 1:
             raise StateError(
-                f"no_sync() is incompatible with stage {self.offload_config.stage}, which keeps no whole gradients; "
-                "expected stage=1, or no no_sync(): gradient_accumulation_steps then sums each rank's shard in fp32"
+                f"the no_sync context manager is incompatible with ZeRO stage {stage}, which keeps no whole "
+                "gradients; expected stage=1, or no no_sync(): gradient_accumulation_steps then sums shards in fp32"
             )
         alone = self.optimizer.pipeline.device.world_size == 1
         return nullcontext() if alone else self.optimizer.parts.intake.deferring()

@@ -1,11 +1,15 @@
 """Schedules of ``offload_core.lr_schedules`` as schedulers of a torch optimizer."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from offload_core.deepspeed.schedules import OneCycle, SectionSchedule
+from offload_core.config.options import OffloadConfig
+from offload_core.deepspeed import schedules
+from offload_core.deepspeed.schedules import SectionSchedule
+from offload_core.support import checks
 
 
 class Scheduler:
@@ -44,7 +48,7 @@ class Scheduler:
     def get_mom(self) -> list[Any]:
         """Return each group's betas (a cycle's, even where the first update has others), or its momentum, or None."""
         cycle, given = self._schedule.schedule, None
-        if isinstance(cycle, OneCycle) and callable(self._betas):
+        if isinstance(cycle, schedules.OneCycle) and callable(self._betas):
             given = cycle.betas_in_cycle(self.last_batch_iteration + 1)
         return [given or group.get("betas", group.get("momentum")) for group in self.optimizer.param_groups]
 
@@ -70,3 +74,49 @@ class Scheduler:
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         """Go on from there. The rates themselves are loaded with the optimizer."""
         self.last_batch_iteration = state["last_batch_iteration"]
+
+
+class _OfSection(Scheduler):
+    """The schedule of a ``scheduler`` section whose type is the class's name; ``arguments`` are its ``params``, and
+    attributes."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1, **arguments: Any) -> None:
+        checks.integer("warmup_num_steps", arguments.get("warmup_num_steps", 0), least=0)
+        rate = {"type": "Adam", "params": {"lr": float(optimizer.param_groups[0]["lr"])}}
+        section = {"type": type(self).__name__, "params": arguments}
+        resolved = OffloadConfig.resolve({"optimizer": rate, "scheduler": section})
+        assert isinstance(resolved.lr, SectionSchedule)
+        super().__init__(optimizer, resolved.lr, resolved.betas, last_batch_iteration)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._schedule.schedule, name)
+
+
+class WarmupLR(_OfSection):
+    """See ``offload_core.lr_schedules.WarmupLR``."""
+
+
+class WarmupDecayLR(_OfSection):
+    """See ``offload_core.lr_schedules.WarmupDecayLR``."""
+
+
+class WarmupCosineLR(_OfSection):
+    """See ``offload_core.lr_schedules.WarmupCosineLR``."""
+
+    def get_lr_ratio(self) -> float:
+        """Return the rate for the next update, as a part of the highest one."""
+        return float(replace(self._schedule.schedule, lr=1.0)(self.last_batch_iteration + 1))
+
+
+class LRRangeTest(_OfSection):
+    """See ``offload_core.lr_schedules.LRRangeTest``."""
+
+
+class OneCycle(_OfSection):
+    """See ``offload_core.lr_schedules.OneCycle``."""
+
+
+SCHEDULERS = {each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)}
+"""Schedulers by the ``type`` of a ``scheduler`` section."""

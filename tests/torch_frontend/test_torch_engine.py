@@ -1054,7 +1054,7 @@ def test_no_params_are_refused():
 def test_no_sync_needs_stage_1():
     engine = wrap(nn.Linear(4, 4))
     with (
-        pytest.raises(StateError, match=r"no_sync\(\) is incompatible with stage 2.*expected stage=1"),
+        pytest.raises(StateError, match="no_sync context manager is incompatible with ZeRO stage 2.*expected stage=1"),
         engine.no_sync(),
     ):
         pass

@@ -25,13 +25,13 @@ from ..casting import round_to_types
 from ..clients import Client, let_go
 from ..groups import all_or_given
 from ..registration import check_is_free
+from ..schedulers import SCHEDULERS
 from ..stage3.construction import in_shards, shards_of
 from ..stage3.leaf_modules import leaf_modules, mark_leaf
 from . import accelerator, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator, rank_device
 from .comm import init_distributed
 from .engine import DeepSpeedEngine, MisuseError
-from .runtime.lr_schedules import SCHEDULERS
 from .runtime.zero.partition_parameters import mark
 from .utils import OnDevice, log_dist, logger
 
@@ -116,7 +116,7 @@ def initialize(
     engine = DeepSpeedEngine(model, resolved, given, params)
     with engine.closed_on_error("initialize"):
         if (parted := engine.optimizer.partitioned) is not None:
-            mark(model.parameters(), parted)
+            mark(model.parameters(), lambda param: param not in parted)
         for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
             mark_leaf(module, True)
         if client is not None:

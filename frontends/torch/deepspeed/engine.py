@@ -50,6 +50,7 @@ class DeepSpeedEngine(Engine):
         self.dp_world_size = self.seq_dp_world_size = self.world_size
         self.mp_world_size, self.data_parallel_group = 1, dist.group.WORLD
         self.basic_optimizer = self.optimizer
+        self.optimizer.optimizer = self.optimizer  # type: ignore[attr-defined]  # DeepSpeed's wraps another
         self._trains = params != []
         self._forced: bool | None = None
         """``set_gradient_accumulation_boundary``; None: the engine counts."""
@@ -96,7 +97,8 @@ class DeepSpeedEngine(Engine):
         """Update at the accumulation boundary, and step the scheduler after an update that was not skipped."""
         self._begin("step")
         if self._in_no_sync:
-            raise MisuseError("step() inside no_sync(); expected it after the block, where ranks exchange gradients")
+            what = "It is illegal to call Engine.step() inside no_sync context manager"  # scripts look for these words
+            raise MisuseError(f"{what} or coalesce_grad_reduction(); expected it after the block")
         self._in_step = True
         try:
             report = super().step(boundary=self._forced if self._managed else True)
@@ -148,7 +150,7 @@ class DeepSpeedEngine(Engine):
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """Return the loss for a ``backward()`` of its own, where there is no loss scaling."""
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
-            raise MisuseError("scale() of what is no loss; expected a tensor of one element that requires a gradient")
+            raise MisuseError("scale() of what is no loss; expected a scalar tensor that requires a gradient")
         if self.optimizer.pipeline.scaler is not None:
             raise GradientError("scale() under loss scaling; expected engine.backward(loss), which scales it itself")
         return loss
@@ -156,7 +158,8 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def _without_step(self, what: str, inside: AbstractContextManager[Any]) -> Iterator[None]:
         if self._in_no_sync:
-            raise MisuseError(f"{what}() inside no_sync() or coalesce_grad_reduction(); expected one block")
+            why = "no_sync context manager reentry is unsupported: blocks cannot be nested"
+            raise MisuseError(f"{what}() inside no_sync() or coalesce_grad_reduction(): {why}; expected one block")
         with inside:
             self._in_no_sync = True
             try:
