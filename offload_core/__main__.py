@@ -1,4 +1,4 @@
-"""``python -m offload_core``: plan a run, look at this machine, or at a checkpoint."""
+"""``python -m offload_core``: plan a run, look at this machine or at a checkpoint, or take its weights out."""
 
 import argparse
 import io
@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .commands import info, inspect, plan
+from .commands import export, info, inspect, plan
 from .errors import OffloadError
 from .ranks.consistency import VERSION
 
-COMMANDS = {"plan": plan, "info": info, "inspect": inspect}
+COMMANDS = {"plan": plan, "info": info, "inspect": inspect, "export": export}
 """Each is a module with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit
 status."""
 WRONG_ARGUMENTS = 2

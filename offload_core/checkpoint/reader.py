@@ -1,5 +1,6 @@
 """Reads a checkpoint. Each block that is read is checked against its checksum in the manifest."""
 
+import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ class Readable(Protocol):
         ...
 
     def array(self, name: str, kind: str) -> np.ndarray:
-        """A tensor that was saved as one piece, with its shape and element type."""
+        """A whole tensor, with its shape and element type."""
         ...
 
     def read(self, wants: Iterable[Want]) -> None:
@@ -117,24 +118,33 @@ class Checkpoint:
         """True if it holds any part of this kind of a parameter."""
         return (name, kind) in self._tensors
 
-    def array(self, name: str, kind: str) -> np.ndarray:
-        """A tensor that was saved as one piece, with its shape and element type.
+    def dtype(self, name: str, kind: str) -> np.dtype:
+        """The element type of a tensor, all of which was saved, in one piece or several.
 
         Raises:
-            CheckpointError: there is no such tensor.
+            CheckpointError: it is not in it as a whole.
         """
         tensors = self._tensors.get((name, kind), [])
-        if len(tensors) != 1 or not tensors[0].region.is_whole:
+        if not tensors or sum(tensor.region.numel for tensor in tensors) != math.prod(tensors[0].region.shape):
             raise CheckpointError(f"{self.path / MANIFEST}: {kind} {name!r} is not in it as a whole")
-        region = tensors[0].region
+        return tensors[0].dtype
+
+    def array(self, name: str, kind: str) -> np.ndarray:
+        """A whole tensor, with its shape and element type.
+
+        Raises:
+            CheckpointError: it is not in it as a whole, or is damaged.
+        """
+        dtype, shape = self.dtype(name, kind), self._tensors[name, kind][0].region.shape
+        region = Region(shape, 0, math.prod(shape))
         try:
-            out = np.empty(region.numel, tensors[0].dtype)
+            out = np.empty(region.numel, dtype)
         except MemoryError:  # a file with holes may be larger than any memory
             raise CheckpointError(
                 f"{self.path / MANIFEST}: {kind} {name!r} has {region.numel:,} elements, more than memory holds"
             ) from None
         self.read([Want(name, kind, region, out)])
-        return out.reshape(region.shape)
+        return out.reshape(shape)
 
     def read(self, wants: Iterable[Want]) -> None:
         """Read regions into their arrays, and check every block that is read.

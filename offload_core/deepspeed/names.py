@@ -88,7 +88,6 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         (r"groups|.*parallel.*|mesh_device|mpu|initialize|dist", _GROUPS),
         (r"instrument_w_nvtx|nvtx|timer|comms_logging|get_caller_func|debug|pin_memory_tracker", _PROFILER),
         (r"numa|get_numactl_cmd", "threads bind themselves (`bind_threads`)"),
-        (r"zero_to_fp32|zero_to_torch", '`engine.export_safetensors(folder, dtype="float32")`'),
         (r".*", _INTERNAL),
     ),
     "deepspeed": (
@@ -177,7 +176,7 @@ _NOT_TAKEN: Mapping[str, str] = {
         instrument_w_nvtx lazy_init_hp_params_optimizer_state link_hp_params log_dist_once logging
         map_to_flat_opt_states mesh_device mixed_precision_linkage module_utils mpu numa nvtx pin_memory_tracker
         recursive_getattr recursive_setattr set_full_hp_grad set_full_hp_param set_log_level_from_string
-        set_tensor_model_parallel_rank set_tensor_model_parallel_world_size tensor_fragment timer types zero_to_fp32""",
+        set_tensor_model_parallel_rank set_tensor_model_parallel_world_size tensor_fragment timer types""",
     "deepspeed": """
         DeepSpeedConfig DeepSpeedConfigError DeepSpeedDataLoader DeepSpeedHybridEngine DeepSpeedInferenceConfig
         DeepSpeedOptimizer DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable DeepSpeedTransformerConfig
@@ -223,6 +222,8 @@ DIFFERS: Mapping[str, Mapping[str, str]] = {
     "utils": {
         "safe_get_local_fp32_param": "a rank's part is ours: its runs in all buckets, end to end; in all stages",
         "safe_set_full_fp32_param": "the parameter changes at once, and not at the next update",
+        "zero_to_fp32": "also of DeepSpeed's own checkpoints; the model stays on its device; without"
+        " `safe_serialization` one file; as a command: `python -m offload_core export`",
         "safe_get_full_grad": "averaged over what has come so far, in fp32",
     },
 }

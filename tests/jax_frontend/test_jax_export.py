@@ -12,6 +12,7 @@ import torch
 from flax import nnx
 
 from frontends.jax import wrap
+from offload_core.__main__ import main
 from offload_core.errors import ConfigError, ParameterError, StateError
 from tests.support.exports import load
 from tests.support.jax_models import (
@@ -61,6 +62,10 @@ def test_what_is_written_are_the_parameters_or_the_master_weights(tmp_path, fiel
     assert_file_holds(tmp_path / "model", arrays)
     masters = {**arrays, **named(saved["master"]), "late": arrays["late"].astype(np.float32)}
     assert_file_holds(tmp_path / "fp32", masters)
+    offloaded.save_checkpoint(tmp_path / "saved")
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "from the checkpoint")]) == 0
+    key = np.asarray(jax.random.key_data(params["key"]))  # the command does not know that it is no weight
+    assert_file_holds(tmp_path / "from the checkpoint", masters | {"key": key})
     assert_file_holds(
         tmp_path / "fp16", {n: a.astype(np.float16) if a.dtype == np.float32 else a for n, a in masters.items()}
     )

@@ -34,7 +34,7 @@ def taken(place):
         return {*deepspeed.__all__, "dist"}
     module = getattr(deepspeed, place)
     own = {name for name in public(vars(module)) if not _is_imported(module, name)}
-    return own | {"dist", "logger"} if place == "utils" else own
+    return own | {"dist", "logger", "zero_to_fp32"} if place == "utils" else own
 
 
 def _is_imported(module, name):

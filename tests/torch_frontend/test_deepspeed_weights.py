@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
+from frontends.torch.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from frontends.torch.zero_files import pickles
 from offload_core import CheckpointError
 from tests.support.archives import unpack
@@ -74,6 +75,14 @@ def test_an_engine_has_the_fp32_weights_exactly_and_trains_on(case, fields):
         e.close()
     for (name, x), (_, y) in zip(engine.module.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(x, y), name
+
+
+def test_whole_weights_are_those_that_deepspeeds_own_function_reads(case):
+    folder, weights = case
+    found = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert_loaded(found, weights, frozen_of(folder))
+    assert found["head.weight"] is found["embedding.weight"]
+    assert not any(name.startswith("frozen") for name in get_fp32_state_dict_from_zero_checkpoint(folder, None, True))
 
 
 def test_nothing_in_a_file_is_run_and_nothing_half_is_loaded(case, tmp_path, monkeypatch):

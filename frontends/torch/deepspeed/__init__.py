@@ -36,22 +36,8 @@ from .runtime.zero.partition_parameters import mark
 from .utils import OnDevice, log_dist, logger
 
 __version__ = VERSION
-__all__ = [
-    "DeepSpeedEngine",
-    "OnDevice",
-    "accelerator",
-    "add_config_arguments",
-    "comm",
-    "get_accelerator",
-    "init_distributed",
-    "initialize",
-    "log_dist",
-    "logger",
-    "ops",
-    "runtime",
-    "utils",
-    "zero",
-]
+__all__ = ["DeepSpeedEngine", "OnDevice", "accelerator", "add_config_arguments", "comm", "get_accelerator",
+           "init_distributed", "initialize", "log_dist", "logger", "ops", "runtime", "utils", "zero"]  # fmt: skip
 
 
 def initialize(

@@ -58,8 +58,8 @@ class Accelerator:
         raise AttributeError(f"get_accelerator().{name}: torch has no such name for {self._name!r}; use torch's own")
 
 
-_CACHED = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved"}
-_NAMES = {"manual_seed_all": "manual_seed", **_CACHED}
+_NAMES = {"memory_cached": "memory_reserved", "max_memory_cached": "max_memory_reserved",
+          "manual_seed_all": "manual_seed"}  # fmt: skip
 _ACCELERATOR = Accelerator()
 
 

@@ -49,8 +49,7 @@ class DeepSpeedEngine(Engine):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.dp_world_size = self.seq_dp_world_size = self.world_size
         self.mp_world_size, self.data_parallel_group = 1, dist.group.WORLD
-        self.basic_optimizer = self.optimizer
-        self.optimizer.optimizer = self.optimizer  # type: ignore[attr-defined]  # DeepSpeed's wraps another
+        self.basic_optimizer = vars(self.optimizer)["optimizer"] = self.optimizer  # DeepSpeed's wraps another
         self._trains = params != []
         self._forced: bool | None = None
         """``set_gradient_accumulation_boundary``; None: the engine counts."""
@@ -300,8 +299,7 @@ class DeepSpeedEngine(Engine):
     def offload_states(
         self, include: Any = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
     ) -> None:
-        """Give the device back until :meth:`reload_states`: see :meth:`Engine.release`. All of it goes, whatever
-        ``include`` names."""
+        """Give the device back until :meth:`reload_states`, whatever ``include`` names: see :meth:`Engine.release`."""
         if str(getattr(device, "value", device)) != "cpu":
             raise ConfigError(f"offload_states(device={device!r}); expected 'cpu', where states are anyway")
         self.release()

@@ -20,8 +20,6 @@ def _of_groups(engine: Any, name: str) -> list[Any]:
 
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-
-
 _FIELDS = "max_live_parameters max_reuse_distance prefetch_bucket_size param_persistence_threshold reduce_bucket_size"
 GETTERS: Mapping[str, Callable[[Any], Any]] = {
     **{f"zero_{name}": attrgetter(f"offload_config.{name}") for name in _FIELDS.split()},
