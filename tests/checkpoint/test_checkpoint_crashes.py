@@ -32,6 +32,10 @@ def test_a_process_killed_at_any_third_of_its_system_calls(in_memory):
     assert set(hits(in_memory, "at_every_call", 3)) == PHASES
 
 
+def test_a_process_killed_at_any_system_call_while_a_tag_is_replaced(in_memory):
+    assert set(hits(in_memory, "with_a_tag", 1)) == PHASES - {"rotation"}
+
+
 def test_a_process_killed_at_random_moments(tmp_path):
     assert sum(hits(tmp_path, "at_random", 20).values()) == 20
 

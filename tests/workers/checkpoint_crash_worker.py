@@ -97,7 +97,7 @@ class Run:
         for i in range(len(SIZES)):
             self.pipeline.counts.steps[i][...] = step
 
-    def save(self, folder, step, *, wait=True):
+    def save(self, folder, step, *, wait=True, tag=None):
         self.become(step)
         contents = Contents(
             self.names,
@@ -107,7 +107,8 @@ class Run:
             state={"step": step, "table": np.full(5, step)},
             own=np.full(3, step),
         )
-        self.checkpoints.save(folder, contents, self.tensors, step=step, keep=KEEP, wait=wait)
+        keep = KEEP if tag is None else None
+        self.checkpoints.save(folder, contents, self.tensors, step=step, keep=keep, wait=wait, tag=tag)
         if not wait:
             self.train()
             self.checkpoints.wait()
@@ -193,8 +194,8 @@ def end_of(child):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def assert_clean(folder):
-    left = [path.name for path in folder.iterdir() if path.name != "latest" and not path.name.startswith("step-")]
+def assert_clean(folder, tag=None):
+    left = {path.name for path in folder.iterdir() if not path.name.startswith("step-")} - {"latest", tag}
     assert not left, left
 
 
@@ -204,19 +205,23 @@ def shared_byte():
     return byte
 
 
-def at_every_call(folder, count, seed):
-    """Kill one process at each ``count``-th call of a save, from the ``seed``-th on."""
+def at_every_call(folder, count, seed, tag=None):
+    """Kill one process at each ``count``-th call of a save, from the ``seed``-th on.
+
+    Args:
+        tag: the name of all checkpoints: each takes the place of the one before.
+    """
     run, hit = Run(), collections.Counter()
     last = 0
-    run.save(folder, last := last + 1)
-    run.save(folder, last := last + 1)
+    run.save(folder, last := last + 1, tag=tag)
+    run.save(folder, last := last + 1, tag=tag)
     stride = max(1, count)
     for at in itertools.count(seed % stride, stride):
         phase = shared_byte()
 
         def act(at=at, phase=phase, step=last + 1):
             Killer(phase, at)
-            run.save(folder, step)
+            run.save(folder, step, tag=tag)
 
         code = end_of(forked(act))
         loaded = run.load(folder)
@@ -227,11 +232,14 @@ def at_every_call(folder, count, seed):
         assert loaded in (last, last + 1), (loaded, last)
         hit[PHASES[phase[0]]] += 1
         last = loaded
-        run.save(folder, last := last + 1)
-        assert_clean(folder)
+        run.save(folder, last := last + 1, tag=tag)
+        assert_clean(folder, tag)
         Checkpoint(folder).verify()
-        assert len([*folder.glob("step-*")]) == KEEP
+        assert len([*folder.glob("step-*")]) == (KEEP if tag is None else 0)
     return hit
+
+
+at_every_call_with_a_tag = partial(at_every_call, tag="best")
 
 
 def at_random(folder, count, seed):
@@ -367,6 +375,11 @@ def of_two(folder, count, seed):
 
 if __name__ == "__main__":
     name, path, count, seed = sys.argv[1:]
-    acts = {"at_every_call": at_every_call, "at_random": at_random, "of_two": of_two}
+    acts = {
+        "at_every_call": at_every_call,
+        "with_a_tag": at_every_call_with_a_tag,
+        "at_random": at_random,
+        "of_two": of_two,
+    }
     print(json.dumps(acts[name](Path(path), int(count), int(seed))))
     assert not {"torch", "jax"} & sys.modules.keys()
