@@ -56,7 +56,13 @@ def resolved(config: ConfigLike, overrides: Mapping[str, Any], *, world_size: in
         own: Any = {name: overrides[name] for name in ("optimizer",) if name in overrides}
         return OffloadConfig.resolve(config, world_size=world_size, **own).betas
 
-    return OffloadConfig.resolve(config, world_size=world_size, **_in_our_words(overrides, betas))
+    found = OffloadConfig.resolve(config, world_size=world_size, **_in_our_words(overrides, betas))
+    if not found.average_over_ranks:
+        raise ConfigError(
+            "average_over_ranks=False: update() also takes gradients that are averaged already; expected True, and a "
+            "loss that is multiplied by the number of devices"
+        )
+    return found
 
 
 def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:

@@ -251,8 +251,8 @@ class Intake:
 
     @property
     def divisor(self) -> float:
-        """The divisor of the summed gradients: the number of accumulation steps if the update averages over them."""
-        return float(self._pipeline.arrivals.per_update) if self._averaged else 1.0
+        """The divisor of the summed gradients (:meth:`Arrivals.divisor`)."""
+        return self._pipeline.arrivals.divisor(average=bool(self._averaged))
 
     @property
     def has_deferred(self) -> bool:

@@ -160,7 +160,7 @@ class Foundation:
         if ranks is None:
             world = device_for(device, process_group, config)
         else:
-            check_alone(params, process_group=process_group, stage=config.stage)
+            check_alone(params, config, process_group=process_group)
             world = device_of_placed(device, group_of(ranks), config)
         pipeline = Pipeline(config, world, scaler)
         partitioned = None

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from offload_core.config.options import OffloadConfig
 from offload_core.errors import ConfigError, ParameterError
 from offload_core.layout.regions import Box
 from offload_core.ranks.collectives import Collectives
@@ -236,16 +237,21 @@ def _is_alive(group: Any) -> bool:
         return False
 
 
-def check_alone(params: Iterable[torch.Tensor], *, process_group: Any, stage: int) -> None:
-    """Raise :class:`ConfigError` if an argument would partition what is placed already."""
+def check_alone(params: Iterable[torch.Tensor], config: OffloadConfig, *, process_group: Any) -> None:
+    """Raise :class:`ConfigError` if an argument would partition what is placed already, or reduce it otherwise."""
     if not any(map(is_placed, params)):
         return
+    if not config.average_over_ranks:
+        raise ConfigError(
+            "average_over_ranks=False with DTensor parameters (fully_shard, parallelize_module), whose gradients come "
+            "reduced; expected True, and model.set_gradient_divide_factor(1.0), with which FSDP2 sums them"
+        )
     if process_group is not None:
         raise ConfigError(
             "process_group with DTensor parameters (fully_shard, parallelize_module); expected none: their meshes say "
             "which process has which elements"
         )
-    if stage == 3:
+    if config.stage == 3:
         raise ConfigError(
             "stage=3 of a model whose parameters are DTensors (fully_shard, parallelize_module); expected no stage: "
             "fully_shard shards the parameters; or wrap the model without it, and stage=3 shards them"

@@ -158,6 +158,6 @@ class Steps:
         by_hand = partitioned is not None and partitioned.gathering.is_open  # what a block has whole stays as it is
         if registration.readers_can_wait and not by_hand:
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
-            divisor = float(pipeline.arrivals.per_update) if average else 1.0
+            divisor = pipeline.arrivals.divisor(average=average)
             arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)
             pipeline.early.expect_step(arguments, registration.before_send)

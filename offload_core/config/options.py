@@ -185,6 +185,10 @@ class OffloadConfig:
     average_plain_backward: bool = False
     """In torch: an engine averages the gradients of a plain ``loss.backward()`` over the micro-steps, too, as DeepSpeed
     does (True in its configurations). False sums them, as in PyTorch."""
+    average_over_ranks: bool = field(default=True, kw_only=True)
+    """In torch: average the gradients of the ranks, which is right where each rank's loss is a mean over its own
+    samples. False sums them, for a loss that each rank divides by a number of all ranks, as the tokens of the whole
+    batch."""
     skip_nonfinite: bool | None = None
     """Skip an update whose gradients hold an inf or a NaN. None: only if the gradients are examined anyway, that is
     with clipping, loss scaling or gradients that travel as float16. True always examines them, at the cost of one more
@@ -327,6 +331,7 @@ class OffloadConfig:
             "pin_memory",
             "bind_threads",
             "average_plain_backward",
+            "average_over_ranks",
             "skip_nonfinite",
             "update_in_backward",
             "loss_scale_consecutive_hysteresis",

@@ -43,6 +43,7 @@ class SettingsButLr(TypedDict, total=False):
     gradient_clipping: float | None
     gradient_accumulation_steps: int
     average_plain_backward: bool
+    average_over_ranks: bool
     skip_nonfinite: bool | None
     loss_scale: float | str | None
     initial_loss_scale: float

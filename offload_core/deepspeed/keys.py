@@ -399,9 +399,7 @@ KEYS: dict[str, Key] = {
         "`engine.step()` counts micro-steps: leave it out, and call `engine.step(boundary=True)` for an update",
         True,
     ),
-    "gradient_allreduce_op": _refused(
-        "gradients are averaged over the ranks: leave it out, and multiply the loss by the number of ranks", "mean"
-    ),
+    "gradient_allreduce_op": _sets(one_of("mean", "sum"), '`average_over_ranks`: `"sum"` is False; in every stage'),
     "prescale_gradients": _ignored("gradients are summed in fp32 and divided once"),
     "gradient_predivide_factor": _ignored("gradients are summed in fp32 and divided once", 1),
     "sparse_gradients": _ignored("gradients are dense"),

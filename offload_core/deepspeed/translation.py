@@ -235,6 +235,8 @@ class _Translation:
         clipping = self._known({"gradient_clipping": OWN_CLIPPING, **checked}, "gradient_clipping", "")
         self.fields["gradient_clipping"] = clipping or None
         self.fields["average_plain_backward"] = True
+        if checked.get("gradient_allreduce_op") == "sum":
+            self.fields["average_over_ranks"] = False
         clips = self.overrides.get("gradient_clipping", clipping or None) is not None
         if clips and not self.overrides.get("skip_nonfinite", self.fields["skip_nonfinite"]):
             self.differs["bf16.check_grad_overflow"] = (

@@ -113,6 +113,15 @@ class Arrivals:
         """True if an update is due at the end of this micro-step."""
         return self.since.micro_steps + 1 >= self.per_update
 
+    def divisor(self, *, average: bool = True) -> float:
+        """The divisor of the sums that an update takes, which are averages over the ranks.
+
+        Args:
+            average: True averages over the micro-steps, too.
+        """
+        steps = float(self.per_update) if average else 1.0
+        return steps if self._buckets.config.average_over_ranks else steps / self._buckets.device.world_size
+
     def begins_round(self, params: Set[int]) -> bool:
         """True if gradients of these parameters are of another round."""
         return self.since.round is None or self.has_left(params)

@@ -568,7 +568,7 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
         (optimizer(max_grad_norm=1.0), "max_grad_norm: got 1.0, which is not supported: .*gradient_clipping"),
         (optimizer(amsgrad=True), "amsgrad: got True, which is not supported"),
         (optimizer(bias_correction=False), "bias_correction: got False, which is not supported"),
-        ({"gradient_allreduce_op": "SUM"}, "gradient_allreduce_op: got 'SUM', .*: .*multiply the loss by the number"),
+        ({"gradient_allreduce_op": "max"}, "gradient_allreduce_op: got 'max', expected one of 'mean', 'sum'"),
         ({"managed_gradient_accumulation": False}, r"managed_gradient_acc.*: got False, .*step\(boundary=True\)"),
         ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast: got .*leave it out, and use"),
         ({"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel: got .*only data parallelism"),
@@ -1011,6 +1011,8 @@ def test_what_asks_for_nothing_is_not_listed():
         )
     off = {"torch_autocast": {"dtype": "bf16"}, "hybrid_engine": {"max_out_tokens": 9}, "tensor_parallel": {"dtype": 1}}
     assert OffloadConfig.resolve({**off, "gradient_allreduce_op": "MEAN"}) == OffloadConfig.resolve({"bf16": {}})
+    assert OffloadConfig.resolve({"bf16": {}}).average_over_ranks
+    assert not OffloadConfig.resolve({"bf16": {}, "gradient_allreduce_op": "SUM"}).average_over_ranks
     assert ignored({"bf16": {}, "steps_per_print": 10, "tensorboard": {"enabled": True}}) == {
         "steps_per_print",
         "tensorboard",

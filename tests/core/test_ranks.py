@@ -283,7 +283,7 @@ OTHER_VALUES = {
     "loss_scale_consecutive_hysteresis": True, "reduce_bucket_size": 2, "communication_dtype": "bfloat16",
     "reduction": "native", "schedule": "serial", "delay_warmup_steps": 2, "update_in_backward": True,
     "offload_param": "cpu", "param_persistence_threshold": 2, "max_live_parameters": 2, "prefetch_bucket_size": 2,
-    "leaf_modules": ("Block",), "average_plain_backward": True,
+    "leaf_modules": ("Block",), "average_plain_backward": True, "average_over_ranks": False,
     "max_reuse_distance": 2, "pin_memory": False, "num_threads": 3, "buffer_dtype": "bfloat16", "cast_inputs": False,
     "bind_threads": False, "state_format": "8bit", "master_dtype": "bfloat16", "exp_avg_dtype": "float8",
     "exp_avg_sq_dtype": "bfloat16", "activation_memory": 2, "host_activation_memory": 2,
