@@ -56,7 +56,10 @@ def test_a_setting_in_jax_words_is_the_same_setting(theirs, ours):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"average_over_ranks": False}, "averaged already; expected True, and a loss that is multiplied by the number of devices"),
+        (
+            {"average_over_ranks": False},
+            "averaged already; expected True, and a loss that is multiplied by the number of devices",
+        ),
         ({"learning_rate": 0.1, "lr": 0.2}, "learning_rate=0.1 beside lr=0.2: they are one setting; expected one"),
         ({"b1": 0.1, "betas": (0.2, 0.3)}, "b1=0.1 beside betas=(0.2, 0.3): they are one setting"),
         ({"config": {"learning_rate": 0.1, "lr": 0.2}}, "learning_rate=0.1 beside lr=0.2"),

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
+from torch.optim.lr_scheduler import LRScheduler
 
 from offload_core.checkpoint.checkpoints import Contents, Names, translation
 from offload_core.checkpoint.loading import Target, load_values
@@ -183,6 +184,7 @@ class ModelCheckpoints:
             if not states:
                 last = []
             last += _module_parts(modules, state.get("modules", {}))  # the other front end knows no modules
+            _check_schedulers(stateful, state["stateful"], loaded.checkpoint.path)
             last += parts_of_states(stateful, state["stateful"])
             return last + (
                 parts_of_random_state(loaded, check_random_states, set_random_states) if random_state else []
@@ -284,6 +286,18 @@ def load_weights(model: nn.Module, path: Any) -> None:
     loaded = load_values(path, targets, [TENSORS])
     modules = loaded.state.get("modules", {})
     run_last(loaded.checkpoint.path, _module_parts(dict(_stateful_modules(model)), modules))
+
+
+def _check_schedulers(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any], path: Path) -> None:
+    """Raise :class:`CheckpointError` if a scheduler of torch would take the state of another kind: it takes any."""
+    for name, item in (stateful or {}).items():
+        state = saved.get(name)
+        if isinstance(item, LRScheduler) and isinstance(state, dict) and not state.keys() & item.state_dict().keys():
+            theirs, mine = ", ".join(map(repr, [*state][:3])) or "no state", type(item).__name__
+            raise CheckpointError(
+                f"{path}: stateful[{name!r}] was saved of a scheduler with {theirs}, which no {mine} has; "
+                "expected the same scheduler here, or a load without its state"
+            )
 
 
 def _stateful_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -1201,6 +1201,24 @@ def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(of):
     assert outcomes == {0, 1}
 
 
+def test_a_scheduler_of_torch_refuses_the_state_of_another_kind(tmp_path):
+    """As when a script's ``scheduler`` section gives way to a scheduler of its own: torch's takes any state."""
+    engine = start(config={**CONFIG, **WARMUP})[0]
+    train(engine, range(3))
+    engine.save_checkpoint(tmp_path)
+    model = make()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    other = start(model, {**BATCH}, optimizer=optimizer, lr_scheduler=schedule)[0]
+    before = everything(other)
+    with pytest.raises(CheckpointError, match=r"saved of a scheduler with 'last_batch_iteration', which no StepLR has"):
+        other.load_checkpoint(tmp_path)
+    assert_all_same(everything(other), before)
+    assert (schedule.last_epoch, other.global_steps) == (0, 0)
+    other.load_checkpoint(tmp_path, load_lr_scheduler_states=False)
+    assert (schedule.last_epoch, other.global_steps) == (0, 3)
+
+
 def test_a_scheduler_goes_on_with_a_checkpoint_whose_load_was_interrupted_at_its_end(tmp_path):
     config = {**CONFIG, **WARMUP}
     saving = start(config=config)[0]
