@@ -151,3 +151,15 @@ def _own(rule: str, group: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in group.items()
         if name in NAMES[rule] or name not in others
     }
+
+
+class Inner:
+    """What a program finds that looks for the optimizer inside an optimizer: the same one, which has none inside."""
+
+    def __init__(self, optimizer: OffloadedOptimizer) -> None:
+        self._outer = weakref.ref(optimizer)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" or name.startswith("__") or (outer := self._outer()) is None:
+            raise AttributeError(name)
+        return getattr(outer, name)

@@ -77,16 +77,41 @@ class Scheduler:
 
 
 class _OfSection(Scheduler):
-    """The schedule of a ``scheduler`` section whose type is the class's name; ``arguments`` are its ``params``, and
-    attributes."""
+    """The schedule of a ``scheduler`` section whose type is the class's name.
 
-    def __init__(self, optimizer: torch.optim.Optimizer, last_batch_iteration: int = -1, **arguments: Any) -> None:
-        checks.integer("warmup_num_steps", arguments.get("warmup_num_steps", 0), least=0)
+    The arguments are the section's ``params``, by name or in the class's order, and ``last_batch_iteration``. They can
+    be read as attributes.
+    """
+
+    order: tuple[str, ...] = ()
+    """The names of the arguments that come by position."""
+    lowest = highest = ""
+    """The arguments that ``min_lrs`` and ``max_lrs`` list for each group."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *values: Any, **arguments: Any) -> None:
+        kind, names = type(self).__name__, (*self.order, "last_batch_iteration")
+        twice = [name for name in names[: len(values)] if name in arguments]
+        if len(values) > len(names) or twice:
+            got = f"{twice[0]} twice" if twice else f"{len(values)} arguments by position"
+            raise TypeError(f"{kind}: got {got}, expected {', '.join(names)}")
+        arguments |= dict(zip(names, values, strict=False))
+        last = arguments.pop("last_batch_iteration", -1)
+        checks.integer("last_batch_iteration", last, least=-1)
+        checks.integer("warmup_num_steps", arguments.get("warmup_num_steps", 1), least=1)
         rate = {"type": "Adam", "params": {"lr": float(optimizer.param_groups[0]["lr"])}}
-        section = {"type": type(self).__name__, "params": arguments}
-        resolved = OffloadConfig.resolve({"optimizer": rate, "scheduler": section})
+        resolved = OffloadConfig.resolve({"optimizer": rate, "scheduler": {"type": kind, "params": arguments}})
         assert isinstance(resolved.lr, SectionSchedule)
-        super().__init__(optimizer, resolved.lr, resolved.betas, last_batch_iteration)
+        super().__init__(optimizer, resolved.lr, resolved.betas, last)
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """Each group's lowest rate."""
+        return [getattr(self, self.lowest) for _ in self._own]
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """Each group's highest rate."""
+        return [getattr(self._schedule.of_group(lr), self.highest) for lr in self._own]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -97,13 +122,21 @@ class _OfSection(Scheduler):
 class WarmupLR(_OfSection):
     """See ``offload_core.lr_schedules.WarmupLR``."""
 
+    order = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "warmup_type")
+    lowest, highest = "warmup_min_lr", "warmup_max_lr"
+
 
 class WarmupDecayLR(_OfSection):
     """See ``offload_core.lr_schedules.WarmupDecayLR``."""
 
+    order = ("total_num_steps", *WarmupLR.order)
+    lowest, highest = WarmupLR.lowest, WarmupLR.highest
+
 
 class WarmupCosineLR(_OfSection):
     """See ``offload_core.lr_schedules.WarmupCosineLR``."""
+
+    order = ("total_num_steps", "warmup_min_ratio", "warmup_num_steps", "cos_min_ratio", "warmup_type")
 
     def get_lr_ratio(self) -> float:
         """Return the rate for the next update, as a part of the highest one."""
@@ -113,9 +146,19 @@ class WarmupCosineLR(_OfSection):
 class LRRangeTest(_OfSection):
     """See ``offload_core.lr_schedules.LRRangeTest``."""
 
+    order = (
+        "lr_range_test_min_lr",
+        "lr_range_test_step_size",
+        "lr_range_test_step_rate",
+        "lr_range_test_staircase",
+    )
+
 
 class OneCycle(_OfSection):
     """See ``offload_core.lr_schedules.OneCycle``."""
+
+    order = tuple(schedules.OneCycle.__dataclass_fields__)
+    lowest, highest = "cycle_min_lr", "cycle_max_lr"
 
 
 SCHEDULERS = {each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)}

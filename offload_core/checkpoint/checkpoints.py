@@ -71,6 +71,10 @@ class Contents:
     """The front end's name, for information."""
     left_out: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Shapes of tensors that are not trained and not saved: a model that loads the checkpoint keeps its own values."""
+    tied: Mapping[str, str] = field(default_factory=dict)
+    """Further names of tied tensors, each with the name under which the tensor is saved."""
+    buffers: Sequence[str] = ()
+    """The names in ``shapes`` that are no parameters."""
     parts: bool = False
     """True if parameters with the same name are parts of one parameter."""
     groups: Sequence[int] | None = None
@@ -259,6 +263,10 @@ class Checkpoints:
             }
             if contents.left_out:
                 part["left_out"] = {name: {"shape": list(shape)} for name, shape in contents.left_out.items()}
+            if contents.tied:
+                part["tied"] = dict(contents.tied)
+            if contents.buffers:
+                part["buffers"] = [*contents.buffers]
         sources = [*contents.sources]
         for i, array in enumerate(arrays):
             array = np.array(array, order="C")

@@ -228,7 +228,7 @@ def find(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"{folder / LATEST} names {named[:80]!r}, which is no checkpoint of ours; expected one of those that are: "
             f"{_last_of(folder) or 'none'}. If DeepSpeed wrote it, frontends.torch.zero_checkpoint(folder).load(engine)"
-            " goes on from it"
+            " goes on from it, and `python -m frontends.torch.deepspeed.utils.zero_to_fp32` takes its weights out"
         )
     if not os.path.exists(folder / named / MANIFEST):
         raise CheckpointError(
@@ -238,14 +238,30 @@ def find(path: str | os.PathLike[str]) -> Path:
     return folder / named
 
 
+def checked_tag(tag: str, where: Path | str) -> str:
+    """The tag, if it is the name of a folder.
+
+    Args:
+        where: says in errors where it was found.
+
+    Raises:
+        CheckpointError: it is none.
+    """
+    if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
+        raise CheckpointError(f"{where}: got {shown(tag)}, expected the name of a folder there")
+    return tag
+
+
 def find_tag(folder: Path, tag: str | None) -> Path | None:
     """The checkpoint of this name in a folder, ours or another program's; None: its name is not given, and no file
     ``latest`` says it.
 
     Raises:
-        CheckpointError: there is no such folder.
+        CheckpointError: there is no such folder, or the name is none.
     """
+    where: Path | str = "tag"
     if tag is None:
+        where = folder / LATEST
         try:
             tag = latest_name(folder)
         except FileNotFoundError:
@@ -254,7 +270,7 @@ def find_tag(folder: Path, tag: str | None) -> Path | None:
             raise CheckpointError(
                 f"{folder / LATEST}: it cannot be read ({error}); expected a checkpoint's name"
             ) from None
-    put_back(folder / tag)
+    put_back(folder / checked_tag(tag, where))
     if not (folder / tag).is_dir():
         there = sorted(path.name for path in folder.glob("[!.]*") if path.is_dir())
         expected = f"one of {', '.join(there)}" if there else "a folder with checkpoints, and this one has none"

@@ -119,10 +119,10 @@ class Checkpoint:
         return (name, kind) in self._tensors
 
     def dtype(self, name: str, kind: str) -> np.dtype:
-        """The element type of a tensor, all of which was saved, in one piece or several.
+        """The element type of a tensor.
 
         Raises:
-            CheckpointError: it is not in it as a whole.
+            CheckpointError: the checkpoint does not hold all of it.
         """
         tensors = self._tensors.get((name, kind), [])
         if not tensors or sum(tensor.region.numel for tensor in tensors) != math.prod(tensors[0].region.shape):
@@ -133,7 +133,7 @@ class Checkpoint:
         """A whole tensor, with its shape and element type.
 
         Raises:
-            CheckpointError: it is not in it as a whole, or is damaged.
+            CheckpointError: the checkpoint does not hold all of it, or it is damaged.
         """
         dtype, shape = self.dtype(name, kind), self._tensors[name, kind][0].region.shape
         region = Region(shape, 0, math.prod(shape))
@@ -378,6 +378,13 @@ class Loaded:
             self.others: dict[str, dict[str, Any]] = content["others"]
             self.left_out: dict[str, dict[str, Any]] = content.get("left_out", {})
             """The shape of each tensor that was frozen and not saved."""
+            self.tied: dict[str, str] = content.get("tied", {})
+            """Further names of tied tensors, each with the name under which the tensor is there."""
+            self.buffers: list[str] = content.get("buffers", [])
+            """The names of ``others`` that are no parameters. Empty, too, in a checkpoint of before they were noted."""
+            known = {**self.parameters, **self.others, **self.left_out}
+            if any(name not in known for name in self.tied.values()) or set(self.buffers) - self.others.keys():
+                raise ValueError("a tied name or a buffer that is not there")
             for entry in (*self.parameters.values(), *self.others.values()):
                 _check_types(entry, _OTHER)
             for entry in self.left_out.values():

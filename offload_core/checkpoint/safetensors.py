@@ -44,6 +44,8 @@ NUMPY_OF = {
     "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
 }
 """Element types by their names in the format."""
+FLOATING = frozenset(dtype for name, dtype in NUMPY_OF.items() if name.startswith(("F", "BF")))
+"""Those of real numbers."""
 NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 """The errors that reading JSON with unexpected content can raise."""
 NAME_OF = {dtype: name for name, dtype in NUMPY_OF.items()}

@@ -1,5 +1,6 @@
 """The weights of a checkpoint on the disk, whole: without the model, the ranks and the device that trained it."""
 
+import math
 import os
 from functools import partial
 from pathlib import Path
@@ -7,10 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import BY_NUMPY, FLOAT32, ElementType
+from ..dtypes import FLOAT32, ElementType
 from ..rules import MASTER
 from .export import Weight
 from .reader import Checkpoint, Loaded
+from .safetensors import FLOATING, NUMPY_OF
+
+_BY_NAME = {dtype.name: dtype for dtype in NUMPY_OF.values()}
 
 
 class SavedWeights:
@@ -18,8 +22,9 @@ class SavedWeights:
 
     Args:
         path: a checkpoint, or a folder of them: then the latest one.
-        dtype: the element type of the weights: in float32 they are the master weights.
-        frozen: False leaves out what is not trained, buffers too.
+        dtype: the element type of floating-point tensors: in float32 they are the master weights.
+        frozen: False leaves out parameters that are not trained; and buffers, too, if the checkpoint is of a time when
+            it did not say which they are.
 
     Raises:
         CheckpointError: there is none, or its manifest or a file is damaged.
@@ -33,17 +38,25 @@ class SavedWeights:
         self.left_out = [*loaded.left_out]
         """The names of frozen tensors that were not saved."""
         kinds = {name: MASTER if checkpoint.has(name, MASTER) else "param" for name in loaded.parameters}
-        entries: dict[str, Any] = {**loaded.parameters}
-        if frozen:
-            kinds |= dict.fromkeys(loaded.others, "param")
-            entries |= loaded.others
+        kinds |= dict.fromkeys(loaded.others if frozen else loaded.buffers, "param")
+        entries: dict[str, dict[str, Any]] = {**loaded.others, **loaded.parameters}
         self.weights: list[Weight] = []
         for name, kind in kinds.items():
-            saved = checkpoint.dtype(name, kind)
-            target = dtype.numpy if saved in BY_NUMPY else saved
-            read = partial(_read, checkpoint, name, kind, target)
-            self.weights.append(Weight(name, target, tuple(entries[name]["shape"]), read))
+            entry = entries[name]
+            shape = tuple(entry["shape"])
+            saved = checkpoint.dtype(name, kind) if math.prod(shape) else _BY_NAME.get(entry["dtype"], FLOAT32.numpy)
+            target = dtype.numpy if saved in FLOATING else saved
+            self.weights.append(Weight(name, target, shape, partial(_read, checkpoint, name, kind, shape, target)))
+        self.tied = {name: other for name, other in loaded.tied.items() if other in kinds}
+        """Further names of tied weights, each with the name of the weight."""
 
 
-def _read(checkpoint: Checkpoint, name: str, kind: str, dtype: np.dtype, wanted: bool) -> np.ndarray | None:
-    return checkpoint.array(name, kind).astype(dtype, copy=False) if wanted else None
+def _read(
+    checkpoint: Checkpoint, name: str, kind: str, shape: tuple[int, ...], dtype: np.dtype, wanted: bool
+) -> np.ndarray | None:
+    if not wanted:
+        return None
+    if not math.prod(shape):  # nothing of it is in a file
+        return np.empty(shape, dtype)
+    with np.errstate(all="ignore"):  # what is too large becomes an inf, and a NaN stays one
+        return checkpoint.array(name, kind).astype(dtype, copy=False)

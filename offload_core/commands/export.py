@@ -35,5 +35,5 @@ def run(args: argparse.Namespace) -> int:
     total = format_bytes(sum(weight.n_bytes for weight in saved.weights))
     print(f"{args.folder}: {len(saved.weights)} tensors, {total}, from {saved.path}, step {saved.step}")
     if saved.left_out:
-        print(f"  without {len(saved.left_out)} frozen tensors, which were not saved (save_checkpoint(frozen=False))")
+        print(f"  frozen tensors that the checkpoint does not hold, as with frozen=False: {len(saved.left_out)}")
     return 0

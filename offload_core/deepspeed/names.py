@@ -222,8 +222,8 @@ DIFFERS: Mapping[str, Mapping[str, str]] = {
     "utils": {
         "safe_get_local_fp32_param": "a rank's part is ours: its runs in all buckets, end to end; in all stages",
         "safe_set_full_fp32_param": "the parameter changes at once, and not at the next update",
-        "zero_to_fp32": "also of DeepSpeed's own checkpoints; the model stays on its device; without"
-        " `safe_serialization` one file; as a command: `python -m offload_core export`",
+        "zero_to_fp32": "a module: it reads DeepSpeed's checkpoints and ours, leaves the model on its device, and"
+        " writes one file without `safe_serialization`",
         "safe_get_full_grad": "averaged over what has come so far, in fp32",
     },
 }

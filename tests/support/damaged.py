@@ -71,11 +71,13 @@ class Written:
             if not path.exists() or path.stat().st_size != len(data) or path.read_bytes() != data:
                 path.write_bytes(data)
 
-    def load(self, path):
+    def load(self, path, *, forged=False):
+        """Load, and check the values unless a forger may have moved them."""
         frozen = np.zeros(20, np.float32)
         target = Target("frozen", (4, 5), lambda kind: [Want("frozen", kind, FROZEN, frozen)])
         loaded = load(self.subject, path, [target])
-        assert_same_bits("frozen", frozen, np.arange(20, dtype=np.float32))
+        if not forged:
+            assert_same_bits("frozen", frozen, np.arange(20, dtype=np.float32))
         return loaded
 
     def bits(self):

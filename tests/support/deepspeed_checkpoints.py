@@ -1,5 +1,9 @@
 """The model and the cases of the checkpoints in tests/fixtures/deepspeed/."""
 
+import sys
+import types
+from contextlib import contextmanager
+
 CASES = {
     "stage1-bf16-1": (1, 1, {"bf16": {"enabled": True}}),
     "stage2-fp16-2": (2, 2, {"fp16": {"enabled": True, "initial_scale_power": 4}}),
@@ -69,6 +73,39 @@ class Run:
 FROZEN = ("frozen.weight", "frozen.bias", "offset")
 
 
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+_FAKES = {}
+"""Modules in place of DeepSpeed's, where it is not imported, by name. They are importable while files are written."""
+
+
+def scaler(**values):
+    """An object that is pickled as DeepSpeed's loss scaler is."""
+    if _SCALERS in sys.modules:
+        kind = sys.modules[_SCALERS].DynamicLossScaler
+    else:
+        for at in range(1, _SCALERS.count(".") + 2):
+            name = ".".join(_SCALERS.split(".")[:at])
+            _FAKES.setdefault(name, types.ModuleType(name))
+        kind = vars(_FAKES[_SCALERS]).setdefault("DynamicLossScaler", type("DynamicLossScaler", (), {}))
+        kind.__module__ = _SCALERS
+    made = kind.__new__(kind)
+    vars(made).update(values)
+    return made
+
+
+@contextmanager
+def importable_scalers():
+    """A context in which what :func:`scaler` returned can be pickled."""
+    added = {name: module for name, module in _FAKES.items() if name not in sys.modules}
+    sys.modules.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            del sys.modules[name]
+
+
+@importable_scalers()
 def write(folder, run, stage, ranks, *, tag="now", elastic=False, longest=None):
     """Write the files that DeepSpeed would; ``longest``: the most elements in a part of a group in stage 3."""
     import torch
@@ -186,23 +223,6 @@ def _run(flat, rank, ranks):
 
     padded = torch.cat([flat, torch.full((-flat.numel() % (2 * ranks),), 13.0)])
     return padded.chunk(ranks)[rank].clone()
-
-
-def scaler(**values):
-    """An object that is pickled as DeepSpeed's loss scaler is."""
-    import sys
-    import types
-
-    name = "deepspeed.runtime.fp16.loss_scaler"
-    kind = type("DynamicLossScaler", (), {"__module__": name})
-    for at in range(1, name.count(".") + 2):
-        sys.modules.setdefault(".".join(name.split(".")[:at]), types.ModuleType(name))
-    module = sys.modules[name]
-    kind = getattr(module, "DynamicLossScaler", kind)  # the installed one, where it is imported
-    module.DynamicLossScaler = kind
-    made = kind.__new__(kind)
-    vars(made).update(values)
-    return made
 
 
 def _save_optimizer(path, held):

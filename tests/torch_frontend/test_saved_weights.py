@@ -1,6 +1,9 @@
 """Weights of a checkpoint on the disk, without an engine, are those that the engine itself exports."""
 
-import numpy as np
+import resource
+import subprocess
+import sys
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -13,11 +16,13 @@ from frontends.torch.deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from offload_core.__main__ import main
+from offload_core.checkpoint.folder import MANIFEST, find
+from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.checkpoint.saved_weights import SavedWeights
 from offload_core.errors import CheckpointError, ConfigError
 from tests.support import one_process_group
 from tests.support.deepspeed_checkpoints import Run, model, write
-from tests.support.processes import on_ranks
+from tests.support.processes import ROOT, on_ranks
 from tests.support.torch_models import loss_of, make, same_bits
 
 FIELDS = {
@@ -141,6 +146,114 @@ def test_and_deepspeeds_own(stage, ranks, tmp_path):
         assert same_bits(found[name], value), name
 
 
+def test_tied_weights_have_all_their_names_and_frozen_ones_are_told_from_buffers(tmp_path):
+    module = Mixed()
+    engine = wrap(module, lr=1e-2)
+    engine.save_checkpoint(tmp_path)
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found["again.weight"] is found["out.weight"]
+    Mixed().load_state_dict(found)  # strict
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert found.keys() - trained.keys() == {"frozen.weight", "frozen.bias"}
+    itself = get_fp32_state_dict_from_zero_checkpoint(find(tmp_path))
+    assert whole_bits(itself) == whole_bits(found)
+
+
+def test_a_checkpoint_of_before_these_were_noted_is_read(tmp_path):
+    engine = wrap(Mixed(), lr=1e-2)
+    path = engine.save_checkpoint(tmp_path)
+    content = read_manifest(path / MANIFEST)
+    for name in ("tied", "buffers"):
+        del content[name]
+    write_manifest(path, content)
+    found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert Mixed().state_dict().keys() - found.keys() == {"again.weight"}
+    trained = get_fp32_state_dict_from_zero_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    assert trained.keys() == {name for name, p in Mixed().named_parameters() if p.requires_grad}
+
+
+def test_a_parameter_without_elements_is_written_too(tmp_path):
+    module = nn.Linear(2, 2)
+    module.empty = nn.Parameter(torch.empty(0, 3))
+    engine = wrap(module, lr=1e-2, param_dtype="bfloat16")
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.export_safetensors(tmp_path / "engine", dtype="float32")
+    assert main(["export", str(tmp_path / "saved"), str(tmp_path / "mine")]) == 0
+    mine, engines = (load_file(tmp_path / each / "model.safetensors") for each in ("mine", "engine"))
+    assert mine["empty"].shape == (0, 3)
+    assert {n: (t.shape, t.dtype) for n, t in mine.items()} == {n: (t.shape, t.dtype) for n, t in engines.items()}
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path):
+    engine = wrap(nn.Linear(2, 2), lr=1e-2)
+    engine.save_checkpoint(tmp_path / "secret", tag="x")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "latest").write_text("../secret/x")
+    for read in (
+        lambda: get_fp32_state_dict_from_zero_checkpoint(tmp_path / "mine"),
+        lambda: get_fp32_state_dict_from_zero_checkpoint(tmp_path / "mine", "../secret/x"),
+        lambda: get_fp32_state_dict_from_zero_checkpoint(tmp_path / "secret", "."),
+        lambda: get_fp32_state_dict_from_zero_checkpoint(tmp_path / "secret", ""),
+    ):
+        with pytest.raises(CheckpointError, match="expected the name of a folder there"):
+            read()
+
+
+def test_the_command_takes_deepspeeds_arguments_and_says_one_line_of_what_is_wrong(tmp_path):
+    run = Run()
+    write(tmp_path / "theirs", run, 2, 2)
+    command = [sys.executable, "-W", "error", "-m", "frontends.torch.deepspeed.utils.zero_to_fp32"]
+    options = ["--safe_serialization", "--max_shard_size", "1KB", "--tag", "now", "--exclude_frozen_parameters"]
+
+    def call(*arguments):
+        done = subprocess.run([*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+        return done.returncode, done.stderr
+
+    assert call(tmp_path / "theirs", tmp_path / "bin") == (0, "")
+    written = torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True)
+    assert whole_bits(written) == whole_bits(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "theirs"))
+    assert call(tmp_path / "theirs", tmp_path / "safe", *options) == (0, "")
+    names = {name for file in (tmp_path / "safe").glob("*.safetensors") for name in load_file(file)}
+    assert names == {*run.trained, "offset"}
+    for wrong, words in (
+        ((tmp_path / "none", tmp_path / "x"), "none/latest: no such file"),
+        ((tmp_path / "theirs", tmp_path / "x", "-t", "then"), "then: no such checkpoint; expected one of now"),
+        ((tmp_path / "theirs", tmp_path / "x", *options, "--max_shard_size", "5"), "max_shard_size: got '5'"),
+        ((tmp_path / "theirs", tmp_path / "theirs" / "latest"), "cannot be written"),
+    ):
+        status, said = call(*wrong)
+        assert (status, len(said.splitlines())) == (2, 1), said
+        assert words in said
+    assert not (tmp_path / "x").exists()
+    with pytest.raises(CheckpointError, match="zero_to_fp32` takes its weights out"):
+        SavedWeights(tmp_path / "theirs")
+
+
+def test_a_full_disk_keeps_the_earlier_file(tmp_path):
+    engine = wrap(nn.Linear(100, 100), lr=1e-2)
+    engine.save_checkpoint(tmp_path / "saved")
+    out = tmp_path / "out"
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", out)
+    before = (out / "pytorch_model.bin").read_bytes()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) // 2, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"pytorch_model.bin: cannot be written \(.*; expected a folder with"):
+            convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "saved", out)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in out.iterdir()] == ["pytorch_model.bin"]
+    assert (out / "pytorch_model.bin").read_bytes() == before
+
+
+def test_an_element_type_that_no_file_has_is_named(tmp_path):
+    run = Run()
+    run.others["offset"] = run.others["offset"].to(torch.complex128)
+    write(tmp_path, run, 2, 1)
+    with pytest.raises(CheckpointError, match=r"'offset' is of torch.complex128, expected an element type of safetens"):
+        get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+
+
 def test_element_types_that_numpy_lacks_come_through(tmp_path):
     module = nn.Linear(3, 2)
     module.register_buffer("packed", torch.arange(6, dtype=torch.float32).to(torch.float8_e4m3fn))
@@ -152,6 +265,6 @@ def test_element_types_that_numpy_lacks_come_through(tmp_path):
     found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
     for name in ("packed", "mask", "none", "wide"):
         value = module.get_buffer(name)
-        assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
-        assert torch.equal(found[name].double(), value.double())
-    assert np.dtype(np.float64) in {weight.dtype for weight in SavedWeights(tmp_path).weights}
+        assert found[name].dtype == (torch.float32 if value.is_floating_point() else value.dtype)
+        assert found[name].shape == value.shape
+        assert torch.equal(found[name], value.to(found[name].dtype))

@@ -25,6 +25,7 @@ from ..casting import round_to_types
 from ..clients import Client, let_go
 from ..groups import all_or_given
 from ..registration import check_is_free
+from ..run_counts import RunCounts
 from ..schedulers import SCHEDULERS
 from ..stage3.construction import in_shards, shards_of
 from ..stage3.leaf_modules import leaf_modules, mark_leaf
@@ -102,12 +103,13 @@ def initialize(
     engine = DeepSpeedEngine(model, resolved, given, params)
     with engine.closed_on_error("initialize"):
         if (parted := engine.optimizer.partitioned) is not None:
-            mark(model.parameters(), lambda param: param not in parted)
+            for param in model.parameters():
+                mark(param, param in parted)
         for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
             mark_leaf(module, True)
         if client is not None:
             client.load(engine.optimizer)
-            engine._count_from_here()
+            engine._counts = RunCounts(engine.optimizer, engine.train_batch_size)  # its updates so far are not counted
         engine.lr_scheduler = _scheduler(lr_scheduler, given, engine) if has_optimizer else None
         engine.collate_fn = collate_fn
         if training_data is not None:

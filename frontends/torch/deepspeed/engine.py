@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +18,9 @@ from offload_core.support import checks
 from offload_core.support.threads import uninterrupted
 
 from ..casting import frozen_for_now
+from ..clients import Inner
 from ..engine import Engine
+from ..files.export import write_with_torch
 from ..run_counts import RunCounts
 from ..zero_files.loading import zero_checkpoint
 from . import comm
@@ -41,7 +44,6 @@ class DeepSpeedEngine(Engine):
         with frozen_for_now(model.parameters() if params == [] else ()):
             super().__init__(model, resolved, params=params or None, process_group=dist.group.WORLD)
         self.config = given
-        """The configuration as it was given."""
         self.micro_steps = 0
         """Calls of ``step()``."""
         self.lr_scheduler = self.training_dataloader = self.collate_fn = None  # type: Any
@@ -49,7 +51,7 @@ class DeepSpeedEngine(Engine):
         self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.dp_world_size = self.seq_dp_world_size = self.world_size
         self.mp_world_size, self.data_parallel_group = 1, dist.group.WORLD
-        self.basic_optimizer = vars(self.optimizer)["optimizer"] = self.optimizer  # DeepSpeed's wraps another
+        self.basic_optimizer, vars(self.optimizer)["optimizer"] = self.optimizer, Inner(self.optimizer)
         self._trains = params != []
         self._forced: bool | None = None
         """``set_gradient_accumulation_boundary``; None: the engine counts."""
@@ -62,10 +64,6 @@ class DeepSpeedEngine(Engine):
         steps, ranks = resolved.gradient_accumulation_steps, self.world_size
         micro, train = given.get("train_micro_batch_size_per_gpu"), given.get("train_batch_size")
         self._micro_batch = micro if isinstance(micro, int) else max(1, (train or ranks * steps) // (ranks * steps))
-        self._count_from_here()
-
-    def _count_from_here(self) -> None:
-        """Begin the counts at 0: no update of the optimizer so far was this engine's."""
         self._counts = RunCounts(self.optimizer, self.train_batch_size)
 
     def __getattr__(self, name: str) -> Any:
@@ -262,7 +260,6 @@ class DeepSpeedEngine(Engine):
             tag: None: the one that the file ``latest`` names; where there is no such file, ``(None, {})`` is returned.
             load_module_strict, load_optimizer_states: as ``strict`` and ``optimizer_states`` of
                 :meth:`Engine.load_checkpoint`.
-            load_lr_scheduler_states: False: the scheduler stays as it is.
             load_module_only: True loads weights, buffers and the client state alone.
         """
         if custom_load_fn is not None:
@@ -290,8 +287,7 @@ class DeepSpeedEngine(Engine):
         values = self.whole_state_dict(frozen=not exclude_frozen_parameters)
         with self.optimizer.checkpoints.together("save"):
             if values is not None:
-                os.makedirs(save_dir, exist_ok=True)
-                torch.save(values, os.path.join(save_dir, save_filename))
+                write_with_torch(values, Path(save_dir) / save_filename)
         return True
 
     save_fp16_model = save_16bit_model

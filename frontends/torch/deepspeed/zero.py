@@ -2,21 +2,19 @@
 
 import os
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed import translation
 from offload_core.deepspeed.names import refuse
 from offload_core.errors import ConfigError
 
 from ..casting import built_as
 from ..engine import Engine
-from ..stage3.construction import init
+from ..stage3.construction import in_shards, init
 from ..stage3.gathering import gathered_parameters, register_external_parameter
 from .accelerator import rank_device
 from .comm import init_distributed
@@ -59,27 +57,18 @@ def Init(
     wanted = [kind for name, kind in _TYPES.items() if (given.get(name) or {}).get("enabled") is True]
     cut = {name: given[name] for name in _SECTIONS if name in given}
     cut["zero_optimization"] = {**cut.get("zero_optimization", {}), "stage": 3}
-    place = remote_device if remote_device != "none" else None
-    building = init(module, cut, process_group=data_parallel_group, remote_device=place)
-    whole = OffloadConfig.resolve(cut).param_persistence_threshold
-
-    def marked(params: Iterable[torch.Tensor | None]) -> None:
-        mark([param for param in params if param is not None], lambda param: param.numel() < whole)
-
-    marked(() if module is None else module.parameters())
-    types = built_as(dtype or (wanted or [torch.get_default_dtype()])[0], rank_device())
-    return _registering(lambda module, name, param: marked([param]), types, building)
+    building = init(
+        module, cut, process_group=data_parallel_group, remote_device=None if remote_device == "none" else remote_device
+    )
+    for param in () if module is None else module.parameters():
+        mark(param, in_shards(param))
+    return _marked(built_as(dtype or (wanted or [torch.get_default_dtype()])[0], rank_device()), building)
 
 
 @contextmanager
-def _registering(
-    hook: Callable[[nn.Module, str, torch.Tensor | None], None], *contexts: AbstractContextManager[Any]
-) -> Iterator[None]:
-    """A context in all of these, in which the hook runs for each parameter that a module registers."""
-    with ExitStack() as stack:
-        stack.callback(register_module_parameter_registration_hook(hook).remove)
-        for context in contexts:
-            stack.enter_context(context)
+def _marked(types: AbstractContextManager[Any], building: AbstractContextManager[Any]) -> Iterator[None]:
+    with types, building as construction:
+        construction.note = mark
         yield
 
 

@@ -108,6 +108,9 @@ class ModelCheckpoints:
             shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))
             if record is not None or counted.get(id(tensor), alone):
                 sources += _sources(weights, name, tensor)
+        first = {id(param): uncompiled(name) for name, param in self._model.named_parameters()}
+        every = self._model.named_parameters(remove_duplicate=False)
+        names = [(uncompiled(name), first[id(param)]) for name, param in every]
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
         state = {
             "updates": optimizer.updates,
@@ -126,6 +129,8 @@ class ModelCheckpoints:
             gradients_wait=optimizer.parts.intake.has_deferred,
             front_end="torch",
             left_out=left_out,
+            tied={name: other for name, other in names if name != other},
+            buffers=[name for each, _ in self._model.named_buffers() if (name := uncompiled(each)) in shapes],
             groups=[group_of.get(slot.param, 0) for slot in optimizer.slots],
         )
 

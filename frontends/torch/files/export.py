@@ -2,6 +2,7 @@
 
 import os
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,8 @@ from torch import nn
 
 from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.checkpoint.export import Weight, export_weights
+from offload_core.errors import CheckpointError
+from offload_core.support.disks import to_disk
 
 from ..optimizer import OffloadedOptimizer
 from ..stage3.gathering import gathered_parameters
@@ -40,6 +43,29 @@ def export_safetensors(
 def _bytes(reader: Weights, weight: NamedWeight, as_it_runs: bool, wanted: bool) -> np.ndarray | None:
     values = reader.whole(weight.tensor, None if as_it_runs else weight.dtype, wanted=wanted)
     return None if values is None else bytes_in_order(values)
+
+
+def write_with_torch(values: Any, path: Path) -> None:
+    """Write values to a file that ``torch.load`` reads, which appears complete, in place of an earlier one.
+
+    Raises:
+        CheckpointError: it cannot be written; no part of it is left, and an earlier one stays.
+    """
+    aside = path.with_name(f"{path.name}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open("wb") as file:
+                torch.save(values, file)
+                file.flush()
+                to_disk(file.fileno())
+            aside.replace(path)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+    except (OSError, RuntimeError) as error:  # torch's writer raises the second
+        why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise CheckpointError(f"{path}: cannot be written ({why}); expected a folder with room for it") from error
 
 
 def whole_state_dict(model: nn.Module, *, wanted: bool) -> dict[str, Any]:

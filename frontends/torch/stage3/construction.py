@@ -298,6 +298,8 @@ class _Construction:
     def __init__(self, config: OffloadConfig, group: Any) -> None:
         self.config = config
         self.whole: list[_Whole] = []
+        self.note: Callable[[torch.Tensor, bool], None] = lambda param, cut: None
+        """It is told of each parameter that a module registers or copies, and whether it will be cut."""
         self._group = group
         self._devices: dict[torch.device, HostRanks] = {}
         self._freed = 0
@@ -359,7 +361,8 @@ class _Construction:
     def track(self, module: nn.Module, name: str, param: torch.Tensor) -> None:
         """Record a parameter that a module has, to cut it later."""
         with _internal():
-            if not self._takes(param) or in_shards(param) or any(entry.param is param for entry in self.whole):
+            self.note(param, takes := self._takes(param))
+            if not takes or in_shards(param) or any(entry.param is param for entry in self.whole):
                 return
             self.cut([entry for entry in self.whole if entry.module is not module])
             forget_at_end(param)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from offload_core.checkpoint.folder import UNFINISHED, durable, make_folder
+from offload_core.checkpoint.folder import UNFINISHED, checked_tag, durable, make_folder
 from offload_core.config.schedules import GroupSchedule
 from offload_core.deepspeed.keys import VERSION
 from offload_core.errors import CheckpointError
@@ -17,7 +17,6 @@ from ..engine import Engine
 from ..files.checkpoint import ModelCheckpoints
 from ..rule_words import NAMES
 from ..weights import named_tensors
-from .reading import checked_tag
 
 _LATEST = "latest_universal"
 _THEIR_STATES = {"master": "fp32", "sum": "exp_avg_sq"}

@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from offload_core.checkpoint.folder import MANIFEST
+from offload_core.checkpoint.folder import MANIFEST, checked_tag
 from offload_core.errors import CheckpointError
-from offload_core.support.checks import shown
 from offload_core.support.files import read_regular
 
 from .contents import Contents, Saved, Unnamed, add_groups, add_states, groups_in, states_in, whole
@@ -94,20 +93,6 @@ def _latest(folder: Path) -> str:
         except FileNotFoundError:
             continue
     raise CheckpointError(f"{folder / 'latest'}: no such file; expected the folder of a DeepSpeed checkpoint, or tag=")
-
-
-def checked_tag(tag: str, where: Path | str) -> str:
-    """The tag, if it is the name of a folder.
-
-    Args:
-        where: says in errors where it was found.
-
-    Raises:
-        CheckpointError: it is none.
-    """
-    if tag in ("", ".", "..") or Path(tag).name != tag or "\0" in tag:
-        raise CheckpointError(f"{where} names {shown(tag)}, expected the name of a folder beside it; or give tag=")
-    return tag
 
 
 def _files(path: Path) -> tuple[list[Path], list[Path]]:

@@ -13,11 +13,12 @@ import torch
 from offload_core.checkpoint.export import Weight, export_weights
 from offload_core.checkpoint.folder import MANIFEST, find_tag
 from offload_core.checkpoint.saved_weights import SavedWeights
-from offload_core.errors import ConfigError
+from offload_core.errors import CheckpointError, ConfigError
 from offload_core.ranks.collectives import SingleRank
 from offload_core.support import units
 
-from ..tensors import ELEMENT_TYPES, NUMPY_DTYPES
+from ..files.export import write_with_torch
+from ..tensors import NUMPY_DTYPES
 from ..weights import bytes_in_order
 from .contents import Saved
 from .reading import read_contents
@@ -32,28 +33,33 @@ def whole_weights(
     ones. Each is read when it is asked for.
 
     Args:
-        folder: the folder that ``save_checkpoint`` was given.
+        folder: the folder that ``save_checkpoint`` was given, or a checkpoint of ours itself.
         tag: the checkpoint's name in it; None: the latest.
-        frozen: False leaves out parameters that are not trained; of ours, buffers too. A run of DeepSpeed's without
-            ZeRO does not say which are trained: then nothing is left out.
+        frozen: False leaves out parameters that are not trained (see :class:`SavedWeights`). A run of DeepSpeed's
+            without ZeRO does not say which they are: then nothing is left out.
 
     Raises:
         CheckpointError: a file is missing or damaged, or it is a checkpoint of another kind.
     """
-    tag = None if tag is None else str(tag)
-    path = find_tag(Path(folder), tag)
+    path: Path | None = Path(folder)
+    if tag is not None or not os.path.exists(Path(folder) / MANIFEST):
+        tag = None if tag is None else str(tag)
+        path = find_tag(Path(folder), tag)
     if path is not None and os.path.exists(path / MANIFEST):
-        return SavedWeights(path, frozen=frozen).weights, {}
+        saved = SavedWeights(path, frozen=frozen)
+        return saved.weights, saved.tied
     contents = read_contents(Path(folder), tag)
     kept = contents.trained | contents.others
     if not frozen and contents.unnamed is None:
         buffers = contents.described.get("buffer_names") or ()
-        kept = contents.trained | {name: saved for name, saved in contents.others.items() if name in buffers}
+        kept = contents.trained | {name: tensor for name, tensor in contents.others.items() if name in buffers}
     found = []
-    for name, saved in kept.items():
-        own = next((part.dtype for _, part in saved.parts()), torch.float32)
-        target = torch.float32 if own in ELEMENT_TYPES else own
-        found.append(Weight(name, NUMPY_DTYPES[target], saved.shape, partial(_bytes, saved, target)))
+    for name, tensor in kept.items():
+        own = next((part.dtype for _, part in tensor.parts()), torch.float32)
+        target = torch.float32 if own.is_floating_point else own
+        if target not in NUMPY_DTYPES:
+            raise CheckpointError(f"{tensor.file}: {name!r} is of {own}, expected an element type of safetensors")
+        found.append(Weight(name, NUMPY_DTYPES[target], tensor.shape, partial(_bytes, tensor, target)))
     return found, {alias: name for alias, name in contents.aliases.items() if name in kept}
 
 
@@ -65,9 +71,9 @@ def whole_state_dict(
     folder: str | os.PathLike[str], tag: Any = None, *, frozen: bool = True
 ) -> dict[str, torch.Tensor]:
     """Return what :func:`whole_weights` finds as tensors by name. Tied weights are one tensor."""
-    weights, aliases = whole_weights(folder, tag, frozen=frozen)
+    weights, tied = whole_weights(folder, tag, frozen=frozen)
     found = {weight.name: _tensor(weight) for weight in weights}
-    return found | {alias: found[name] for alias, name in aliases.items()}
+    return found | {name: found[other] for name, other in tied.items()}
 
 
 def _tensor(weight: Weight) -> torch.Tensor:
@@ -90,11 +96,13 @@ def write_whole(
     Args:
         max_shard: the most bytes of a safetensors file, or a size such as ``"5GB"``; None: ``pytorch_model.bin``, one
             file that ``torch.load`` reads.
+
+    Raises:
+        ConfigError: ``max_shard`` is no size.
+        CheckpointError: as :func:`whole_weights`; or a file cannot be written, and no part of it is left.
     """
     if max_shard is None:
-        found = whole_state_dict(folder, tag, frozen=frozen)
-        os.makedirs(output, exist_ok=True)
-        torch.save(found, os.path.join(output, "pytorch_model.bin"))
+        write_with_torch(whole_state_dict(folder, tag, frozen=frozen), Path(output) / "pytorch_model.bin")
         return
     try:
         most = units.size(max_shard) if isinstance(max_shard, str) else max_shard
@@ -102,3 +110,26 @@ def write_whole(
         raise ConfigError(f"max_shard_size: {error}") from None
     weights, _ = whole_weights(folder, tag, frozen=frozen)
     export_weights(output, weights, max_shard_bytes=most, collectives=SingleRank())
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command that takes the place of DeepSpeed's script, with its arguments."""
+    parser = argparse.ArgumentParser(
+        prog="python -m frontends.torch.deepspeed.utils.zero_to_fp32",
+        description="write the whole fp32 weights of a checkpoint, DeepSpeed's or ours",
+        allow_abbrev=False,
+    )
+    parser.add_argument("checkpoint_dir", help="the folder that save_checkpoint was given")
+    parser.add_argument("output_dir", help="the folder for the weights")
+    parser.add_argument("--max_shard_size", default="5GB", help="the most bytes of a safetensors file")
+    parser.add_argument("--safe_serialization", action="store_true", help="safetensors, not one pytorch_model.bin")
+    parser.add_argument("-t", "--tag", help="the checkpoint's name in its folder; by default the latest")
+    parser.add_argument("--exclude_frozen_parameters", action="store_true", help="what is trained, and buffers, alone")
+    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    given = parser.parse_args(arguments)
+    most = given.max_shard_size if given.safe_serialization else None
+    frozen = not given.exclude_frozen_parameters
+    try:
+        write_whole(given.checkpoint_dir, given.output_dir, given.tag, max_shard=most, frozen=frozen)
+    except (CheckpointError, ConfigError) as error:
+        parser.exit(2, f"{parser.prog}: {error}\n")

@@ -5,6 +5,7 @@ import gc
 import json
 import math
 import os
+import threading
 import types
 import warnings
 
@@ -261,9 +262,51 @@ def test_a_scheduler_says_how_it_is_configured():
     with pytest.raises(AttributeError, match="nonsense"):
         schedule.nonsense  # noqa: B018
     copy.deepcopy(schedule).step()
-    for wrong in (None, -5, 2.5):
-        with pytest.raises(ValueError, match=f"warmup_num_steps: got {wrong}, expected an integer of at least 0"):
+    warmup = WarmupLR(torch.optim.Adam([{**group, "lr": lr} for group, lr in zip(two, (0.1, 0.2), strict=True)]), 0.001)
+    assert (warmup.min_lrs, warmup.max_lrs) == ([0.001, 0.001], [0.1, 0.2])
+    for wrong in (None, -5, 0, 2.5):
+        with pytest.raises(ValueError, match=f"warmup_num_steps: got {wrong}, expected an integer of at least 1"):
             WarmupLR(optimizer, warmup_num_steps=wrong)
+
+
+POSITIONAL = {
+    "WarmupLR": (0.001, 0.1, 10, "linear", 4),
+    "WarmupDecayLR": (100, 0.001, 0.1, 10, "linear", 4),
+    "WarmupCosineLR": (100, 0.1, 10, 0.01, "linear", 4),
+    "LRRangeTest": (0.001, 10, 0.5, True, 4),
+    "OneCycle": (0.001, 0.1, 0.5, 5, 6, 2, 3, 4, True, 0.7, 0.8, 0.1, 4),
+}
+"""Values of every argument of a scheduler, in DeepSpeed's order."""
+
+
+@pytest.mark.parametrize("name", POSITIONAL)
+def test_a_scheduler_takes_its_arguments_by_position(name):
+    kind, values = getattr(deepspeed.runtime.lr_schedules, name), POSITIONAL[name]
+    names = (*kind.order, "last_batch_iteration")
+    assert len(names) == len(values)
+
+    def rates(schedule):
+        found = []
+        for _ in range(20):
+            schedule.step()
+            found.append((schedule.get_lr(), schedule.get_mom()))
+        return found
+
+    def fresh():
+        return torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.01)
+
+    by_name = kind(fresh(), **dict(zip(names, values, strict=True)))
+    assert by_name.last_batch_iteration == 4
+    assert rates(kind(fresh(), *values)) == rates(by_name)
+    for n in range(len(values)):
+        first = kind(fresh(), *values[: n + 1], **dict(zip(names[n + 1 :], values[n + 1 :], strict=True)))
+        assert rates(first) == rates(kind(fresh(), *values))
+    with pytest.raises(TypeError, match=f"got {len(values) + 1} arguments by position, expected {names[0]}, "):
+        kind(fresh(), *values, 1)
+    with pytest.raises(TypeError, match=f"got {names[0]} twice"):
+        kind(fresh(), values[0], **{names[0]: values[0]}, **dict(zip(names[1:], values[1:], strict=True)))
+    with pytest.raises(ConfigError, match=r"last_batch_iteration: got 0\.5, expected an integer of at least -1"):
+        kind(fresh(), *values[:-1], 0.5)
 
 
 def test_lr_kwargs_go_to_the_scheduler():
@@ -1040,7 +1083,47 @@ def test_parameters_of_stage_3_say_whether_they_are_in_shards():
     again = torch.nn.Linear(16, 16)
     deepspeed.zero.Init(module=again, config_dict_or_path=cut)
     assert again.weight.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    assert again.weight.ds_status in {ZeroParamStatus.NOT_AVAILABLE}
+    assert again.weight.ds_status.name == "NOT_AVAILABLE"
+    assert again.weight.ds_status == again.weight.ds_status
     assert again.bias.ds_persist
+    assert again.bias.ds_status is ZeroParamStatus.AVAILABLE
+
+
+def test_what_has_no_values_yet_has_no_marks_under_init_and_copies_have_their_own(tmp_path):
+    cut = {**CONFIG, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
+    cut["zero_optimization"]["stage3_param_persistence_threshold"] = 100
+    others = []
+    with deepspeed.zero.Init(config_dict_or_path=cut):
+        lazy = torch.nn.LazyLinear(4)
+        with torch.device("meta"):
+            meta = torch.nn.Linear(16, 16)
+        small = torch.nn.Linear(2, 2)
+        torch.nn.Linear(16, 16)
+        encoder = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
+        thread = threading.Thread(target=lambda: others.extend([torch.nn.Linear(16, 16), torch.nn.LazyLinear(2)]))
+        thread.start()
+        thread.join()
+    assert not any(hasattr(p, "ds_id") for module in (lazy, meta, *others) for p in module.parameters())
+    assert len({p.ds_id for p in encoder.parameters()}) == len([*encoder.parameters()]) == 24
+    assert {p.ds_persist for p in encoder.parameters()} == {True, False}
+    torch.utils.swap_tensors(small.weight, torch.nn.Parameter(torch.ones(2, 2)))  # as .to() may do
+    torch.save(dict(small.named_parameters()), tmp_path / "small")
+    torch.testing.assert_close(torch.load(tmp_path / "small")["bias"], small.bias)
+    deepspeed.zero.Init(module=meta, config_dict_or_path=cut)
+    assert [p.ds_persist for p in meta.parameters()] == [False, True]
+    deepspeed.zero.Init(module=lazy, config_dict_or_path=cut)
+
+
+def test_the_optimizer_inside_the_optimizer_is_the_same_and_the_last():
+    engine = start()[0]
+    inner = engine.optimizer.optimizer
+    train(engine, [0])
+    assert inner.param_groups is engine.optimizer.param_groups
+    assert inner.state[inner.param_groups[0]["params"][0]]["step"] == 1
+    assert not hasattr(inner, "optimizer")
+    assert "optimizer" not in engine.optimizer.state_dict()
+    copy.copy(inner)
 
 
 def test_a_model_is_built_in_shards_and_written_by_one_rank():

@@ -19,7 +19,6 @@ from ...casting import built_as
 from ...optimizer import mark_leaves, optimizer_of
 from ...parameter_states import get_gradient, get_state, left_in_place, set_gradient, set_state
 from ...stage3.leaf_modules import LeafModules, chosen_modules, is_marked_leaf, is_of_one
-from . import zero_to_fp32  # noqa: F401
 
 logger = getLogger("DeepSpeed")
 """DeepSpeed's logger, without a handler of its own."""

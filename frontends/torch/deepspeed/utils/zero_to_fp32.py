@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...zero_files.whole import whole_state_dict, write_whole
+from ...zero_files.whole import main, whole_state_dict, write_whole
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -32,3 +32,7 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Any, 
     """Load them into a model, which stays on its device, as far as it has these names; return it."""
     model.load_state_dict(whole_state_dict(checkpoint_dir, tag), strict=False)
     return model
+
+
+if __name__ == "__main__":
+    main()
