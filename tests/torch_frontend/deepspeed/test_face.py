@@ -1066,6 +1066,8 @@ def test_parameters_of_stage_3_say_whether_they_are_in_shards():
             assert copy.deepcopy(param.ds_status) is ZeroParamStatus.AVAILABLE
         assert param.ds_status != ZeroParamStatus.AVAILABLE
     assert not hasattr(start(config={**CONFIG, **stage(2)})[0].module[0].weight, "ds_id")
+    alone = start(config={**CONFIG, "zero_optimization": {"stage": 3}})[0].module[0].weight  # nothing is cut
+    assert (alone.ds_status, alone.ds_persist) == (ZeroParamStatus.AVAILABLE, True)
     cut = {**CONFIG, "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}
     cut["zero_optimization"]["stage3_param_persistence_threshold"] = 100
     with deepspeed.zero.Init(config_dict_or_path=cut):
