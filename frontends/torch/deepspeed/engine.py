@@ -155,8 +155,8 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def _without_step(self, what: str, inside: AbstractContextManager[Any]) -> Iterator[None]:
         if self._in_no_sync:
-            why = "no_sync context manager reentry is unsupported: blocks cannot be nested"
-            raise MisuseError(f"{what}() inside no_sync() or coalesce_grad_reduction(): {why}; expected one block")
+            why = "no_sync context manager reentry is unsupported: coalesce_grad_reduction() is such a block, too"
+            raise MisuseError(f"{what}(): {why}; expected one block")
         with inside:
             self._in_no_sync = True
             try:
