@@ -160,6 +160,11 @@ class OneCycle(_OfSection):
     order = tuple(schedules.OneCycle.__dataclass_fields__)
     lowest, highest = "cycle_min_lr", "cycle_max_lr"
 
+    @property
+    def step_ratio(self) -> float:
+        """The part of the cycle in which rates rise."""
+        return float(self.cycle_first_step_size / self.cycle_length)
+
 
 SCHEDULERS = {each.__name__: each for each in (WarmupLR, WarmupDecayLR, WarmupCosineLR, LRRangeTest, OneCycle)}
 """Schedulers by the ``type`` of a ``scheduler`` section."""

@@ -144,7 +144,7 @@ class OneCycle:
 
     def __call__(self, updates: Any) -> float:
         n = operator.index(updates)
-        if n <= self._length:
+        if n <= self.cycle_length:
             return _between(self.cycle_min_lr, self.cycle_max_lr, self._height(n))
         return self.cycle_min_lr / (1 + self._decay(self.decay_lr_rate, n))
 
@@ -158,7 +158,7 @@ class OneCycle:
 
     def betas_in_cycle(self, n: int) -> tuple[float, float]:
         """Return the betas after ``n`` updates, as if the first update's were in the cycle, too."""
-        if n <= self._length:
+        if n <= self.cycle_length:
             return _between(self.cycle_max_mom, self.cycle_min_mom, self._height(n)), 0.99
         return self.cycle_max_mom * (1 + self._decay(self.decay_mom_rate, n)), 0.99
 
@@ -167,21 +167,22 @@ class OneCycle:
         return self.cycle_first_step_size if self.cycle_second_step_size is None else self.cycle_second_step_size
 
     @property
-    def _length(self) -> int:
+    def cycle_length(self) -> int:
+        """The updates of a cycle."""
         return self.cycle_first_step_size + self._second
 
     def _height(self, n: int) -> float:
         """The height in the cycle, from 0 to 1."""
-        n %= self._length
+        n %= self.cycle_length
         if n <= self.cycle_first_step_size:
             done, size, stairs = n, self.cycle_first_step_size, self.cycle_first_stair_count
         else:
-            done, size, second = self._length - n, self._second, self.cycle_second_stair_count
+            done, size, second = self.cycle_length - n, self._second, self.cycle_second_stair_count
             stairs = self.cycle_first_stair_count if second is None else second
         return done * stairs // size / stairs if stairs else done / size
 
     def _decay(self, rate: float, n: int) -> float:
-        return rate * (n - self._length) / self.decay_step_size if self.decay_step_size else 0.0
+        return rate * (n - self.cycle_length) / self.decay_step_size if self.decay_step_size else 0.0
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def initialize(
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise ParameterError(f"initialize: model is a {type(model).__name__}; expected model=..., a torch.nn.Module")
+        raise MisuseError(f"initialize: model is a {type(model).__name__}; expected model=..., a torch.nn.Module")
     for name, module in model.named_modules():
         kind = type(module)
         if kind.__module__.partition(".")[0] == "deepspeed" and kind.__name__ in ("PipelineModule", "MoE"):

@@ -264,6 +264,8 @@ def test_a_scheduler_says_how_it_is_configured():
     copy.deepcopy(schedule).step()
     warmup = WarmupLR(torch.optim.Adam([{**group, "lr": lr} for group, lr in zip(two, (0.1, 0.2), strict=True)]), 0.001)
     assert (warmup.min_lrs, warmup.max_lrs) == ([0.001, 0.001], [0.1, 0.2])
+    cycle = OneCycle(optimizer, 0.001, 0.1, cycle_first_step_size=30, cycle_second_step_size=10)
+    assert (cycle.step_ratio, cycle.min_lrs, cycle.max_lrs) == (0.75, [0.001, 0.001], [0.1, 0.1])
     for wrong in (None, -5, 0, 2.5):
         with pytest.raises(ValueError, match=f"warmup_num_steps: got {wrong}, expected an integer of at least 1"):
             WarmupLR(optimizer, warmup_num_steps=wrong)
@@ -904,8 +906,8 @@ def two_batch_sizes():
 
 
 WRONG = {
-    "no model": (lambda: {"model": None}, ParameterError, r"model is a NoneType; expected model=\.\.\."),
-    "a class": (lambda: {"model": nn.Linear}, ParameterError, "model is a type"),
+    "no model": (lambda: {"model": None}, AssertionError, r"model is a NoneType; expected model=\.\.\."),
+    "a class": (lambda: {"model": nn.Linear}, AssertionError, "model is a type"),
     "no configuration": (lambda: {"config": None}, ConfigError, "got no configuration; expected one: config="),
     "two": (
         lambda: {"args": types.SimpleNamespace(deepspeed_config=CONFIG)},
