@@ -155,7 +155,7 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def _without_step(self, what: str, inside: AbstractContextManager[Any]) -> Iterator[None]:
         if self._in_no_sync:
-            why = "no_sync context manager reentry is unsupported: coalesce_grad_reduction() is such a block, too"
+            why = "no_sync context manager reentry is unsupported, nested in coalesce_grad_reduction(), too"
             raise MisuseError(f"{what}(): {why}; expected one block")
         with inside:
             self._in_no_sync = True
