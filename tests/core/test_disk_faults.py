@@ -26,6 +26,7 @@ import torch
 from frontends.torch import wrap
 from frontends.torch.ranks import device_ranks
 from offload_core import CheckpointError, CollectiveError, ConfigError, ConfigWarning, DiskError, StateError
+from offload_core.checkpoint.reader import Checkpoint
 from tests.support import torch_models
 from tests.support.disk_faults import FOREVER, KINDS, READ, WAYS, Faults, scratch_files, with_faults
 from tests.support.mounts import mounted
@@ -601,6 +602,7 @@ def test_a_run_that_is_killed_at_any_time_leaves_no_file_no_space_and_a_whole_ch
                     assert both[0] == both[1]
 
                 assert os.waitpid(in_fork(check), 0)[1] == 0
+                saved = Checkpoint(tmp_path / "saves").content["step"]  # it may have been killed before it told
 
 
 END = """

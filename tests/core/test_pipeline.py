@@ -275,7 +275,9 @@ def early_step(subject, case, micro_steps, factor):
         pipeline.end_micro_step()
     pipeline.early.expect_step(StepArguments(case.hypers, subject.tensors, divisor))
     for i, gradient in micro_steps[-1]:
-        subject.add_gradient(i, gradient * gradient.dtype.type(factor))
+        with np.errstate(all="ignore"):  # a zero times inf
+            gradient = gradient * gradient.dtype.type(factor)
+        subject.add_gradient(i, gradient)
     pipeline.end_micro_step()
     return pipeline.step(StepArguments(case.hypers, subject.tensors, divisor))
 

@@ -55,9 +55,8 @@ def write_with_torch(values: Any, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with aside.open("wb") as file:
-                torch.save(values, file)
-                file.flush()
+            torch.save(values, aside)
+            with aside.open("rb") as file:
                 to_disk(file.fileno())
             aside.replace(path)
         except BaseException:
