@@ -111,7 +111,8 @@ def said_by(code):
     """What a process prints that runs this; it has the function ``uninterrupted``."""
     code = "import os, threading; from offload_core.support.threads import uninterrupted\n" + code
     options = {"env": environment_of(ROOT), "capture_output": True, "text": True, "timeout": 60, "check": True}
-    done = subprocess.run([sys.executable, "-c", code], **options)
+    quiet = ["-W", "ignore:This process:DeprecationWarning"]  # of Python 3.12 and later, at a fork
+    done = subprocess.run([sys.executable, *quiet, "-c", code], **options)
     assert not done.stderr
     return done.stdout
 

@@ -449,6 +449,9 @@ def a_model_that_was_released():
             before = simulated.copies_waited_for()
             engine.restore()
             assert simulated.copies_waited_for() == before
+        assert same_bits(
+            (engine.module.shift + 0).cpu(), partly_frozen_on_the_host()[0]
+        )  # a buffer has no hook to wait in
         if not fields:
             assert same_bits(engine.module[2].weight.clone().cpu(), partly_frozen_on_the_host()[3])
         x = batch(0, torch.bfloat16).to(D)
