@@ -154,7 +154,7 @@ def _own(rule: str, group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Inner:
-    """What a program finds that looks for the optimizer inside an optimizer: the same one, which has none inside."""
+    """The optimizer inside an optimizer, for programs that look for one: the same one, which has none inside."""
 
     def __init__(self, optimizer: OffloadedOptimizer) -> None:
         self._outer = weakref.ref(optimizer)
