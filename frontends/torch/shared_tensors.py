@@ -6,7 +6,6 @@ or has been given another element type.
 """
 
 import gc
-import weakref
 from collections.abc import Collection
 from typing import Any
 
@@ -15,13 +14,14 @@ from torch import nn
 
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import ParameterError, StateError
+from offload_core.support.living import Living
 
 from .casting import Casts
 from .internals import no_read
 from .registration import Owner
 from .tensors import is_offloadable
 
-_OPTIMIZERS: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_OPTIMIZERS: Living[Any] = Living()
 """The optimizers of this process, of engines and others. They are hashed by identity."""
 
 
@@ -54,7 +54,7 @@ def _conflict(
     model: nn.Module, config: OffloadConfig, casts: Casts, apart: bool, give_way: Collection[Owner]
 ) -> StateError | ParameterError | None:
     params = [*model.named_parameters()]
-    for other in [*_OPTIMIZERS]:
+    for other in _OPTIMIZERS:
         if not other.is_open or any(other is owner for owner in give_way):
             continue
         held = {id(tensor) for tensor in other.held_tensors()}

@@ -9,7 +9,6 @@ import json
 import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
@@ -21,6 +20,7 @@ import numpy as np
 from ..errors import CheckpointError, CheckpointWarning
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, together
+from ..support.living import Living
 from ..support.user_line import UserLine
 from .folder import (
     UNFINISHED,
@@ -313,7 +313,7 @@ class Save:
             time.sleep(_POLL_SECONDS)
 
 
-_SAVES: "weakref.WeakSet[Save]" = weakref.WeakSet()
+_SAVES: Living[Save] = Living()
 
 
 def _after_fork() -> None:

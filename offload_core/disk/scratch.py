@@ -8,7 +8,6 @@ not in the middle of a step.
 import errno
 import os
 import tempfile
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ import numpy as np
 
 from ..errors import ConfigWarning, DiskError
 from ..support.disks import reserve
+from ..support.living import Living
 from ..support.threads import Task, TaskThread
 from ..support.user_line import UserLine
 
@@ -224,12 +224,12 @@ class ScratchFiles:
             os.close(file.descriptor)
 
 
-_ALL: weakref.WeakSet[ScratchFiles] = weakref.WeakSet()
+_ALL: Living[ScratchFiles] = Living()
 
 
 def _close_in_child() -> None:
     """Close the parent's files in a fork: it can neither read nor write them, and would keep their space."""
-    for files in [*_ALL]:
+    for files in _ALL:
         if files._process != os.getpid():
             files._close_files()
 

@@ -32,7 +32,9 @@ class HostMemory:
     def __init__(self, threads: int, pinning: Pinning | None = None) -> None:
         self._threads = threads
         self._pinning = pinning
-        self._live: Counter[str] = Counter()
+        self._live: dict[object, tuple[str, int]] = {}
+        """The label and the bytes of each array and reservation. Each has an entry, and no sum is kept: a finalizer may
+        remove one in any thread, and two threads that change a sum lose one of the changes."""
         self._engine = object()
         """Stands for the engine among those that use memory in turn."""
 
@@ -51,8 +53,9 @@ class HostMemory:
         if n_bytes == 0:
             return np.empty(0, dtype)
         array = self._new(label, n_bytes, pinned)
-        self._live[label] += n_bytes
-        weakref.finalize(array, self._live.subtract, {label: n_bytes})
+        key = object()
+        self._live[key] = (label, n_bytes)
+        weakref.finalize(array, self._live.pop, key, None)
         return array.view(dtype)
 
     def _new(self, label: str, n_bytes: int, pinned: bool) -> np.ndarray:
@@ -107,11 +110,14 @@ class HostMemory:
     @property
     def n_bytes(self) -> int:
         """Bytes held now."""
-        return sum(self._live.values())
+        return sum(n_bytes for _, n_bytes in [*self._live.values()])
 
     def report(self) -> dict[str, int]:
         """Bytes held now, by label."""
-        return {label: n_bytes for label, n_bytes in self._live.items() if n_bytes}
+        bytes_by_label: Counter[str] = Counter()
+        for label, n_bytes in [*self._live.values()]:
+            bytes_by_label[label] += n_bytes
+        return {label: n_bytes for label, n_bytes in bytes_by_label.items() if n_bytes}
 
 
 class _NotPinnedError(Exception):
@@ -126,13 +132,10 @@ class Reservation:
         self._blocks, self._make = blocks_of(None), self._pageable
         if pinned and memory._pinning is not None:
             self._blocks, self._make = blocks_of(memory._pinning), partial(_pinned, memory, label)
-        try:
-            self._blocks.reserve(memory._engine, sizes, self._make)
-        except BaseException:
-            self._blocks.trim()
-            raise
-        memory._live[label] += sum(sizes)
-        ends = weakref.finalize(self, _end, memory._live, label, self._blocks, memory._engine, sizes)
+        self._blocks.reserve(memory._engine, sizes, self._make)
+        key = object()
+        memory._live[key] = (label, sum(sizes))
+        ends = weakref.finalize(self, _end, memory._live, key, self._blocks, memory._engine, sizes)
         ends.atexit = False
 
     def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
@@ -160,8 +163,8 @@ def _pinned(memory: HostMemory, label: str, n_bytes: int) -> np.ndarray:
     return array
 
 
-def _end(live: Counter[str], label: str, blocks: Blocks, engine: object, sizes: list[int]) -> None:
-    live[label] -= sum(sizes)
+def _end(live: dict[object, Any], key: object, blocks: Blocks, engine: object, sizes: list[int]) -> None:
+    live.pop(key, None)
     blocks.cancel(engine, sizes)
 
 

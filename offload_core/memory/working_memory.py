@@ -7,14 +7,16 @@ it, or give it to two. If engines work at the same time and no block is free, an
 a block: two engines in two threads cannot stop each other, and the order in which ranks exchange does not depend on who
 has which block.
 
-There is no lock here. Each change is one call of C code, a block may die in any thread at any time, and two threads
-that meet make one block too many at worst. An interrupt may lose a block that is about to be lent, until no engine is
-left.
+There is no lock here: a finalizer, which may run inside any allocation of any thread, would wait for its own thread. Each
+change and each snapshot is one call of C code, and nothing iterates over what another thread may change (not even
+``dict.items()``, whose tuples may start a collection). Two threads that meet make one block too many at worst. An
+interrupt may lose a block that is about to be lent, until no engine is left.
 """
 
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from operator import setitem
@@ -23,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from ..native import kernels
+from ..support.living import Living
 
 
 class Block:
@@ -68,15 +71,15 @@ class Blocks:
         """The blocks that are not lent, by size. The values mean nothing."""
         self._loans: dict[Block, weakref.ref[_Loan]] = {}
         """The last loan of each block. When it dies, C code makes the block free."""
-        self._made: set[weakref.ref[Block]] = set()
-        """All blocks. One that dies is taken out by C code."""
-        self._needs: dict[Hashable, Counter[int]] = {}
-        """The sizes that each engine needs at a time."""
+        self._made: Living[Block] = Living()
+        """All blocks, lent or free."""
+        self._needs: list[tuple[Hashable, tuple[int, ...]]] = []
+        """Each reservation: an engine, and sizes that it needs at a time, besides those of its other reservations."""
 
     @property
     def sizes(self) -> list[int]:
         """The sizes of all blocks, lent or free."""
-        return [block.memory.size for made in [*self._made] if (block := made()) is not None]
+        return [block.memory.size for block in self._made]
 
     def lend(self, n_bytes: int, make: Callable[[int], np.ndarray]) -> np.ndarray:
         """Return an array of so many bytes, of the smallest block that is free and large enough; ``make`` makes one."""
@@ -99,14 +102,17 @@ class Blocks:
 
     def _new(self, memory: np.ndarray) -> Block:
         block = Block(memory)
-        self._made.add(weakref.ref(block, self._made.discard))
+        self._made.add(block)
         return block
 
     # --- what engines need -----------------------------------------------------------------------------
 
+    def _needs_of(self, engine: Hashable) -> Counter[int]:
+        return _by_engine([*self._needs]).get(engine, Counter())
+
     def lacking(self, engine: Hashable, sizes: Iterable[int]) -> list[int]:
         """Return the sizes of the blocks to be made for these sizes, besides those that the engine needs already."""
-        needed = sorted(chain(self._needs.get(engine, Counter()).elements(), sizes), reverse=True)
+        needed = sorted(chain(self._needs_of(engine).elements(), sizes), reverse=True)
         there, lacking = deque(sorted(self.sizes, reverse=True)), []
         for size in needed:  # one that is large enough for this size is so for each that follows
             if there and there[0] >= size:
@@ -116,45 +122,75 @@ class Blocks:
         return lacking
 
     def reserve(self, engine: Hashable, sizes: Iterable[int], make: Callable[[int], np.ndarray]) -> None:
-        """Have blocks for these sizes while the engine works alone."""
-        for size in self.lacking(engine, sizes):
-            block = self._new(make(size))
-            self._of_size(block)[block] = None
-        self._needs[engine] = self._needs.get(engine, Counter()) + Counter(sizes)
+        """Have blocks for these sizes while the engine works alone. An error of ``make`` leaves no need behind."""
+        need = (engine, tuple(sizes))
+        self._needs.append(need)  # first: from now on no thread frees a block that counts for it
+        try:
+            for size in self.lacking(engine, ()):
+                block = self._new(make(size))
+                self._of_size(block)[block] = None
+        except BaseException:
+            self.cancel(*need)
+            raise
         self.trim()
 
     def cancel(self, engine: Hashable, sizes: Iterable[int]) -> None:
-        """End what :meth:`reserve` began, and free blocks that no engine needs."""
-        left = self._needs.pop(engine, Counter()) - Counter(sizes)
-        if left:
-            self._needs[engine] = left
+        """End what :meth:`reserve` began for the same sizes, and free blocks that no engine needs. A finalizer may call
+        this, in any thread."""
+        with suppress(ValueError):
+            self._needs.remove((engine, tuple(sizes)))
         self.trim()
 
     def trim(self) -> None:
         """Free the blocks that no engine needs, if they are not lent."""
-        if not self._needs:
-            for block in [block for block, loan in [*self._loans.items()] if loan() is None]:
-                self._loans.pop(block, None)
-        required, sizes = _required(self._needs.values()), self.sizes
-        for size in sorted(self._free, reverse=True):
-            while all(sum(s >= least for s in sizes) > n for least, n in required.items() if least <= size):
-                unneeded = self._take(size)
-                if unneeded is None:
-                    break
-                self._loans.pop(unneeded, None)
-                del unneeded
-                if size in sizes:
-                    sizes.remove(size)
+        while True:
+            needs = [*self._needs]
+            if not needs:
+                for block in [*self._loans]:
+                    if (loan := self._loans.get(block)) is not None and loan() is None:
+                        self._loans.pop(block, None)
+            for size in sorted(self._free, reverse=True):
+                while (block := self._take(size)) is not None and self._let_go(block):
+                    del block
+            if needs == [*self._needs]:  # else a thread that ended a need may have missed a block that was in hand here
+                return
+
+    def _let_go(self, block: Block) -> bool:
+        """Forget a block that was taken from the free ones, unless an engine needs it: then it is free again.
+
+        The block is taken out of the count *before* the needs are compared. So two threads that each take a block see
+        each other's missing, and neither frees one that is needed.
+
+        Returns:
+            True if it is forgotten.
+        """
+        size = block.memory.size
+        self._made.discard(block)
+        required, sizes = _required(_by_engine([*self._needs]).values()), self.sizes
+        if all(sum(s >= least for s in sizes) >= n for least, n in required.items() if least <= size):
+            self._loans.pop(block, None)
+            return True
+        self._made.add(block)
+        self._of_size(block)[block] = None
+        return False
 
     def shared_bytes(self, engine: Hashable) -> int:
         """Return the bytes of an engine's needs that other engines would keep if it were closed."""
-        others = [needs for other, needs in self._needs.items() if other != engine]
-        mine = self._needs.get(engine, Counter())
-        more = bytes_in_turn([*others, mine]) - bytes_in_turn(others)
+        needs = _by_engine([*self._needs])
+        mine = needs.pop(engine, Counter())
+        more = bytes_in_turn([*needs.values(), mine]) - bytes_in_turn(needs.values())
         return bytes_in_turn([mine]) - more
 
 
-def _required(needs: Iterable[Mapping[int, int]]) -> dict[int, int]:
+def _by_engine(needs: Iterable[tuple[Hashable, tuple[int, ...]]]) -> dict[Hashable, Counter[int]]:
+    """Return how many blocks of each size each engine needs at a time."""
+    counts: dict[Hashable, Counter[int]] = {}
+    for engine, sizes in needs:
+        counts.setdefault(engine, Counter()).update(sizes)
+    return counts
+
+
+def _required(needs: Collection[Mapping[int, int]]) -> dict[int, int]:
     """Return, for each size, the blocks of this size or more that the engine needs that needs the most of them."""
     needs = [each for each in needs if each]
     sizes = sorted(set(chain.from_iterable(needs)), reverse=True)
@@ -166,7 +202,7 @@ def _required(needs: Iterable[Mapping[int, int]]) -> dict[int, int]:
     return required
 
 
-def bytes_in_turn(needs: Iterable[Mapping[int, int]]) -> int:
+def bytes_in_turn(needs: Collection[Mapping[int, int]]) -> int:
     """Return the bytes of blocks that suffice for engines that work one at a time.
 
     Args:

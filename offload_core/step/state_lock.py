@@ -12,12 +12,12 @@ the lock waits for it. So methods that a load calls in its section also accept t
 
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from ..errors import StateError
+from ..support.living import Living
 from ..support.threads import RUNNING_SECTIONS, await_sections, forget_sections, in_section, runs_for_another
 
 P = ParamSpec("P")
@@ -104,7 +104,7 @@ class StateLock:
         self._of_thread, self.changing = threading.RLock(), threading.Lock()
 
 
-_LOCKS: "weakref.WeakSet[StateLock]" = weakref.WeakSet()
+_LOCKS: Living[StateLock] = Living()
 
 
 def _after_fork() -> None:

@@ -131,7 +131,7 @@ FINALIZERS = {
     "clear_up": "does what may wait in a thread of its own",
     "file.close": "writes what is left to a file",
     "self._tasks.put": "a SimpleQueue may be put into from anywhere",
-    "self._live.subtract": "counts",
+    "self._live.pop": "forgets an entry",
     "self.register(kernels.address(array), n_bytes)": "calls the driver, which runs no Python",
     "_remove": "takes hooks off",
     "_WAITS.pop": "forgets an entry",

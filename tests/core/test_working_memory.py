@@ -1,6 +1,7 @@
 """Blocks of host memory that engines use in turn: who finds one, when it is free again, and what is kept."""
 
 import gc
+import sys
 import threading
 from collections import Counter
 
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from offload_core.errors import HostMemoryError, HostMemoryWarning
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.working_memory import Blocks, bytes_in_turn, unprotected
+from offload_core.support.living import Living
 from tests.support.strategies import law
 
 BYTES = np.dtype(np.uint8)
@@ -124,6 +126,113 @@ def test_threads_that_borrow_at_a_time_never_get_the_same_memory():
         thread.join()
     assert not wrong
     assert len(pool.made) <= 4 + 3
+
+
+@pytest.fixture
+def _threads_switch_often():
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def at_the_same_time(act, threads=4):
+    """Call ``act(number)`` in each of so many threads; return the errors, also those of finalizers."""
+    errors, hook = [], sys.unraisablehook
+
+    def run(number):
+        try:
+            act(number)
+        except Exception as error:
+            errors.append(error)
+
+    sys.unraisablehook = lambda unraisable: errors.append(unraisable.exc_value)
+    try:
+        running = [threading.Thread(target=run, args=[number]) for number in range(threads)]
+        for thread in running:
+            thread.start()
+        for thread in running:
+            thread.join()
+    finally:
+        sys.unraisablehook = hook
+    return errors
+
+
+@pytest.mark.usefixtures("_threads_switch_often")
+def test_threads_that_reserve_and_cancel_at_a_time_leave_the_blocks_of_the_needs_that_are_left():
+    pool = Counting()
+    pool.blocks.reserve("kept", [3, 5], pool.make)
+
+    def work(number):
+        for i in range(50):
+            sizes = [1 + (number + i) % 5, 4]
+            pool.blocks.reserve(number, sizes, pool.make)
+            pool.blocks.shared_bytes(number)
+            array = pool.lend(4)
+            pool.blocks.lacking(number, [i % 7])
+            del array
+            pool.blocks.cancel(number, sizes)
+
+    for _ in range(8):
+        assert at_the_same_time(work) == []
+        held = sorted(pool.blocks.sizes)
+        assert len(held) >= 2, "a block that an engine needs was freed"
+        assert held[-1] >= 5
+        assert held[-2] >= 3
+        pool.blocks.trim()
+        assert len(pool.blocks.sizes) == 2
+    pool.blocks.cancel("kept", [3, 5])
+    assert pool.blocks.sizes == []
+
+
+@pytest.mark.usefixtures("_threads_switch_often")
+def test_the_account_of_an_engine_is_exact_when_garbage_is_collected_in_any_thread():
+    memory = HostMemory(1)
+
+    def work(number):
+        for i in range(300):
+            cycle = [memory.allocate("states", 8, BYTES), memory.reserve("staging", [16], pinned=False)]
+            if i % 2:
+                cycle.append(cycle)
+            memory.report()
+            assert memory.n_bytes > 0
+
+    before = gc.get_threshold()
+    gc.set_threshold(20, 2, 2)
+    try:
+        assert at_the_same_time(work) == []
+    finally:
+        gc.set_threshold(*before)
+    gc.collect()
+    assert memory.report() == {}
+    assert memory.lacking_bytes([16], pinned=False) >= 0
+
+
+class Member:
+    """An object that may be in a set of weak references."""
+
+
+@pytest.mark.usefixtures("_threads_switch_often")
+def test_objects_may_come_and_go_in_other_threads_while_the_living_are_listed():
+    living = Living()
+    kept = [Member() for _ in range(50)]
+    for each in kept:
+        living.add(each)
+        living.add(each)
+
+    def work(number):
+        for _ in range(200):
+            living.add(Member())
+            removed = Member()
+            living.add(removed)
+            living.discard(removed)
+            here = [*living]
+            assert {*kept} <= {*here}
+            assert removed not in here
+
+    assert at_the_same_time(work) == []
+    assert {*living} == {*kept}
+    assert len([*living]) == len(kept)
 
 
 def test_a_reservation_that_is_refused_leaves_no_memory():
