@@ -597,7 +597,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
 
         It does not hold gradients that wait for the next update. Under loss scaling it also has ``"loss_scale"``; if
-        ``lr`` or ``betas`` is a function, the number of ``"updates"``. Each rank may call this on its own.
+        ``lr`` or ``betas`` is a function, the number of ``"updates"``; under a rule whose updates torch does not count,
+        ``"steps"`` by the parameters' numbers. Each rank may call this on its own.
         """
         if self._follow_shards():
             return super().state_dict()
@@ -816,8 +817,8 @@ class OffloadedSGD(OffloadedOptimizer):
     """SGD with master weights and momentum in host memory, as :class:`OffloadedAdamW` in everything else.
 
     On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.SGD(fused=True)``. ``state[p]``
-    holds ``step``, ``momentum_buffer`` if the momentum is not 0, and ``master``. A momentum may change, but not from or
-    to 0.
+    holds ``momentum_buffer`` if the momentum is not 0, and ``master``. ``state[p]["step"]`` counts its updates; it is in
+    no list of states, for torch's SGD has no count. A momentum may change, but not from or to 0.
     """
 
     rule_name = "sgd"
@@ -827,7 +828,7 @@ class OffloadedLion(OffloadedOptimizer):
     """Lion (Chen et al., arXiv:2302.06675) with master weights and momentum in host memory, as :class:`OffloadedAdamW`
     in everything else. Torch has no Lion: docs/numerics.md defines the bits.
 
-    ``state[p]`` holds ``step``, ``exp_avg`` and ``master``.
+    ``state[p]`` holds ``exp_avg`` and ``master``; ``state[p]["step"]`` counts its updates, as in SGD.
     """
 
     rule_name = "lion"
@@ -849,7 +850,8 @@ class OffloadedMuon(OffloadedOptimizer):
     It updates matrices, and stacks of matrices one by one. Others need a group of another optimizer,
     ``{"params": ..., "optimizer": "adamw"}``; ``wrap(model, optimizer="muon")`` makes the groups itself. The device
     orthogonalizes the directions of the steps. On the CPU the bits are those of ``torch.optim.Muon``, over fp32 master
-    weights if the parameters are narrower. ``state[p]`` holds ``step``, ``momentum_buffer`` in fp32, and ``master``.
+    weights if the parameters are narrower. ``state[p]`` holds ``momentum_buffer`` in fp32, and ``master``;
+    ``state[p]["step"]`` counts its updates, as in SGD.
     """
 
     rule_name = "muon"

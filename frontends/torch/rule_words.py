@@ -16,8 +16,9 @@ REFUSED = {
     "differentiable": "the update runs outside autograd",
 }
 """Options of torch's optimizers that this one does not have, with the reason."""
-_EVERY = {"maximize": False, "differentiable": False, "foreach": None, "fused": True}
-"""Options of those of torch's optimizers that have a fused implementation. The last two have no effect here."""
+_EVERY = {"maximize": False, "differentiable": False, "foreach": None, "fused": None}
+"""Options of torch's optimizers that have a fused implementation, with torch's own defaults: torch's SGD and Adagrad
+refuse ``fused=True`` over DTensors. The last two have no effect here."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,10 @@ class TorchWords:
     """Return the entries of its groups that say which of torch's classes has made them."""
     counted_by: str | None = None
     """The state without which a parameter has had no update, if torch's optimizer (or the one that its users take)
-    keeps no count. At most a parameter's first update differs from the others then. None: torch counts."""
+    keeps no count. At most a parameter's first update differs from the others then. None: torch counts.
+
+    Torch's tools load each state that they find in an entry, and add no other. So an entry lists ``step`` only where
+    torch counts; else it may be read and assigned by name, and ``state_dict()`` has it beside the entries."""
     hidden: tuple[str, ...] = ()
     """Hyperparameters that torch's optimizer lacks."""
 
@@ -59,7 +63,11 @@ OPTIONS = frozenset(option for words in WORDS.values() for option in words.optio
 
 
 def counted(entry: Mapping[str, Any], rule: Rule) -> Mapping[str, Any]:
-    """Return a parameter's states with a number of updates: 1 where there have been some that nobody counted."""
+    """Return a parameter's states with a number of updates: 1 where there have been some that nobody counted.
+
+    A state that is an empty dict is left out: that is how torch's tools say that a flattened checkpoint lacks it.
+    """
+    entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
     first = WORDS[rule.name].counted_by
     if "step" in entry or first is None:
         return entry

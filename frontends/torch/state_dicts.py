@@ -9,19 +9,23 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload_core.device.protocols import Device
-from offload_core.errors import ConfigError, StateError
+from offload_core.errors import ConfigError, ConfigWarning, StateError
 from offload_core.rules import MASTER, STATE_NAMES, Rule
 from offload_core.step.loss_scale import LossScaler, checked_state
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import checked_count
+from offload_core.support.user_line import UserLine
 
 from .groups import hyper_of, loaded, scheduled
 from .parts import Parts
 from .rule_words import WORDS
-from .state_views import Views
+from .state_views import STEP, Views
 
 IN_SHARDS = "in_shards"
 """The key in a library's file of an optimizer; its value is the name of the folder that has the states."""
+STEPS = "steps"
+"""The key of a state dict that has the numbers of updates of parameters whose entries list none (torch's optimizer
+counts none of them), by the parameters' numbers."""
 
 
 def stub(folder: str) -> dict[str, Any]:
@@ -85,8 +89,11 @@ def check_counts(state_dict: Mapping[str, Any], scaler: LossScaler | None) -> No
 def completed(state_dict: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
     """Return torch's state dict of an optimizer with plain tensors, and with the states that torch knows nothing of."""
     if "state" in state_dict:  # a hook may have replaced the whole dict
-        entries = state_dict["state"].items()
-        state_dict["state"] = {k: e.for_state_dict() if isinstance(e, Views) else e for k, e in entries}
+        entries = state_dict["state"]
+        state_dict["state"] = {k: e.for_state_dict() if isinstance(e, Views) else e for k, e in entries.items()}
+        steps = {k: int(e.unlisted[STEP]) for k, e in entries.items() if isinstance(e, Views) and e.unlisted}
+        if steps:
+            state_dict[STEPS] = steps
     if pipeline.device.world_size > 1:
         state_dict["partition"] = partition(pipeline.device)
     if scheduled(pipeline.config, pipeline.counts.updates):
@@ -105,16 +112,39 @@ def checked_and_hidden(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, 
     check_partition(pipeline.device, optimizer.param_groups, state_dict)
     check_counts(state_dict, pipeline.scaler)
 
+    entries = with_steps(state_dict["state"], state_dict.get(STEPS, {}))
+
     def take_counts() -> None:
         optimizer.updates = int(state_dict.get("updates", max(map(float, pipeline.counts.steps), default=0)))
         if pipeline.scaler is not None and "loss_scale" in state_dict:
             pipeline.scaler.load_state_dict(state_dict["loss_scale"])
 
+    if "updates" not in state_dict and not any(STEP in entry for entry in entries.values()):
+        _warn_of_schedule(pipeline)
     groups = state_dict["param_groups"]
     if not optimizer.takes_names:  # an engine's, of before, or with names of the user's
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
-    hidden: dict[Any, Any] = {key: Hidden(entry) for key, entry in state_dict["state"].items()}
+    hidden: dict[Any, Any] = {key: Hidden(entry) for key, entry in entries.items()}
     return {**state_dict, "param_groups": groups, "state": hidden | {Hidden: take_counts}}
+
+
+def _warn_of_schedule(pipeline: Pipeline) -> None:
+    """Warn if a schedule would go on from the first update, because the states count none."""
+    names = scheduled(pipeline.config, 0)
+    if names:
+        UserLine.now("torch").warn(
+            ConfigWarning(
+                f"load_state_dict: {' and '.join(names)} is a function of the number of updates, and these states have "
+                "none (as those of torch.optim.SGD and Muon); it goes on as after the first update. Expected "
+                "optimizer.updates = the number of updates made, after the load"
+            )
+        )
+
+
+def with_steps(entries: Mapping[Any, Any], steps: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Return the entries of a state dict, with those numbers of updates that are beside them."""
+    counted = {key: {STEP: n, **entries.get(key, {})} for key, n in steps.items() if key in entries}
+    return {**entries, **counted}
 
 
 @dataclass(frozen=True)
@@ -236,6 +266,8 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
         if optimizer.has_states(param) and optimizer.state[param]["step"] > 0:  # torch has no states before an update
             whole = optimizer.whole_states(param)
             del whole[MASTER]
-            if wanted:
-                state[i] = {"step": optimizer.state[param]["step"].clone(), **whole}
+            if WORDS[name].counted_by is None:
+                whole = {STEP: optimizer.state[param][STEP].clone(), **whole}
+            if wanted and whole:  # torch's SGD without momentum has no entries
+                state[i] = whole
     return {"state": state, "param_groups": groups} if wanted else None

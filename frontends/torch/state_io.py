@@ -116,6 +116,11 @@ class TorchStates:
         """Add the parameter's states."""
         self.views.hold(slot.param, state_views(self._pipeline, slot.index, slot.values, slot.placed))
 
+    def count_written(self) -> None:
+        """Before the first update: count one for each parameter whose momentum other code has written in place."""
+        for slot in self._registration.slots.values():
+            self.views.held(slot.param).count_written()
+
     def assign(self, states: Mapping[Any, Any]) -> None:
         """As ``optimizer.state = states``."""
         if states is not self.views:
@@ -194,13 +199,7 @@ class TorchStates:
         views = self.views.held(slot.param)  # where no thread can be started, a read is refused in the section
         shard = self._registration.copy_of_shard(slot) if slot.partitioned else None  # its values stay
         self._states.will_change([slot.index])
-        for name in views.held:
-            if name in entry:
-                views.put(name, entry[name])
-            elif name == "master":
-                self._states.reload_master(slot.index, self._registration.tensor(slot))
-            else:
-                views.begin(name)
+        views.take(entry, lambda: self._states.reload_master(slot.index, self._registration.tensor(slot)))
         if shard is not None:
             self._states.adopt(slot.index, shard)
         self._registration.doubt(slot)  # the model's weights may be loaded after this

@@ -21,6 +21,9 @@ from .ranks.device import as_torch
 from .rule_words import WORDS
 from .tensors import TORCH_DTYPES, flat_like, memory, shaped_like
 
+STEP = "step"
+"""The name of a parameter's number of updates."""
+
 
 class Kept(dict):
     """A dict of which some entries stay: every write goes through ``__setitem__`` and ``__delitem__``."""
@@ -198,8 +201,11 @@ class Views(Kept):
     """A parameter's states by name, in host memory: assigning copies the value there, and deleting sets the state to
     its first value, but leaves a master weight as it is.
 
+    The number of updates is listed only if torch's optimizer counts them. ``["step"]`` reads and sets it in any case.
+
     Args:
         shape: of each state.
+        step: the number of updates.
         encoded: states that have no view. Each read makes a copy.
         changing: called before states change.
         rule: the parameter's update rule.
@@ -210,6 +216,7 @@ class Views(Kept):
     def __init__(
         self,
         shape: torch.Size,
+        step: torch.Tensor,
         views: Mapping[str, torch.Tensor],
         encoded: Mapping[str, Encoded],
         changing: Callable[[], None],
@@ -217,20 +224,24 @@ class Views(Kept):
         placed: Placed | None,
         held: Held | None = None,
     ) -> None:
-        super().__init__({**views, **encoded})
+        self._counted_by = WORDS[rule.name].counted_by
+        self.unlisted = {} if self._counted_by is None else {STEP: step}
+        """The number of updates, if torch's optimizer has none."""
+        super().__init__({**({STEP: step} if self._counted_by is None else {}), **views, **encoded})
         self._placed = placed
         self.of_whole = held
         """The elements of the parameter that this rank's part of its states has; None: all, or a DTensor's."""
         self.shape = shape
-        self.held = frozenset(self)
+        self.held = frozenset((*self, STEP))
         """The names of the optimizer's states; other entries are the user's."""
         self._changing = changing
-        self._counted_by = WORDS[rule.name].counted_by
         self._first = {state.name: state.first for state in rule.states}
 
     def begin(self, name: str) -> None:
         """Give a state, or the number of updates, its first value."""
         self.put(name, self._first.get(name, 0.0))
+        if name == self._counted_by:
+            self.put(STEP, 0.0)
 
     def put(self, name: str, value: Any) -> None:
         """Give a state these values; a number becomes the value of every element."""
@@ -247,7 +258,7 @@ class Views(Kept):
     def __delitem__(self, name: str) -> None:
         if name not in self.held:
             super().__delitem__(name)
-        elif name != "master":
+        elif name != MASTER:
             self._changing()
             self.begin(name)
 
@@ -261,8 +272,43 @@ class Views(Kept):
             raise StateError(f"state[p][{name!r}] = a tensor of shape {tuple(value.shape)}, expected {tuple(expected)}")
         self._changing()
         self.put(name, value)
-        if name == self._counted_by and not super().__getitem__("step"):
-            self.put("step", 1.0)  # torch's first update would replace a momentum, and takes none for its own
+        if name == self._counted_by:
+            self._count()
+
+    def _count(self) -> None:
+        """Count one update, if none is counted: an update at 0 would take the gradient in place of the momentum."""
+        if not super().__getitem__(STEP):
+            self.put(STEP, 1.0)
+
+    def count_written(self) -> None:
+        """Count one update, if none is counted and the momentum was written in place, as ``dcp.load`` writes it."""
+        momentum = super().get(self._counted_by)
+        if isinstance(momentum, torch.Tensor) and not super().__getitem__(STEP) and bool(local_of(momentum).any()):
+            self.put(STEP, 1.0)
+
+    def take(self, entry: Mapping[str, Any], master: Callable[[], object]) -> None:
+        """Take these states, and begin those anew that the entry lacks.
+
+        Args:
+            master: called if the entry has no master weight.
+        """
+        for name in (*(self.held - {STEP}), STEP):  # the count last: a momentum that begins anew sets it to 0
+            if name in entry:
+                self.put(name, entry[name])
+            elif name == MASTER:
+                master()
+            else:
+                self.begin(name)
+        momentum = entry.get(self._counted_by) if self._counted_by is not None else None
+        if isinstance(momentum, torch.Tensor) and bool(local_of(momentum).any()):
+            self._count()
+
+    def clear(self) -> None:
+        for key in {*self, STEP}:
+            del self[key]
+
+    def __missing__(self, name: str) -> Any:
+        return self.unlisted[name]
 
     # dict's own methods would give the placeholder of an encoded state.
 
@@ -285,7 +331,7 @@ class Views(Kept):
     def _listed(self, name: str, value: torch.Tensor) -> torch.Tensor:
         local = local_of(value)
         plain = local.as_subclass(torch.Tensor)
-        if name == "step":
+        if name == STEP:
             return plain.as_subclass(HostState)
         if self.of_whole is not None:
             return PartOfWhole(plain, self.of_whole)
@@ -310,7 +356,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
         param: the tensor that holds its values here.
         placed: its placement, if it is the local tensor of a DTensor.
     """
-    views: dict[str, torch.Tensor] = {"step": torch.from_numpy(pipeline.counts.steps[index])}
+    step, views = torch.from_numpy(pipeline.counts.steps[index]), dict[str, torch.Tensor]()
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
     rule = access.rule(index)
@@ -327,10 +373,10 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
     kind = HostState if alone else StatePart
     shared: dict[str, torch.Tensor] = {name: view.as_subclass(kind) for name, view in views.items()}
     if placed is not None:
-        shared |= {name: placed.around(view) for name, view in shared.items() if name != "step"}
+        shared |= {name: placed.around(view) for name, view in shared.items()}
     changing = partial(pipeline.state_lock.change, "an assignment to optimizer.state", access.will_change, [index])
     held = None if alone else _held(pipeline, access, index)
-    return Views(shape, shared, encoded, changing, rule, placed, held)
+    return Views(shape, step.as_subclass(kind), shared, encoded, changing, rule, placed, held)
 
 
 def _held(pipeline: Pipeline, access: StateAccess, index: int) -> Held:
@@ -355,5 +401,5 @@ def _held(pipeline: Pipeline, access: StateAccess, index: int) -> Held:
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same states with plain dicts as entries, for files."""
-    return {key: dict(entry) if isinstance(entry, Views) else entry for key, entry in states.items()}
+    """The same states with plain dicts as entries, for files. Each has the number of updates."""
+    return {key: {**entry.unlisted, **entry} if isinstance(entry, Views) else entry for key, entry in states.items()}

@@ -128,6 +128,8 @@ class Steps:
         self.parts.pipeline.check_present()
         parts, hypers = self.parts, self.hypers(groups)
         registration = parts.registration
+        if not parts.pipeline.counts.updates:
+            parts.states.count_written()
         grouping = registration.grouping(groups)
         if boundary:
             if parts.partitioned is not None:
@@ -157,6 +159,8 @@ class Steps:
         pipeline, registration, partitioned = self.parts.pipeline, self.parts.registration, self.parts.partitioned
         by_hand = partitioned is not None and partitioned.gathering.is_open  # what a block has whole stays as it is
         if registration.readers_can_wait and not by_hand:
+            if not pipeline.counts.updates:
+                self.parts.states.count_written()
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
             divisor = pipeline.arrivals.divisor(average=average)
             arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)

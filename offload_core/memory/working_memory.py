@@ -7,8 +7,8 @@ it, or give it to two. If engines work at the same time and no block is free, an
 a block: two engines in two threads cannot stop each other, and the order in which ranks exchange does not depend on who
 has which block.
 
-There is no lock here: a finalizer, which may run inside any allocation of any thread, would wait for its own thread. Each
-change and each snapshot is one call of C code, and nothing iterates over what another thread may change (not even
+There is no lock here: a finalizer, which may run inside any allocation of any thread, would wait for its own thread.
+Each change and each snapshot is one call of C code, and nothing iterates over what another thread may change (not even
 ``dict.items()``, whose tuples may start a collection). Two threads that meet make one block too many at worst. An
 interrupt may lose a block that is about to be lent, until no engine is left.
 """
@@ -150,8 +150,8 @@ class Blocks:
                     if (loan := self._loans.get(block)) is not None and loan() is None:
                         self._loans.pop(block, None)
             for size in sorted(self._free, reverse=True):
-                while (block := self._take(size)) is not None and self._let_go(block):
-                    del block
+                while (free := self._take(size)) is not None and self._let_go(free):
+                    del free
             if needs == [*self._needs]:  # else a thread that ended a need may have missed a block that was in hand here
                 return
 
