@@ -506,7 +506,8 @@ class OffloadedParams:
         All processes call it. Gradients that wait for an update are forgotten.
 
         Args:
-            stateful: objects that take over the states saved under these names.
+            stateful: objects that take over the states saved under these names. A warning names states for which there
+                is none, unless it is given as None.
             names: from the dotted paths of this tree to the names in the checkpoint: a function, or a mapping of the
                 paths whose names differ.
             random_state: True: the random generators go on as they were saved. A process that the saving run did not

@@ -501,7 +501,8 @@ class Engine(nn.Module):
         when the checkpoint was saved.
 
         Args:
-            stateful: objects, by the names under which their states were saved.
+            stateful: objects, by the names under which their states were saved. A warning names states for which there
+                is none, unless it is given as None.
             names: from this model's names to those in the checkpoint: a function, or a mapping of those that differ.
             random_state: True restores the random generators. A rank that the saving run did not have keeps its own.
             missing_ok: True returns None if there is no checkpoint yet, for loops that resume if there is one.

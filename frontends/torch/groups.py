@@ -226,6 +226,14 @@ def scheduled(config: OffloadConfig, updates: int) -> dict[str, Any]:
     return {name: {"lr": lr, "betas": betas}[name] for name in names}
 
 
+def set_by_functions(group: Mapping[str, Any], config: OffloadConfig) -> dict[str, Any]:
+    """The group's values that functions have set. A schedule that knows groups is DeepSpeed's, whose schedulers write,
+    too: it has none."""
+    if isinstance(config.lr, GroupSchedule):
+        return {}
+    return {name: group[name] for name in ("lr", "betas") if callable(getattr(config, name))}
+
+
 def under_schedules(config: OffloadConfig, group: dict[str, Any]) -> dict[str, Any]:
     """A group that is to be added, without values that a schedule sets. A schedule that knows groups has the group's
     own rate as ``initial_lr``.
@@ -331,6 +339,43 @@ def checked_values(g: int, group: Mapping[str, Any], saved: Any, optimizer: str)
         key: float(number(key, value)) if isinstance(group.get(key), torch.Tensor) else value
         for key, value in saved.items()
     }
+
+
+def differing(
+    group: Mapping[str, Any], saved: Mapping[str, Any], config: OffloadConfig, *, by_scheduler: bool
+) -> list[tuple[str, Any, Any]]:
+    """Return the hyperparameters of a saved group that differ from the group's: each name with the two values.
+
+    Of a rate that a scheduler of torch's changes, the values that it began with are compared. Values that a function
+    gives, or a scheduler of momenta, are not compared.
+
+    Args:
+        by_scheduler: True if another object may have set the saved group's rate, without a note of its first value.
+    """
+    names = {*NAMES.get(group.get("optimizer", config.optimizer), ())} - {*scheduled(config, 0)}
+    if by_scheduler and "initial_lr" not in saved:
+        names.discard("lr")
+    if {"base_momentum", "max_momentum"} & saved.keys():
+        names -= {"betas", "momentum"}
+    values = [{**each, "lr": each.get("initial_lr", each.get("lr"))} for each in (group, saved)]
+    mine, theirs = ({name: numbers(name, number(name, each.get(name))) for name in names} for each in values)
+    return [(name, theirs[name], mine[name]) for name in sorted(names) if name in saved and theirs[name] != mine[name]]
+
+
+def check_unwritten(written: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:
+    """Raise :class:`ConfigError` if other code has set a value that a function gives.
+
+    Args:
+        written: groups, each with the values that were written to it last.
+    """
+    for g, (group, values) in enumerate(written):
+        for name, value in values.items():
+            if group.get(name) != value:
+                raise ConfigError(
+                    f"parameter group {g}: {name}={group.get(name)!r} was set, by a scheduler or by hand, and {name} is "
+                    f"a function, which sets that of all groups (here {value!r}); expected one of them: {name}=a "
+                    "number in wrap() beside a scheduler, or the function alone"
+                )
 
 
 def set_values(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:

@@ -236,6 +236,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parts = self._foundation.parts(self, named, self.param_groups, model)
         parts.pipeline.counts.updates = self._updates
         self._steps = Steps(parts)
+        self._steps.hypers(self.param_groups)  # from here on nothing else may set what functions give
         self._state_lock = parts.pipeline.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
         self._checkpoints = Checkpoints(parts.pipeline)
@@ -249,7 +250,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def updates(self, count: int) -> None:
         self._updates = count
         if self._steps is not None:
-            self._steps.parts.pipeline.counts.updates = count
+            self._steps.set_updates(count)
 
     @property
     def steps(self) -> Steps:
@@ -817,8 +818,8 @@ class OffloadedSGD(OffloadedOptimizer):
     """SGD with master weights and momentum in host memory, as :class:`OffloadedAdamW` in everything else.
 
     On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.SGD(fused=True)``. ``state[p]``
-    holds ``momentum_buffer`` if the momentum is not 0, and ``master``. ``state[p]["step"]`` counts its updates; it is in
-    no list of states, for torch's SGD has no count. A momentum may change, but not from or to 0.
+    holds ``momentum_buffer`` if the momentum is not 0, and ``master``. ``state[p]["step"]`` counts its updates; no list
+    of states has it, as torch's SGD has no count. A momentum may change, but not from or to 0.
     """
 
     rule_name = "sgd"

@@ -12,7 +12,7 @@ from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import StepReport
 from offload_core.step.state_lock import changes, whole
 
-from .groups import hypers_of
+from .groups import check_unwritten, hypers_of, set_by_functions
 from .parts import Parts
 
 Groups = Sequence[dict[str, Any]]
@@ -40,10 +40,25 @@ class Steps:
         self._config = parts.pipeline.config
         self._micro_step: _MicroStep | None = None
         """The engine's micro-step that the next update ends; None: there is none."""
+        self._written: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Each group that functions have set, with the values that they gave it."""
 
     def hypers(self, groups: Groups) -> list[Hyper]:
-        """Return the hyperparameters of each group for the next update; those that are functions are set first."""
-        return hypers_of(groups, self._config, self.parts.pipeline.counts.updates)
+        """Return the hyperparameters of each group for the next update; those that are functions are set first.
+
+        Raises:
+            ConfigError: a value is out of range, or other code has set one that a function gives.
+        """
+        check_unwritten(self._written)
+        updates = self.parts.pipeline.counts.updates
+        hypers = hypers_of(groups, self._config, updates)
+        self._written = [(group, written) for group in groups if (written := set_by_functions(group, self._config))]
+        return hypers
+
+    def set_updates(self, count: int) -> None:
+        """Set the number of updates made. Groups may have got other values with it, in a load."""
+        self.parts.pipeline.counts.updates = count
+        self._written = []
 
     @changes("step()")
     def accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:

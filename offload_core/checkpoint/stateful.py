@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, CheckpointWarning
 from ..support.checks import shown
+from ..support.user_line import UserLine
 from .folder import MANIFEST
 from .reader import Loaded
 from .safetensors import checked_integer
@@ -74,20 +75,37 @@ def check_run(loaded: Loaded) -> int:
         raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
 
 
-def parts_of_states(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any]) -> list[LastPart]:
-    """The parts that give these objects their states.
+def parts_of_states(
+    stateful: Mapping[str, Any] | None, saved: Mapping[str, Any], path: Path, *, alone: bool
+) -> list[LastPart]:
+    """The parts that give these objects their states. A warning names states for which there is no object.
+
+    Args:
+        stateful: by name; None for an object that is to be made anew.
+        path: the checkpoint's.
+        alone: True on the rank that warns.
 
     Raises:
         CheckpointError: there is no state for one of them, or it cannot take one.
     """
-    _check_objects(stateful)
-    for name in stateful or {}:
+    given = {name: item for name, item in (stateful or {}).items() if item is not None}
+    _check_objects(given)
+    unclaimed = [name for name in saved if name not in (stateful or {})]
+    if unclaimed and alone:
+        UserLine.now("torch", "jax").warn(
+            CheckpointWarning(
+                f"{path}: its state of {', '.join(map(repr, unclaimed))} is not loaded, because no object was given "
+                "for it: the run does not go on as it was saved. Expected load_checkpoint(..., stateful="
+                f"{{{unclaimed[0]!r}: object}}), or None for the object, if that is meant"
+            )
+        )
+    for name in given:
         if name not in saved:
             there = ", ".join(map(repr, saved)) or "none"
             raise CheckpointError(f"stateful[{name!r}]: the checkpoint has no state of that name; it has {there}")
     return [
         LastPart(f"load_state_dict() of stateful[{name!r}]", partial(item.load_state_dict, saved[name]))
-        for name, item in (stateful or {}).items()
+        for name, item in given.items()
     ]
 
 

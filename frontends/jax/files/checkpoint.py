@@ -122,7 +122,8 @@ class TreeCheckpoints:
         def accept(loaded: Loaded) -> list[LastPart]:
             count = partial(setattr, self._pipeline.counts, "updates", check_run(loaded))
             last = [LastPart("the count of updates", count, ours=True)]
-            last += parts_of_states(stateful, loaded.state["stateful"])
+            alone = self._pipeline.device.collectives.rank == 0
+            last += parts_of_states(stateful, loaded.state["stateful"], loaded.checkpoint.path, alone=alone)
             return last + (parts_of_random_state(loaded, check_random_state, set_random_state) if random_state else [])
 
         with self.core.together("load"):

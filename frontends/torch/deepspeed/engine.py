@@ -269,7 +269,7 @@ class DeepSpeedEngine(Engine):
             return None, {}
         states = load_optimizer_states and not load_module_only
         scheduler = load_lr_scheduler_states and not load_module_only
-        stateful = {} if load_module_only else self._stateful(scheduler=scheduler)
+        stateful = {"lr_scheduler": None} | ({} if load_module_only else self._stateful(scheduler=scheduler))
         what: Any = {"optimizer_states": states, "strict": load_module_strict}
         if os.path.exists(path / MANIFEST):
             client_state = super().load_checkpoint(path, stateful=stateful, random_state=False, **what)

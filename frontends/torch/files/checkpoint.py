@@ -28,13 +28,14 @@ from offload_core.checkpoint.stateful import (
     states_of,
 )
 from offload_core.checkpoint.values import ArrayType
-from offload_core.errors import CheckpointError
+from offload_core.errors import CheckpointError, CheckpointWarning
 from offload_core.layout.partition import Bucket
 from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
+from offload_core.support.user_line import UserLine
 
 from ..compiled import uncompiled
-from ..groups import checked_values, groups_of_params, paired, set_values
+from ..groups import checked_values, differing, groups_of_params, paired, set_values
 from ..internals import no_read
 from ..optimizer import OffloadedOptimizer
 from ..placed import count_once, is_placed, local_of
@@ -170,6 +171,8 @@ class ModelCheckpoints:
             optimizer.parts.take_on_unfrozen(optimizer.param_groups)
             tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
 
+        alone = optimizer.pipeline.device.collectives.rank == 0
+
         def accept(loaded: Loaded) -> list[LastPart]:
             updates, state = check_run(loaded), loaded.state
             if not isinstance(state.get("modules", {}), dict):
@@ -190,7 +193,9 @@ class ModelCheckpoints:
                 last = []
             last += _module_parts(modules, state.get("modules", {}))  # the other front end knows no modules
             _check_schedulers(stateful, state["stateful"], loaded.checkpoint.path)
-            last += parts_of_states(stateful, state["stateful"])
+            if alone and values:
+                _warn_of_other_values(optimizer, values, loaded)
+            last += parts_of_states(stateful, state["stateful"], loaded.checkpoint.path, alone=alone and states)
             return last + (
                 parts_of_random_state(loaded, check_random_states, set_random_states) if random_state else []
             )
@@ -291,6 +296,22 @@ def load_weights(model: nn.Module, path: Any) -> None:
     loaded = load_values(path, targets, [TENSORS])
     modules = loaded.state.get("modules", {})
     run_last(loaded.checkpoint.path, _module_parts(dict(_stateful_modules(model)), modules))
+
+
+def _warn_of_other_values(optimizer: OffloadedOptimizer, values: Sequence[Mapping[str, Any]], loaded: Loaded) -> None:
+    """Warn of hyperparameters of a checkpoint that replace others here. Schedulers' own values are not compared."""
+    differences, by_scheduler = [], bool(loaded.state["stateful"])
+    for g, (own, saved) in enumerate(zip(optimizer.param_groups, values, strict=True)):
+        found = differing(own, saved, optimizer.config, by_scheduler=by_scheduler)
+        differences += [f"{name}={theirs!r} in place of {mine!r} (group {g})" for name, theirs, mine in found]
+    if differences:
+        UserLine.now("torch").warn(
+            CheckpointWarning(
+                f"{loaded.checkpoint.path}: the run goes on with its hyperparameters, {', '.join(differences[:3])}"
+                f"{', …' * (len(differences) > 3)}; expected the same in wrap(), or "
+                "other values in optimizer.param_groups after the load"
+            )
+        )
 
 
 def _check_schedulers(stateful: Mapping[str, Any] | None, saved: Mapping[str, Any], path: Path) -> None:

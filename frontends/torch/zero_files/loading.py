@@ -129,9 +129,10 @@ class ZeroCheckpoint:
         checkpoints = ModelCheckpoints(engine.module, engine.optimizer)
         counts = {name: getattr(self, name) for name in ("global_steps", "global_samples", "skipped_steps")}
         held = {"deepspeed": counts} | ({} if self.lr_scheduler is None else {"lr_scheduler": self.lr_scheduler})
+        beside = dict.fromkeys(held if callable(engine.offload_config.lr) else ("deepspeed",))  # they need no object
         checkpoints.load(
             partial(_ToLoad.of, self._contents, engine, checkpoints, held, states=optimizer_states),
-            stateful={name: item for name, item in (stateful or {}).items() if name in held},
+            stateful=beside | {name: item for name, item in (stateful or {}).items() if name in held},
             names=None,
             random_state=False,
             states=optimizer_states,
