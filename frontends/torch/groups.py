@@ -372,8 +372,8 @@ def check_unwritten(written: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]
         for name, value in values.items():
             if group.get(name) != value:
                 raise ConfigError(
-                    f"parameter group {g}: {name}={group.get(name)!r} was set, by a scheduler or by hand, and {name} is "
-                    f"a function, which sets that of all groups (here {value!r}); expected one of them: {name}=a "
+                    f"parameter group {g}: {name}={group.get(name)!r} was set, by a scheduler or by hand, and {name} "
+                    f"is a function, which sets that of all groups (here {value!r}); expected one of them: {name}=a "
                     "number in wrap() beside a scheduler, or the function alone"
                 )
 

@@ -595,7 +595,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @whole("state_dict()")
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory.
+        """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory. If some are in a format
+        of which torch has no tensors (8 bits, split masters), or on disk, all are copies of this moment.
 
         It does not hold gradients that wait for the next update. Under loss scaling it also has ``"loss_scale"``; if
         ``lr`` or ``betas`` is a function, the number of ``"updates"``; under a rule whose updates torch does not count,

@@ -90,7 +90,10 @@ def completed(state_dict: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
     """Return torch's state dict of an optimizer with plain tensors, and with the states that torch knows nothing of."""
     if "state" in state_dict:  # a hook may have replaced the whole dict
         entries = state_dict["state"]
-        state_dict["state"] = {k: e.for_state_dict() if isinstance(e, Views) else e for k, e in entries.items()}
+        live = all(e.are_live for e in entries.values() if isinstance(e, Views))  # else they would be of two steps
+        state_dict["state"] = {
+            k: e.for_state_dict(live=live) if isinstance(e, Views) else e for k, e in entries.items()
+        }
         steps = {k: int(e.unlisted[STEP]) for k, e in entries.items() if isinstance(e, Views) and e.unlisted}
         if steps:
             state_dict[STEPS] = steps

@@ -323,19 +323,32 @@ class Views(Kept):
     items = MutableMapping.items  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
 
-    def for_state_dict(self) -> dict[str, Any]:
-        """The states as ``state_dict()`` lists them. Those that have no view are copies that may be written to: a load
-        in place fills them, and ``load_state_dict`` assigns them."""
-        return {name: self._listed(name, value) if name in self.held else value for name, value in self.items()}
+    @property
+    def are_live(self) -> bool:
+        """True if all states are the memory that updates write; False if a read of one of them makes a copy."""
+        return not any(isinstance(value, Encoded) for value in super().values())
 
-    def _listed(self, name: str, value: torch.Tensor) -> torch.Tensor:
+    def for_state_dict(self, *, live: bool) -> dict[str, Any]:
+        """The states as ``state_dict()`` lists them.
+
+        Args:
+            live: False lists copies that may be written to: a load in place fills them, and ``load_state_dict`` assigns
+                them.
+        """
+        return {
+            name: self._listed(name, value, live=live) if name in self.held else value for name, value in self.items()
+        }
+
+    def _listed(self, name: str, value: torch.Tensor, *, live: bool) -> torch.Tensor:
         local = local_of(value)
         plain = local.as_subclass(torch.Tensor)
+        if not live and not isinstance(local, _Decoded):
+            plain = plain.clone()
         if name == STEP:
             return plain.as_subclass(HostState)
         if self.of_whole is not None:
             return PartOfWhole(plain, self.of_whole)
-        if not isinstance(local, _Decoded):
+        if live:
             return value
         return plain if self._placed is None else self._placed.around(plain)
 

@@ -5,6 +5,7 @@ import io
 
 import pytest
 import torch
+from torch import nn
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core.errors import StateError
@@ -144,3 +145,38 @@ def test_memory_report_shows_the_bytes_of_each_state():
     padded = host["parameters on the host"] // 2
     assert host["master"] == padded * 17 // 8
     assert host["exp_avg"] == host["exp_avg_sq"] == padded + padded // 256
+
+
+def live_or_copied(tmp_path):
+    """Each kind of memory that states may be in, and a mixture."""
+    for fields in FORMATS.values():
+        yield fields
+    yield {"master_dtype": "bfloat16", "param_dtype": "bfloat16"}
+    yield {"offload_optimizer": "nvme", "nvme_path": tmp_path}
+    yield {"optimizer": "muon", "state_format": "8bit"}  # its momentum is in fp32, and AdamW's moments in 8 bits
+    yield {"optimizer": "sgd", "momentum": 0.9, "state_format": "bf16", "param_dtype": "bfloat16"}
+
+
+def test_a_state_dict_that_is_kept_is_of_one_moment_or_of_now(tmp_path):
+    for fields in live_or_copied(tmp_path):
+        torch.manual_seed(0)
+        engine = wrap(nn.Sequential(nn.Embedding(8, 16), nn.Linear(16, 16), nn.Linear(16, 8)), lr=1e-2, **fields)
+
+        def train(engine=engine):
+            engine.backward(engine(torch.arange(8)).float().square().sum())
+            engine.step()
+
+        train()
+        kept = engine.optimizer.state_dict()
+        before = copy.deepcopy(kept)
+        train()
+        now = engine.optimizer.state_dict()
+        states = [(i, name) for i, entry in kept["state"].items() for name in entry]
+        assert {name for _, name in states} & {"exp_avg", "momentum_buffer"}
+
+        def same(one, other, states=states):
+            return [torch.equal(one["state"][i][name], other["state"][i][name]) for i, name in states]
+
+        assert not any(same(before, now))
+        assert all(same(kept, before)) or all(same(kept, now)), fields
+        engine.close()
