@@ -59,7 +59,7 @@ class Client:
         fields["lr"] = float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
         if rule == "adamw":
             fields["adam_mode"] = "adamw" if decoupled else "adam"
-        groups = [_own(rule, group) for group in optimizer.param_groups if group["params"]]
+        groups = [_own(rule, group) for group in optimizer.param_groups]
         return cls(fields, groups, optimizer.state_dict() if any(optimizer.state.values()) else None)
 
     def load(self, engines: OffloadedOptimizer) -> None:

@@ -6,7 +6,7 @@ PEFT itself merges, on a host copy of one layer at a time, so that the bits are 
 import copy
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,16 @@ class AdaptedLayer:
         tensors = layer.get_base_layer().state_dict(keep_vars=True)
         return {uncompiled(f"{self.name}.{own}"): tensor for own, tensor in tensors.items()}
 
+    @property
+    def recipe(self) -> tuple[Any, ...]:
+        """Everything that decides the merged weights besides the values of :attr:`tensors`: which tensors they are, and
+        the modules' plain attributes (active adapters, scales, disabled and merged flags)."""
+        modules = (
+            (path, type(module).__qualname__, [*module._parameters], [*module._buffers], _plain_attributes(module))
+            for path, module in self.layer.named_modules()
+        )
+        return (tuple(map(id, self.tensors)), repr([*modules]))
+
     def check(self) -> None:
         """Raise :class:`ParameterError` if nothing can be merged into the base."""
         for name, tensor in self.base.items():
@@ -70,10 +80,14 @@ class AdaptedLayer:
             return None
         layer: Any = self._copy(values)
         values.clear()
+        disabled = bool(getattr(layer, "disable_adapters", False))  # the model computes with the base then
         if hasattr(layer, "unload_and_optionally_merge_module"):
-            base = layer.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            base = layer.unload_and_optionally_merge_module(merge=not disabled, safe_merge=False, adapter_names=None)
         else:
-            layer.merge()
+            if disabled and layer.merged:
+                layer.unmerge()
+            elif not disabled and not {*layer.active_adapters} <= {*layer.merged_adapters}:
+                layer.merge()
             base = layer.get_base_layer()
         return [value.detach() for value in base.state_dict(keep_vars=True).values()]
 
@@ -90,6 +104,29 @@ class AdaptedLayer:
                 elif isinstance(value, list) and any(isinstance(each, torch.Tensor) for each in value):
                     known[id(value)] = []  # parameters of other modules
         return copy.deepcopy(self.layer, known)
+
+
+_NOT_PART = ("training", "_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def _plain_attributes(module: nn.Module) -> list[Any]:
+    own = {name: value for name, value in vars(module).items() if "_hooks" not in name and name not in _NOT_PART}
+    return [(name, _plain(value)) for name, value in sorted(own.items())]
+
+
+def _plain(value: Any) -> Any:
+    """Return the value if its ``repr`` says all of it, or else its type."""
+    if value is None or isinstance(value, bool | int | float | complex | str):
+        return value
+    if isinstance(value, Mapping):
+        return [(_plain(key), _plain(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple):
+        return [*map(_plain, value)]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, map(_plain, value)))
+    if isinstance(value, torch.Tensor):
+        return ("tensor", id(value), None if value.is_inference() else value._version)
+    return type(value).__qualname__
 
 
 def merged_weights(
@@ -169,7 +206,7 @@ class _Names:
             elif path.startswith(self._inside):
                 continue
             elif isinstance(module, ModulesToSaveWrapper):
-                active = module.active_adapters
+                active = [] if module.disable_adapters else module.active_adapters
                 self._chosen[f"{path}."] = (
                     f"{path}.modules_to_save.{active[0]}." if active else f"{path}.original_module."
                 )

@@ -61,6 +61,11 @@ class Unit:
         return [weight.tensor for weight in self.weights] if self.layer is None else self.layer.tensors
 
     @property
+    def recipe(self) -> tuple[Any, ...]:
+        """Everything that decides the weights besides the values of :attr:`sources`."""
+        return (id(self.weights[0].tensor),) if self.layer is None else self.layer.recipe
+
+    @property
     def numel(self) -> int:
         return sum(weight.tensor.numel() for weight in self.weights)
 
@@ -88,10 +93,15 @@ class NamedWeights:
     def __init__(self, model: nn.Module | None = None, optimizer: OffloadedOptimizer | None = None) -> None:
         self._known: dict[int, _Frozen] = {}
         """The frozen parameters as they were last looked at, by ``id``."""
+        self._recipes: dict[tuple[str, bool], tuple[Any, int]] = {}
+        """The recipe of each unit when it was last looked at, by its first weight's name and the merging, with the
+        optimizer's count of changes when it was first seen so."""
         self._open: weakref.ref[WeightBuckets] | None = None
         """What the last call reads from; all ranks end it before the next call."""
         if model is not None and optimizer is not None:
             self._look(model, optimizer, -1)
+            with suppress(ParameterError):  # what cannot be merged is refused where it is asked for
+                self._look_at_recipes(_units(model, None, merge_lora=True), -1, merged=True)
 
     def __reduce__(self) -> Any:
         return NamedWeights, ()  # a copy has other parameters
@@ -120,8 +130,9 @@ class NamedWeights:
         optimizer.flush()
         optimizer.checkpoints.state_lock.change(_WHAT, optimizer.parts.registration.current_tensors)
         self._look(model, optimizer, pipeline.changes.number)
+        mixed = self._look_at_recipes(units, pipeline.changes.number, merged=asked.merge_lora)
         if number is not None:
-            flags = self._changed(optimizer, units, number)
+            flags = self._changed(optimizer, units, number) | np.array([since >= number for since in mixed], np.int64)
             collectives.sum_integers(flags, _WHAT)  # a change on one rank is one on all
             units = [unit for unit, changed in zip(units, flags, strict=True) if changed]
         wanted = collectives.rank == 0 or not asked.rank0_only
@@ -143,6 +154,23 @@ class NamedWeights:
             return known is None or known.changed >= number  # a buffer may change in each forward
 
         return np.array([any(map(changed, unit.sources)) for unit in units], np.int64)
+
+    def _look_at_recipes(self, units: Sequence[Unit], number: int, *, merged: bool) -> list[int]:
+        """Note how the units are made now.
+
+        Args:
+            number: the optimizer's count of changes so far; -1: they count as unchanged.
+
+        Returns:
+            For each unit, the count when a change of its recipe was last seen; -1: none was.
+        """
+        seen = []
+        for unit in units:
+            key, recipe = (unit.weights[0].name, merged), unit.recipe
+            before, since = self._recipes.get(key, (None, number if merged else -1))  # new tensors are known as new
+            self._recipes[key] = (recipe, since if before in (None, recipe) else number)
+            seen.append(self._recipes[key][1])
+        return seen
 
     def _look(self, model: nn.Module, optimizer: OffloadedOptimizer, number: int) -> None:
         """Note which frozen parameters have changed since the last look.

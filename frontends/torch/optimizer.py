@@ -399,9 +399,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._state_lock.change("mark_leaf_modules()", self.parts.mark_leaves, [*modules], leaf)
 
     def follow_sizes(self) -> None:
-        """Before the first update, make states anew if parameters have grown (a vocabulary, embeddings), in stages 1
-        and 2. Their elements that were there, at the same indices, keep their master weights. With several ranks it is
-        collective then.
+        """Before the first update, make states anew in stages 1 and 2 if parameters have grown (a vocabulary,
+        embeddings), or if SGD has got a momentum, as OneCycleLR gives it. Elements that were there, at the same
+        indices, keep their master weights. With several ranks it is collective then.
 
         Raises:
             ParameterError, HostMemoryError: there can be no such states; the optimizer is closed.
@@ -411,7 +411,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._steps is None or self.updates or self.partitioned:
             return
         parts = self._steps.parts
-        if not parts.pipeline.arrivals.holds_gradients and parts.registration.grown():
+        changed = parts.registration.grown() or parts.registration.have_other_states(self.param_groups)
+        if changed and not parts.pipeline.arrivals.holds_gradients:
             self.checkpoints.wait()
             self._start_over(parts)
 
@@ -513,7 +514,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def keeps_from(self, other: "OffloadedOptimizer") -> str | None:
         """As :meth:`Owner.keeps_from`."""
-        members, parts = groups_of_params(other.param_groups), self.parts
+        members = groups_of_params(other.param_groups)
         left = [slot.name for slot in self.slots if slot.param not in members]
         if other.param_groups is self.param_groups:
             return "of which this one is a shallow copy (copy.deepcopy() makes a twin)"
@@ -523,6 +524,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return "which has it in shards (stage 3), and not all may fit whole"
         if not self._ranks <= other._ranks:
             return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
+        return self.occupied()
+
+    def occupied(self) -> str | None:
+        """Return the reason why it cannot end now; None: it is idle."""
+        parts = self.parts
         running = backward_number() != NO_BACKWARD or parts.intake.in_backward or self._state_lock.is_changing()
         if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.arrivals.holds_gradients:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
@@ -595,8 +601,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @whole("state_dict()")
     def state_dict(self) -> dict[str, Any]:
-        """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory. If some are in a format
-        of which torch has no tensors (8 bits, split masters), or on disk, all are copies of this moment.
+        """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory. If some are in a
+        format of which torch has no tensors (8 bits, split masters), or on disk, all are copies of this moment.
 
         It does not hold gradients that wait for the next update. Under loss scaling it also has ``"loss_scale"``; if
         ``lr`` or ``betas`` is a function, the number of ``"updates"``; under a rule whose updates torch does not count,

@@ -468,6 +468,11 @@ class Registration:
         """Record that the parameter may differ from its master weights: their next use compares them first."""
         self.columns.doubt(slot.index)
 
+    def have_other_states(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """True if groups have values by now with which their rules would have other states: SGD with a momentum."""
+        rules, of = self.grouping(groups).rules, self._pipeline.config.rule
+        return any(type(new := of(groups[g])) is type(rule) and new != rule for g, rule in rules)
+
     def grown(self) -> bool:
         """True if parameters are larger than when their states were made, and all are the same otherwise."""
         if self.columns.unchanged():

@@ -30,6 +30,31 @@ def note_optimizer(optimizer: Any) -> None:
     _OPTIMIZERS.add(optimizer)
 
 
+def owners_of_shards(model: nn.Module) -> list[Any]:
+    """Return the open optimizers whose engines hold parameters of this model in shards."""
+    params = [*model.parameters()]
+    open_ones = [each for each in _OPTIMIZERS if each.is_open and each.partitioned is not None]
+    return [each for each in open_ones if any(param in each.partitioned for param in params)]
+
+
+def end_earlier(owners: Collection[Any]) -> None:
+    """End the engines of these optimizers, so that another one may have their models. Collective: it makes parameters
+    whole.
+
+    Raises:
+        StateError: one is not idle; none has ended.
+    """
+    for owner in owners:
+        if owner.is_open and (reason := owner.occupied()) is not None:
+            raise StateError(
+                f"the model is in shards of another engine, {reason}; expected its step(), or its .close(), before a "
+                "later Trainer trains the model"
+            )
+    for owner in owners:
+        if owner.is_open:
+            owner.give_way()
+
+
 def check_shared(
     model: nn.Module, config: OffloadConfig, casts: Casts, *, apart: bool, give_way: Collection[Owner]
 ) -> None:

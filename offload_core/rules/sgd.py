@@ -72,7 +72,8 @@ class SGD(Rule):
             raise ConfigError(
                 f"momentum: got {hyper.momentum!r}, expected "
                 + ("a value above 0: its state is there" if self.has_momentum else "0, as it was when states were made")
-                + ". Make the optimizer anew to change between them"
+                + ". Make the optimizer anew to change between them, or have a scheduler leave the momentum as it is "
+                "(cycle_momentum=False)"
             )
 
     def values(self, hyper: SGDHyper, t: int, matrix: Matrix | None) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ import warnings
 import pytest
 import torch
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
@@ -207,3 +208,60 @@ def adapted_like(model):
     new.load_state_dict(model.state_dict())
     assert batch(0)["input_ids"].shape
     return new
+
+
+def two_adapters():
+    """A model whose layers, and a module of which each adapter has a copy, compute otherwise with each adapter."""
+    torch.manual_seed(0)
+    config = LoraConfig(target_modules=["0"], modules_to_save=["1"], init_lora_weights=False, r=2)
+    model = get_peft_model(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), config)
+    model.add_adapter("two", config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.add_(torch.randn_like(param))
+    return model
+
+
+def with_scale(model, scale):
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.set_scale("default", scale)
+
+
+CHANGES = {
+    "another adapter": lambda model: model.set_adapter("two"),
+    "a scale": lambda model: with_scale(model, 3.0),
+    "disabled": lambda model: model.base_model.disable_adapter_layers(),
+    "merged": lambda model: model.merge_adapter(),
+    "another rank": lambda model: model.base_model.model[0].scaling.update(default=0.1),
+    "both": lambda model: model.base_model.model[0].set_adapter(["default", "two"]),
+    "one of two": lambda model: model.base_model.model[0].set_adapter(["two"]),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_decides_a_merged_weight_counts_as_a_change(change):
+    """A copy that is kept up to date by changes alone computes what the model computes."""
+    model, batch = two_adapters(), torch.ones(3, 8)
+    engine = wrap(model, lr=1e-2)
+
+    def step():
+        engine.backward(engine(batch).sum())
+        return engine.step()
+
+    def up_to_date():
+        hidden = batch @ copied["0.weight"].T + copied["0.bias"]
+        output = hidden @ copied["1.weight"].T + copied["1.bias"]
+        return torch.allclose(output, engine(batch), atol=1e-4, rtol=1e-4)
+
+    copied = dict(engine.named_weights(merge_lora=True))
+    report = step()
+    copied |= dict(engine.named_weights(merge_lora=True, since=report))
+    report = step()
+    assert set(engine.named_weights(merge_lora=True, since=report)) == set()
+    copied |= dict(engine.named_weights(merge_lora=True))
+    assert up_to_date()
+    change(model)
+    copied |= dict(engine.named_weights(merge_lora=True, since=report))
+    assert up_to_date()
+    assert dict(engine.named_weights(since=report)) == {} or change is CHANGES["merged"]

@@ -127,8 +127,9 @@ def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, stage, later
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(stage, tmp_path):
-    """The first one was dropped, and its reference cycles are still there; in stage 2 it may also live on."""
+@pytest.mark.parametrize("lives_on", [True, False])
+def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(stage, lives_on, tmp_path):
+    """The first one was dropped, and its reference cycles are still there, or it lives on."""
     settings = {"max_steps": 2, "save_strategy": "no", "max_grad_norm": 0.0}
     theirs = llama()
     for _ in range(2):
@@ -137,11 +138,12 @@ def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(stage, 
     gc.disable()
     try:
         first = on_engine(tmp_path, stage, model=ours, **settings)
-        if stage == "3":
-            with pytest.raises(StateError, match=r"engine.close\(\) before another engine or Trainer gets the model"):
-                on_engine(tmp_path, stage, model=ours, **settings)
+        if not lives_on:
             del first
         assert_same_run(on_engine(tmp_path, stage, model=ours, **settings), reference)
+        if lives_on:
+            with pytest.raises(StateError, match=r"this optimizer was closed, because a later one was made"):
+                first.engine.step()
     finally:
         gc.enable()
 

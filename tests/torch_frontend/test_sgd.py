@@ -6,6 +6,7 @@ import pickle
 
 import pytest
 import torch
+from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from frontends.torch import OffloadedAdamW, OffloadedSGD, wrap
 from offload_core import ConfigError, OffloadConfig, StateError
@@ -193,3 +194,31 @@ def test_groups_that_all_name_one_optimizer_are_exported_as_that():
     exported = optimizer.torch_state_dict()
     optimizer.close()
     torch.optim.SGD(groups, lr=1e-2).load_state_dict(exported)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("engine", [True, False])
+@pytest.mark.parametrize(
+    "scheduler",
+    [lambda o: OneCycleLR(o, 1e-2, total_steps=9), lambda o: CyclicLR(o, 1e-3, 1e-2, step_size_up=2)],
+    ids=["OneCycleLR", "CyclicLR"],
+)
+def test_schedulers_that_cycle_the_momentum_begin_one_as_in_torch(scheduler, engine, momentum):
+    """Their default sets a momentum over one of 0, when they are made."""
+    ours, theirs = make(), make()
+    settings = {"lr": 1e-2, "momentum": momentum}
+    wrapped = wrap(ours, optimizer="sgd", **settings) if engine else None
+    optimizer = wrapped.optimizer if engine else OffloadedSGD(ours.parameters(), **settings)
+    reference = of_torch(theirs, momentum=momentum)
+    schedules = [scheduler(each) for each in (optimizer, reference)]
+    for seed in range(5):
+        if engine:
+            step(wrapped, seed)
+        else:
+            step_of(optimizer, ours, seed)
+        step_of(reference, theirs, seed)
+        for schedule in schedules:
+            schedule.step()
+    assert_same_values(ours, theirs)
+    momenta = [each.param_groups[0]["momentum"] for each in (optimizer, reference)]
+    assert momenta[0] == momenta[1] > 0

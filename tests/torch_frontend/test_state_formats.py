@@ -149,8 +149,7 @@ def test_memory_report_shows_the_bytes_of_each_state():
 
 def live_or_copied(tmp_path):
     """Each kind of memory that states may be in, and a mixture."""
-    for fields in FORMATS.values():
-        yield fields
+    yield from FORMATS.values()
     yield {"master_dtype": "bfloat16", "param_dtype": "bfloat16"}
     yield {"offload_optimizer": "nvme", "nvme_path": tmp_path}
     yield {"optimizer": "muon", "state_format": "8bit"}  # its momentum is in fp32, and AdamW's moments in 8 bits

@@ -27,6 +27,7 @@ from ..casting import cast_inputs
 from ..engine import Engine, wrap
 from ..files.checkpoint import ModelCheckpoints
 from ..files.export import whole_state_dict
+from ..shared_tensors import end_earlier, owners_of_shards
 from ..stage3.construction import in_shards
 from ..stage3.gathering import gathered_parameters
 from ..weights import named_tensors
@@ -98,6 +99,8 @@ class OffloadTrainer(Trainer):
         """The engine around the model; made anew for each model of ``model_init``."""
         self.frozen_engines: list[Engine] = []
         """The engines around TRL's reference, reward and teacher models, which hold them in shards (stage 3)."""
+        self._earlier: list[Any] = []
+        """The optimizers of engines that hold the model in shards, and end when this trainer makes its engine."""
         self._offload, self._scheduler = _without_scheduler(offload)
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
@@ -138,6 +141,9 @@ class OffloadTrainer(Trainer):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model; in stage 3 one that is elsewhere is cut on the way, for it may not fit."""
+        if earlier := owners_of_shards(model):
+            self._earlier += earlier  # they end when this trainer trains; the model is on the device
+            return
         cuts = _is_elsewhere(model, device) and self._config.takes_apart(self.args.world_size)
         cuts = cuts and not getattr(self.args, "precompute_ref_log_probs", False)  # TRL runs it before it has an engine
         if cuts or any(map(in_shards, model.parameters())):
@@ -235,6 +241,8 @@ class OffloadTrainer(Trainer):
                 f"loss_scale={config.loss_scale!r} in offload= with {'float16 parameters' if half else 'fp16=True'}, "
                 'whose gradients underflow; expected "dynamic", a larger number, or no loss_scale'
             )
+        end_earlier(self._earlier)
+        self._earlier.clear()
         engine = wrap(self._module, config, params=groups)
         if config.target_dtype is not None:  # what else a batch holds, as TRL's advantages, keeps its type
             engine.module.register_forward_pre_hook(partial(_cast, config), with_kwargs=True)

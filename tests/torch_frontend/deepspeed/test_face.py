@@ -752,6 +752,37 @@ def test_a_clients_optimizer_goes_on_as_the_rule_of_its_name(name, before):
     assert optimizer.param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
 
 
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("updates", [0, 2])
+def test_a_group_without_parameters_of_a_clients_optimizer_stays(updates, first):
+    """With states and a scheduler, whose rates are those of all groups."""
+    ours, theirs = make(), make()
+    clients = []
+    for model in (ours, theirs):
+        groups = [{"params": [], "lr": 0.5}, {"params": [*model.parameters()]}]
+        clients.append(torch.optim.AdamW(groups if first else groups[::-1], lr=0.01, fused=True))
+    schedules = [torch.optim.lr_scheduler.StepLR(client, 1, gamma=0.5) for client in clients]
+
+    def update(model, client, schedule, seed):
+        loss_of(model, seed).backward()
+        client.step()
+        client.zero_grad()
+        schedule.step()
+
+    for seed in range(updates):
+        for each in zip((ours, theirs), clients, schedules, strict=True):
+            update(*each, seed)
+    with pytest.warns(ConfigWarning, match="has taken over its groups"):
+        engine = start(ours, BATCH, optimizer=clients[0], lr_scheduler=schedules[0])[0]
+    for seed in (7, 8):
+        engine.backward(loss_of(engine, seed))
+        engine.step()
+        update(theirs, clients[1], schedules[1], seed)
+    assert [group["lr"] for group in engine.optimizer.param_groups] == [g["lr"] for g in clients[1].param_groups]
+    for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert same_bits(mine, other)
+
+
 def test_a_clients_optimizer_follows_the_engines_and_trains_nothing_by_itself():
     client = torch.optim.AdamW((model := make()).parameters(), lr=0.5)
     before = torch.optim.lr_scheduler.StepLR(client, 1, gamma=0.5)
