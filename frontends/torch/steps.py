@@ -143,7 +143,7 @@ class Steps:
         self.parts.pipeline.check_present()
         parts, hypers = self.parts, self.hypers(groups)
         registration = parts.registration
-        if not parts.pipeline.counts.updates:
+        if not (parts.pipeline.counts.updates or parts.pipeline.early.has_begun):
             parts.states.count_written()
         grouping = registration.grouping(groups)
         if boundary:
@@ -174,7 +174,7 @@ class Steps:
         pipeline, registration, partitioned = self.parts.pipeline, self.parts.registration, self.parts.partitioned
         by_hand = partitioned is not None and partitioned.gathering.is_open  # what a block has whole stays as it is
         if registration.readers_can_wait and not by_hand:
-            if not pipeline.counts.updates:
+            if not (pipeline.counts.updates or pipeline.early.has_begun):
                 self.parts.states.count_written()
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
             divisor = pipeline.arrivals.divisor(average=average)

@@ -30,6 +30,11 @@ class EarlyPublish:
     _scaler: LossScaler | None
     _state_lock: StateLock
 
+    @property
+    def has_begun(self) -> bool:
+        """True if buckets were updated or sent for a step that is still to come."""
+        return bool(self._announced.asked)
+
     def expect_step(
         self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
     ) -> None:

@@ -13,7 +13,7 @@ from offload_core.errors import CheckpointError, CheckpointWarning, StateError
 from tests.support.deepspeed_checkpoints import FROZEN, Run, importable_scalers, model, scaler, write
 from tests.support.processes import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*: the run goes on with its hyperparameters")
+pytestmark = pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
 
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10, "reduce_bucket_size": 1000}
 LAYOUTS = [(0, 1), (1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (3, 3)]

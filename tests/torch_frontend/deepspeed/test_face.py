@@ -1319,7 +1319,7 @@ def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(of):
     assert outcomes == {0, 1}
 
 
-@pytest.mark.filterwarnings("ignore:.*: the run goes on with its hyperparameters")
+@pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
 def test_a_scheduler_of_torch_refuses_the_state_of_another_kind(tmp_path):
     """As when a script's ``scheduler`` section gives way to a scheduler of its own: torch's takes any state."""
     engine = start(config={**CONFIG, **WARMUP})[0]
