@@ -674,7 +674,7 @@ def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> di
 
 def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placed | None) -> Matrix | None:
     matrix = rule.matrix(name, param.shape, in_order=memory_order(local_of(param)) is None)
-    if matrix is not None and placed is not None and not placed.part.is_whole:
+    if matrix is not None and placed is not None and placed.is_cut:
         raise ParameterError(
             f"parameter {name!r} is a DTensor of which this process has {placed.part}, and {rule} needs whole "
             "matrices; expected another optimizer for it ({'params': ..., 'optimizer': 'adamw'}), or wrap() of a model "

@@ -214,7 +214,7 @@ class TorchStates:
         self._pipeline.reduce_first()
         found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
         states = {name: shaped_like(as_torch(state), slot.values) for name, state in found.items()}
-        if slot.placed is None or slot.placed.part.is_whole:
+        if slot.placed is None or not slot.placed.is_cut:
             return states
         return {name: self.joined(slot, name, state) for name, state in states.items()}
 
