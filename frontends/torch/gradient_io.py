@@ -81,7 +81,7 @@ class TorchGradients:
         collectives = self._pipeline.device.collectives
         what = f"parameter {slot.name!r}: has a gradient"
         flags = [int(run is not None)]
-        if not self._pipeline.buckets.run(partial(combine, collectives, what, sums=flags)).sums.any():
+        if not self._pipeline.exchange(partial(combine, collectives, what, sums=flags)).sums.any():
             return None
         if run is None:
             run = np.zeros(self._pipeline.params[slot.index].numel, np.float32)

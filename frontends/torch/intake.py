@@ -353,7 +353,9 @@ class Intake:
             record.clear()
 
     def discard(self) -> None:
-        """Forget all gradients, those on the host included."""
+        """Forget all gradients, those on the host included. Ranks that leave out other parameters reduce them first:
+        one has begun exchanges that the others have not."""
+        self._pipeline.reduce_first()
         self._pipeline.drop_gradients()
         self._pipeline.early.withdraw()
         if self._pipeline.health.state is Health.BEHIND:

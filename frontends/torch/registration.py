@@ -355,7 +355,7 @@ class Registration:
         if device.world_size == 1 and device.collectives.world_size > 1:
             await_all(new.param for new in news)  # an earlier optimizer may still update them
             held = [(new.name, new.param, new.placed) for new in news]
-            counted = self._pipeline.buckets.run(partial(count_once, device.collectives, held))
+            counted = self._pipeline.exchange(partial(count_once, device.collectives, held))
             news = [replace(new, counted=counts) for new, counts in zip(news, counted, strict=True)]
         return news
 
@@ -395,7 +395,7 @@ class Registration:
         device = self._pipeline.device
         if device.collectives.world_size > 1:
             what = "who takes over from an earlier optimizer"
-            known = self._pipeline.buckets.run(partial(combine, device.collectives, what, same=[bool(earlier)]))
+            known = self._pipeline.exchange(partial(combine, device.collectives, what, same=[bool(earlier)]))
             if not known.alike.all():
                 got = "belong to an earlier OffloadedAdamW" if earlier else "are nobody's"
                 raise StateError(
@@ -517,7 +517,9 @@ class Registration:
             return
         if self._partitioned is not None and self._pipeline.config.schedule == "delayed":
             self._partitioned.before_change()
-        self._pipeline.flush(self.tensors())
+        with no_read():  # one that was sent early is written again, and would refuse a read on this rank alone
+            tensors = self.tensors()
+        self._pipeline.flush(tensors)
 
     def follow_update(self, *, broken: bool = False) -> None:
         """Tell autograd of the parameters that a begun step writes, and have their readers wait for them.
