@@ -37,10 +37,10 @@ class Parts(nn.Module):
         return self.head(y) + self.again(y) + self.frozen_head(y)
 
 
-def sharded(mesh_of=None, model=Parts, dtype=torch.float32):
+def sharded(mesh_of=lambda n: init_device_mesh("cpu", (n,)), dtype=torch.float32):
     torch.manual_seed(0)
-    mesh = (mesh_of or (lambda n: init_device_mesh("cpu", (n,))))(dist.get_world_size())
-    model = model().to(dtype)
+    mesh = mesh_of(dist.get_world_size())
+    model = Parts().to(dtype)
     scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()] * mesh.ndim))
     model.scale = scale
     fully_shard(model.layers, mesh=mesh)
@@ -129,6 +129,53 @@ def test_a_matrix_of_one_row_is_refused_on_all_ranks_by_a_rule_of_whole_matrices
     assert all("needs whole matrices" in said for said in found), found
 
 
+def given(engine, folder):
+    """What a model's weights are, by each way that reads them."""
+    engine.export_safetensors(folder)
+    dist.barrier()
+    ways = [dict(engine.named_weights(dtype=dtype)) for dtype in (None, "float32", "bfloat16")]
+    return [*ways, engine.whole_state_dict() or {}, load(folder)[0]]
+
+
+def stepped(dtype=torch.float32, **options):
+    """An engine after a step."""
+    engine = wrap(sharded(dtype=dtype, **options), lr=1e-2)
+    engine.backward(engine(torch.ones(4, 8, dtype=dtype)).float().square().sum())
+    engine.step()
+    return engine
+
+
+def released(folder, **options):
+    engine = stepped(**options)
+    before = given(engine, folder / "before")
+    for i, keep in enumerate(([], ["base"], ["frozen_head.weight", "head", "scale"])):
+        with engine.released(keep=keep):
+            for expected, found in zip(before, given(engine, folder / str(i)), strict=True):
+                assert expected.keys() == found.keys()
+                for name, value in expected.items():
+                    assert same(found[name], value), name
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_released_engine_gives_the_weights_that_it_gave_before_frozen_ones_included(tmp_path, dtype):
+    @on_ranks(2)
+    def _(rank):
+        released(tmp_path, dtype=dtype)
+
+
+def test_a_released_engine_that_trains_nothing_gives_its_weights(tmp_path):
+    @on_ranks(2)
+    def _(rank):
+        model = nn.Sequential(nn.Linear(8, 5), nn.Linear(5, 1)).requires_grad_(False)
+        fully_shard(model)
+        engine = wrap(model)
+        before = dict(engine.named_weights())
+        with engine.released():
+            for name, value in engine.named_weights():
+                assert same(value, before[name]), name
+
+
 @pytest.mark.slow
 def test_whole_reads_on_three_ranks(tmp_path):
     @on_ranks(3)
@@ -140,4 +187,8 @@ def test_whole_reads_on_three_ranks(tmp_path):
 def test_whole_reads_where_two_ranks_hold_each_part(tmp_path):
     @on_ranks(4)
     def _(rank):
-        read_everything(tmp_path, mesh_of=lambda n: init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("a", "b")))
+        def mesh_of(n):
+            return init_device_mesh("cpu", (2, n // 2), mesh_dim_names=("a", "b"))
+
+        read_everything(tmp_path, mesh_of=mesh_of)
+        released(tmp_path, mesh_of=mesh_of)
