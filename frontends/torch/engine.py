@@ -30,7 +30,7 @@ from .compiled import run_compiled_modules, untraced
 from .device_memory import ReleaseReport
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
-from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait
+from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait, kept_gradients
 from .groups import in_model
 from .internals import no_read
 from .model_changes import ModelChanges, check_present
@@ -126,6 +126,8 @@ class Engine(nn.Module):
         self._weights = NamedWeights(model, self.optimizer)
         self._gathering_waits = have_gathering_wait(model)
         """False if FSDP2 gathers parameters without a wait for their updates."""
+        self._kept: list[tuple[int, int]] = []
+        """The gradients that FSDP2 had kept at the last micro-step."""
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = self._have_compiled_modules_wait()
@@ -233,7 +235,10 @@ class Engine(nn.Module):
             self._warn_of_uncounted()
         self._changes.check(self.module, self.optimizer)
         optimizer, steps = self.optimizer, self.optimizer.steps
-        pipeline = steps.parts.pipeline
+        pipeline, intake = steps.parts.pipeline, steps.parts.intake
+        if not intake.fresh:
+            before, self._kept = self._kept, kept_gradients(self.module)
+            intake.fresh = self._kept not in ([], before)
         with pipeline.device.trace.span(COMPUTE, "step"):
             try:
                 if not (pipeline.arrivals.at_boundary if boundary is None else boundary):
@@ -336,14 +341,14 @@ class Engine(nn.Module):
         """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.
 
         As in ``DistributedDataParallel``, all ranks must do the same, gradients are summed in the parameters' own
-        element type, and each rank keeps a whole gradient of the model. On one rank this has no effect. Modules of
-        FSDP2 keep their gradients themselves (``set_requires_gradient_sync``).
+        element type, and each rank keeps a whole gradient of the model. On one rank this has no effect. Under FSDP2 it
+        is ``model.set_requires_gradient_sync(False)``, which may be called in its place.
 
         Raises:
             StateError: in stages 2 and 3, which keep no whole gradients.
         """
         if sharded := fsdp_modules(self.module):
-            return gradients_stay(sharded, self.optimizer.parts.intake)
+            return gradients_stay(sharded)
         if (stage := self.offload_config.stage) != 1:
             raise StateError(
                 f"the no_sync context manager is incompatible with ZeRO stage {stage}, which keeps no whole "
