@@ -649,7 +649,8 @@ class Engine(nn.Module):
             keep: names of parameters, buffers or modules that stay on the device.
 
         Raises:
-            StateError: in the middle of a backward; gradients wait for an update; some ranks alone call it.
+            StateError: in the middle of a backward; gradients wait for an update; some ranks alone are released.
+            CollectiveError: some ranks alone call it, and the others exchange something else. This ends the run.
             ParameterError: nothing has a name in ``keep``; the memory of a tensor cannot be given back.
             HostMemoryError: there is no room for the copies. Nothing was released.
         """
@@ -726,7 +727,10 @@ class Engine(nn.Module):
             raise
 
     def close(self) -> None:
-        """Remove the hooks from the model and free the host memory; the parameters keep their values."""
+        """Remove the hooks from the model and free the host memory; the parameters keep their values.
+
+        If the engine is released and a rank was lost, device memory that was given back stays empty.
+        """
         self.optimizer.close()
 
 

@@ -3,6 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, replace
 from typing import Any, Self, SupportsFloat, Unpack
 
@@ -13,7 +14,7 @@ from torch import nn
 from offload_core.checkpoint.checkpoints import Checkpoints
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.deepspeed import translation
-from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.errors import CollectiveError, ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline, StepReport
@@ -463,10 +464,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._steps is not None:
             self.checkpoints.wait()
-            self.restore()
-            self._steps.parts.device_memory.settle()
-            if self._steps.parts.pipeline.health.usable:  # else it must end, too
-                self._state_lock.change("close()", self._steps.parts.registration.flush)
+            with suppress(CollectiveError):  # it must end without a rank that was lost, too
+                self.restore()
+                self._steps.parts.device_memory.settle()
+                if self._steps.parts.pipeline.health.usable:
+                    self._state_lock.change("close()", self._steps.parts.registration.flush)
         if self.partitioned is not None:
             self.partitioned.close()
         if self._steps is not None:

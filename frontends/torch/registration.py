@@ -21,7 +21,7 @@ from offload_core.memory.plan import DISK, FROZEN_SHARDS, MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
-from offload_core.ranks.consistency import combine
+from offload_core.ranks.consistency import combine, heard_by_all
 from offload_core.rules import Matrix, Rule
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -316,15 +316,16 @@ class Registration:
         device = pipeline.device
         self._take_over(named)
         processes = min(local_processes(), device.collectives.world_size)
-        check_memory(
-            pipeline.buckets.terms,
-            plan,
-            make_plan,
-            host=available_bytes(),
-            device=device.free_bytes(),
-            processes=processes,
-            lent=pipeline.buckets.lent_bytes(specs),
-        )
+        with heard_by_all(device.collectives, "memory for states"):
+            check_memory(
+                pipeline.buckets.terms,
+                plan,
+                make_plan,
+                host=available_bytes(),
+                device=device.free_bytes(),
+                processes=processes,
+                lent=pipeline.buckets.lent_bytes(specs),
+            )
         first = len(pipeline.params)
         cut = parted.parameters.cut(trained) if parted else {}
         tensors = [cut[new.param].shard if new.param in cut else flat(new.values) for new in news]
