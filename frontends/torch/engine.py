@@ -60,8 +60,8 @@ def wrap(
             engine has no states: it casts the model, and holds it in shards in stage 3. Its :meth:`Engine.backward` is
             an error until something is unfrozen.
         process_group: the ranks that partition the states and average the gradients. None: all ranks if
-            ``torch.distributed`` is initialised (``torchrun``), else this process alone. The model starts from rank
-            0's values.
+            ``torch.distributed`` is initialised (``torchrun``), else this process alone, which must be the only one of
+            its launcher; ``"alone"``: this process alone. The model starts from rank 0's values.
         overrides: fields of ``OffloadConfig``.
 
     Raises:

@@ -41,6 +41,7 @@ from .internals import NO_BACKWARD, backward_number
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .placed import is_placed, ranks_of, shards_to_come
+from .ranks.collectives import checked_group
 from .registration import NamedParam, Slot, named_in, named_params, owner_of
 from .shared_tensors import note_optimizer
 from .stage3.leaf_modules import mark_leaf
@@ -155,6 +156,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         betas = settings.get("betas")
         if betas is not None:
             settings["betas"] = numbers("betas", betas)
+        asked, process_group = process_group, checked_group(process_group)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
         if _asked_for(config, settings) is MISSING:
             settings["optimizer"] = self.rule_name
@@ -189,7 +191,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         own: dict[str, Any] = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
         own |= {"betas": tuple(betas)} if isinstance(betas, tuple | list) else {}
         super().__init__(params, {**defaults_of(self.config), **own})
-        if model is None and process_group is None and shards_to_come():
+        if model is None and asked is None and shards_to_come():
             hypers_of(self.param_groups, self.config, self.updates)  # checks them
             self._waits_for = weakref.ref(self.param_groups[0]["params"][0])
             self._state_lock, self.awaited, self.partitioned = StateLock(), AwaitedStates(), None
@@ -802,7 +804,8 @@ class OffloadedAdamW(OffloadedOptimizer):
         lr: learning rate: a number, a one-element tensor, or a function of the number of updates made so far. The
             value of a function (``betas`` may be one, too) is written to all ``param_groups`` before each update.
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
-        process_group: the ranks that partition the states and average the gradients; None: this process alone.
+        process_group: the ranks that partition the states and average the gradients; None: this process alone, in a
+            program whose processes have joined each other; ``"alone"``: this process alone, wherever it runs.
         early_copy: True takes each gradient during backward, as it appears, and frees it on the device. ``p.grad``
             then holds a stand-in that raises when used. False reads ``p.grad`` at ``step()``, so that clipping and
             unscaling from outside work as with torch's own optimizers.
