@@ -22,6 +22,7 @@ from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import together
 from offload_core.step.pipeline import StepReport
 from offload_core.support.hints import hinted, refuse
+from offload_core.support.last_words import say_error_last
 from offload_core.support.user_line import UserLine
 
 from . import pending
@@ -93,6 +94,7 @@ class Engine(nn.Module):
         process_group: Any = None,
         **overrides: Unpack[OffloadSettings],
     ) -> None:
+        say_error_last()
         super().__init__()
         if isinstance(model, Engine):
             raise StateError("wrap() of an Engine; expected a plain module: this model is wrapped already")

@@ -20,6 +20,7 @@ from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import StateLock, changes, whole
 from offload_core.support.checks import integer
+from offload_core.support.last_words import say_error_last
 
 from .casting import Casts
 from .compiled import untraced
@@ -93,6 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         **overrides: Unpack[OptimizerSettings],
     ) -> None:
+        say_error_last()
         self._begin(params, lr, config, process_group, overrides, early_copy=early_copy)
 
     @classmethod
