@@ -47,7 +47,7 @@ def say_lost(what: str) -> None:
     hook = sys.excepthook
     if isinstance(hook, _LastWords):
         with suppress(OSError, ValueError):
-            hook.claim()
+            hook.take_turn()
             hook.say(what)
 
 
@@ -67,7 +67,7 @@ class _LastWords:
             with suppress(OSError, ValueError):  # there is no such folder, or no stderr
                 self._repeat(error)
 
-    def claim(self) -> None:
+    def take_turn(self) -> None:
         """Be the rank that says why the run ends.
 
         Raises:
@@ -81,19 +81,18 @@ class _LastWords:
         self._mark("said").touch()
 
     def _repeat(self, error: Exception) -> None:
-        sys.stderr.flush()
         self._mark(f"failed-{self._local_rank}").touch()
         with suppress(FileExistsError), _until_terminated() as terminated:
-            self.claim()
+            self.take_turn()
             others = [self._mark(f"failed-{i}") for i in range(self._ranks)]
-            _wait(lambda: terminated() or all(mark.exists() for mark in others), _PATIENCE)
+            _poll(lambda: terminated() or all(mark.exists() for mark in others), _PATIENCE)
             self.say(f"{type(error).__name__}: {error}")
             # torchrun takes the earliest error for the cause. That of a rank that lost another one is not the cause.
             if not isinstance(error, CollectiveError) and not self._file.exists():
                 said = {"message": f"{type(error).__name__}: {error}", "timestamp": int(time.time())}
                 self._file.write_text(json.dumps(said), encoding="utf-8")
             return
-        _wait(self._mark("said").exists, 2 * _PATIENCE)  # torchrun ends all ranks when the first one has ended
+        _poll(self._mark("said").exists, 2 * _PATIENCE)  # torchrun ends all ranks when the first one has ended
 
     def _mark(self, what: str) -> Path:
         return self._folder / f"offload-core-{what}"
@@ -113,7 +112,7 @@ def _until_terminated() -> Iterator[Callable[[], bool]]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _wait(ended: Callable[[], bool], seconds: float) -> None:
+def _poll(ended: Callable[[], bool], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while not ended() and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
