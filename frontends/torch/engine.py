@@ -22,6 +22,7 @@ from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import together
 from offload_core.step.pipeline import StepReport
 from offload_core.support.hints import hinted, refuse
+from offload_core.support.last_words import say_error_last
 from offload_core.support.user_line import UserLine
 
 from . import pending
@@ -30,7 +31,7 @@ from .compiled import run_compiled_modules, untraced
 from .device_memory import ReleaseReport
 from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
-from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait
+from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait, kept_gradients
 from .groups import in_model
 from .internals import no_read
 from .model_changes import ModelChanges, check_present
@@ -60,8 +61,8 @@ def wrap(
             engine has no states: it casts the model, and holds it in shards in stage 3. Its :meth:`Engine.backward` is
             an error until something is unfrozen.
         process_group: the ranks that partition the states and average the gradients. None: all ranks if
-            ``torch.distributed`` is initialised (``torchrun``), else this process alone. The model starts from rank
-            0's values.
+            ``torch.distributed`` is initialised (``torchrun``), else this process alone, which must be the only one of
+            its launcher; ``"alone"``: this process alone. The model starts from rank 0's values.
         overrides: fields of ``OffloadConfig``.
 
     Raises:
@@ -93,6 +94,7 @@ class Engine(nn.Module):
         process_group: Any = None,
         **overrides: Unpack[OffloadSettings],
     ) -> None:
+        say_error_last()
         super().__init__()
         if isinstance(model, Engine):
             raise StateError("wrap() of an Engine; expected a plain module: this model is wrapped already")
@@ -126,6 +128,8 @@ class Engine(nn.Module):
         self._weights = NamedWeights(model, self.optimizer)
         self._gathering_waits = have_gathering_wait(model)
         """False if FSDP2 gathers parameters without a wait for their updates."""
+        self._kept: list[tuple[int, int]] = []
+        """The gradients that FSDP2 had kept at the last micro-step."""
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = self._have_compiled_modules_wait()
@@ -233,7 +237,10 @@ class Engine(nn.Module):
             self._warn_of_uncounted()
         self._changes.check(self.module, self.optimizer)
         optimizer, steps = self.optimizer, self.optimizer.steps
-        pipeline = steps.parts.pipeline
+        pipeline, intake = steps.parts.pipeline, steps.parts.intake
+        if not intake.fresh:
+            before, self._kept = self._kept, kept_gradients(self.module)
+            intake.fresh = self._kept not in ([], before)
         with pipeline.device.trace.span(COMPUTE, "step"):
             try:
                 if not (pipeline.arrivals.at_boundary if boundary is None else boundary):
@@ -336,14 +343,14 @@ class Engine(nn.Module):
         """Keep the gradients of the backwards inside in ``p.grad``; the next backward outside reduces them.
 
         As in ``DistributedDataParallel``, all ranks must do the same, gradients are summed in the parameters' own
-        element type, and each rank keeps a whole gradient of the model. On one rank this has no effect. Modules of
-        FSDP2 keep their gradients themselves (``set_requires_gradient_sync``).
+        element type, and each rank keeps a whole gradient of the model. On one rank this has no effect. Under FSDP2 it
+        is ``model.set_requires_gradient_sync(False)``, which may be called in its place.
 
         Raises:
             StateError: in stages 2 and 3, which keep no whole gradients.
         """
         if sharded := fsdp_modules(self.module):
-            return gradients_stay(sharded, self.optimizer.parts.intake)
+            return gradients_stay(sharded)
         if (stage := self.offload_config.stage) != 1:
             raise StateError(
                 f"the no_sync context manager is incompatible with ZeRO stage {stage}, which keeps no whole "
@@ -645,7 +652,8 @@ class Engine(nn.Module):
             keep: names of parameters, buffers or modules that stay on the device.
 
         Raises:
-            StateError: in the middle of a backward; gradients wait for an update; some ranks alone call it.
+            StateError: in the middle of a backward; gradients wait for an update; some ranks alone are released.
+            CollectiveError: some ranks alone call it, and the others exchange something else. This ends the run.
             ParameterError: nothing has a name in ``keep``; the memory of a tensor cannot be given back.
             HostMemoryError: there is no room for the copies. Nothing was released.
         """
@@ -722,7 +730,10 @@ class Engine(nn.Module):
             raise
 
     def close(self) -> None:
-        """Remove the hooks from the model and free the host memory; the parameters keep their values."""
+        """Remove the hooks from the model and free the host memory; the parameters keep their values.
+
+        If the engine is released and a rank was lost, device memory that was given back stays empty.
+        """
         self.optimizer.close()
 
 

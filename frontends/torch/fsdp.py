@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from .intake import Intake
 from .pending import await_all
 
 
@@ -70,14 +69,23 @@ def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def gradients_stay(modules: list[Any], intake: Intake) -> Iterator[None]:
+def gradients_stay(modules: list[Any]) -> Iterator[None]:
     """Keep the gradients of the backwards inside whole on each rank; the next backward outside reduces all of them."""
-    intake.kept_by_fsdp = True
     for module in modules:
         module.set_requires_gradient_sync(False, recurse=False)
     try:
         yield
     finally:
-        intake.kept_by_fsdp = False
         for module in modules:
             module.set_requires_gradient_sync(True, recurse=False)
+
+
+def kept_gradients(model: nn.Module) -> list[tuple[int, int]]:
+    """Return the identity and the version of each gradient that FSDP2 keeps for a later backward, because somebody has
+    called ``set_requires_gradient_sync(False)`` or ``set_requires_all_reduce(False)``."""
+    groups = [group for module in fsdp_modules(model) for group in _groups(module) or ()]
+    kept = [getattr(group, "_partial_reduce_output", None) for group in groups]
+    for each in (each for group in groups for each in group.fsdp_params):
+        whole = getattr(each, "_unsharded_param", None)
+        kept += [getattr(each, "unsharded_accumulated_grad", None), None if whole is None else whole.grad]
+    return [(id(gradient), gradient._version) for gradient in kept if gradient is not None]

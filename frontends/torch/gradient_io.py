@@ -37,7 +37,7 @@ class TorchGradients:
         if slot is None:
             return None
         run = self._access.whole(slot.index, divisor=self._intake.divisor)
-        if slot.placed is not None and not slot.placed.part.is_whole:
+        if slot.placed is not None and slot.placed.is_cut:
             return self._joined(slot, run)
         return None if run is None else shaped_like(as_torch(run), slot.values)
 
@@ -81,7 +81,7 @@ class TorchGradients:
         collectives = self._pipeline.device.collectives
         what = f"parameter {slot.name!r}: has a gradient"
         flags = [int(run is not None)]
-        if not self._pipeline.buckets.run(partial(combine, collectives, what, sums=flags)).sums.any():
+        if not self._pipeline.exchange(partial(combine, collectives, what, sums=flags)).sums.any():
             return None
         if run is None:
             run = np.zeros(self._pipeline.params[slot.index].numel, np.float32)

@@ -68,8 +68,6 @@ class Intake:
         """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients, by parameter."""
         self.fresh = False
         """True if a gradient has arrived in this micro-step, or FSDP2 keeps it."""
-        self.kept_by_fsdp = False
-        """True while FSDP2 keeps the gradients of backwards, and gives their sum to a later one."""
         self._reduces = False
         """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
         self._backward = _Backward()
@@ -227,7 +225,6 @@ class Intake:
             _STARTED.append(started)
             self._backward = started
             act(scale)
-        self.fresh |= self.kept_by_fsdp
 
     def deferring(self) -> AbstractContextManager[Any]:
         """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
@@ -353,7 +350,9 @@ class Intake:
             record.clear()
 
     def discard(self) -> None:
-        """Forget all gradients, those on the host included."""
+        """Forget all gradients, those on the host included. Ranks that leave out other parameters reduce them first:
+        one has begun exchanges that the others have not."""
+        self._pipeline.reduce_first()
         self._pipeline.drop_gradients()
         self._pipeline.early.withdraw()
         if self._pipeline.health.state is Health.BEHIND:

@@ -3,6 +3,7 @@
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, replace
 from typing import Any, Self, SupportsFloat, Unpack
 
@@ -13,12 +14,13 @@ from torch import nn
 from offload_core.checkpoint.checkpoints import Checkpoints
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.deepspeed import translation
-from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.errors import CollectiveError, ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import StateLock, changes, whole
 from offload_core.support.checks import integer
+from offload_core.support.last_words import say_error_last
 
 from .casting import Casts
 from .compiled import untraced
@@ -40,6 +42,7 @@ from .internals import NO_BACKWARD, backward_number
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .placed import is_placed, ranks_of, shards_to_come
+from .ranks.collectives import checked_group
 from .registration import NamedParam, Slot, named_in, named_params, owner_of
 from .shared_tensors import note_optimizer
 from .stage3.leaf_modules import mark_leaf
@@ -91,6 +94,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         process_group: Any = None,
         **overrides: Unpack[OptimizerSettings],
     ) -> None:
+        say_error_last()
         self._begin(params, lr, config, process_group, overrides, early_copy=early_copy)
 
     @classmethod
@@ -154,6 +158,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         betas = settings.get("betas")
         if betas is not None:
             settings["betas"] = numbers("betas", betas)
+        asked, process_group = process_group, checked_group(process_group)
         world_size = 1 if process_group is None else dist.get_world_size(process_group)
         if _asked_for(config, settings) is MISSING:
             settings["optimizer"] = self.rule_name
@@ -188,7 +193,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         own: dict[str, Any] = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
         own |= {"betas": tuple(betas)} if isinstance(betas, tuple | list) else {}
         super().__init__(params, {**defaults_of(self.config), **own})
-        if model is None and process_group is None and shards_to_come():
+        if model is None and asked is None and shards_to_come():
             hypers_of(self.param_groups, self.config, self.updates)  # checks them
             self._waits_for = weakref.ref(self.param_groups[0]["params"][0])
             self._state_lock, self.awaited, self.partitioned = StateLock(), AwaitedStates(), None
@@ -465,10 +470,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._steps is not None:
             self.checkpoints.wait()
-            self.restore()
-            self._steps.parts.device_memory.settle()
-            if self._steps.parts.pipeline.health.usable:  # else it must end, too
-                self._state_lock.change("close()", self._steps.parts.registration.flush)
+            with suppress(CollectiveError):  # it must end without a rank that was lost, too
+                self.restore()
+                self._steps.parts.device_memory.settle()
+                if self._steps.parts.pipeline.health.usable:
+                    self._state_lock.change("close()", self._steps.parts.registration.flush)
         if self.partitioned is not None:
             self.partitioned.close()
         if self._steps is not None:
@@ -809,7 +815,8 @@ class OffloadedAdamW(OffloadedOptimizer):
         lr: learning rate: a number, a one-element tensor, or a function of the number of updates made so far. The
             value of a function (``betas`` may be one, too) is written to all ``param_groups`` before each update.
         config: an ``OffloadConfig``, a dict of its fields, or a DeepSpeed configuration: a dict, or a file's path.
-        process_group: the ranks that partition the states and average the gradients; None: this process alone.
+        process_group: the ranks that partition the states and average the gradients; None: this process alone, in a
+            program whose processes have joined each other; ``"alone"``: this process alone, wherever it runs.
         early_copy: True takes each gradient during backward, as it appears, and frees it on the device. ``p.grad``
             then holds a stand-in that raises when used. False reads ``p.grad`` at ``step()``, so that clipping and
             unscaling from outside work as with torch's own optimizers.

@@ -117,6 +117,13 @@ class Placed:
             )
         return cls(mesh, placements, param, part, _ranks_on(mesh))
 
+    @property
+    def is_cut(self) -> bool:
+        """True if processes may hold different elements: the same on all of them, unlike ``part.is_whole``. A value
+        head of one row is whole on the process that has the row, and the others have nothing."""
+        sizes = zip(self.placements, self.mesh.shape, strict=True)
+        return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
+
     def holds(self, param: Any) -> bool:
         """True if the parameter still lies as it did."""
         return (

@@ -21,7 +21,7 @@ from offload_core.memory.plan import DISK, FROZEN_SHARDS, MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
-from offload_core.ranks.consistency import combine
+from offload_core.ranks.consistency import combine, heard_by_all
 from offload_core.rules import Matrix, Rule
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -316,15 +316,16 @@ class Registration:
         device = pipeline.device
         self._take_over(named)
         processes = min(local_processes(), device.collectives.world_size)
-        check_memory(
-            pipeline.buckets.terms,
-            plan,
-            make_plan,
-            host=available_bytes(),
-            device=device.free_bytes(),
-            processes=processes,
-            lent=pipeline.buckets.lent_bytes(specs),
-        )
+        with heard_by_all(device.collectives, "memory for states"):
+            check_memory(
+                pipeline.buckets.terms,
+                plan,
+                make_plan,
+                host=available_bytes(),
+                device=device.free_bytes(),
+                processes=processes,
+                lent=pipeline.buckets.lent_bytes(specs),
+            )
         first = len(pipeline.params)
         cut = parted.parameters.cut(trained) if parted else {}
         tensors = [cut[new.param].shard if new.param in cut else flat(new.values) for new in news]
@@ -355,7 +356,7 @@ class Registration:
         if device.world_size == 1 and device.collectives.world_size > 1:
             await_all(new.param for new in news)  # an earlier optimizer may still update them
             held = [(new.name, new.param, new.placed) for new in news]
-            counted = self._pipeline.buckets.run(partial(count_once, device.collectives, held))
+            counted = self._pipeline.exchange(partial(count_once, device.collectives, held))
             news = [replace(new, counted=counts) for new, counts in zip(news, counted, strict=True)]
         return news
 
@@ -395,7 +396,7 @@ class Registration:
         device = self._pipeline.device
         if device.collectives.world_size > 1:
             what = "who takes over from an earlier optimizer"
-            known = self._pipeline.buckets.run(partial(combine, device.collectives, what, same=[bool(earlier)]))
+            known = self._pipeline.exchange(partial(combine, device.collectives, what, same=[bool(earlier)]))
             if not known.alike.all():
                 got = "belong to an earlier OffloadedAdamW" if earlier else "are nobody's"
                 raise StateError(
@@ -522,7 +523,9 @@ class Registration:
             return
         if self._partitioned is not None and self._pipeline.config.schedule == "delayed":
             self._partitioned.before_change()
-        self._pipeline.flush(self.tensors())
+        with no_read():  # one that was sent early is written again, and would refuse a read on this rank alone
+            tensors = self.tensors()
+        self._pipeline.flush(tensors)
 
     def follow_update(self, *, broken: bool = False) -> None:
         """Tell autograd of the parameters that a begun step writes, and have their readers wait for them.
@@ -679,7 +682,7 @@ def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> di
 
 def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placed | None) -> Matrix | None:
     matrix = rule.matrix(name, param.shape, in_order=memory_order(local_of(param)) is None)
-    if matrix is not None and placed is not None and not placed.part.is_whole:
+    if matrix is not None and placed is not None and placed.is_cut:
         raise ParameterError(
             f"parameter {name!r} is a DTensor of which this process has {placed.part}, and {rule} needs whole "
             "matrices; expected another optimizer for it ({'params': ..., 'optimizer': 'adamw'}), or wrap() of a model "

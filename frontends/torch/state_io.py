@@ -210,10 +210,9 @@ class TorchStates:
         """As ``OffloadedAdamW.whole_states``, rounded to this element type."""
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
-        self._pipeline.reduce_first()
         found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
         states = {name: shaped_like(as_torch(state), slot.values) for name, state in found.items()}
-        if slot.placed is None or slot.placed.part.is_whole:
+        if slot.placed is None or not slot.placed.is_cut:
             return states
         return {name: self.joined(slot, name, state) for name, state in states.items()}
 
@@ -225,7 +224,7 @@ class TorchStates:
         parts = [(part.index, own)] if self._pipeline.params[slot.index].counted else []
         what = f"parameter {slot.name!r}: {name} of all processes"
         join = partial(merged, self._pipeline.device.collectives, part.shape, own.dtype, parts, what)
-        return as_torch(self._pipeline.buckets.run(join).reshape(-1)).view(part.shape)
+        return as_torch(self._pipeline.exchange(join).reshape(-1)).view(part.shape)
 
     def own(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """As ``OffloadedAdamW.own_states``."""
@@ -288,10 +287,9 @@ class TorchStates:
         device, n = self._pipeline.device, run.size
         if device.world_size == 1:
             return run
-        self._pipeline.reduce_first()
         parts = [((slice(at, at + numel),), run[at : at + numel]) for at, numel in self._states.extents(slot.index)]
         what = f"parameter {slot.name!r}: {name} of all ranks"
-        return self._pipeline.buckets.run(partial(merged, device.collectives, (n,), run.dtype, parts, what))
+        return self._pipeline.exchange(partial(merged, device.collectives, (n,), run.dtype, parts, what))
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes

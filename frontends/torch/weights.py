@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.layout.regions import Elements, InMemory
-from offload_core.ranks.collectives import merge
+from offload_core.ranks.collectives import merge, merged
+from offload_core.ranks.consistency import combine, fingerprint
 from offload_core.support import checks
 
 from .compiled import uncompiled, uncompiled_module
@@ -141,14 +142,33 @@ class Weights:
         return shaped(out, cast(InMemory, spec.elements))
 
     def _from_host(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a released tensor without states, from the copy of its values on the host."""
+        """Return a tensor without states while parameters are released, from the copies of its values on the hosts."""
         values = self._optimizer.parts.device_memory.values(local_of(tensor)).detach()
-        if not is_placed(tensor):
-            return values
-        raise StateError(
-            f"a tensor of shape {tuple(tensor.shape)} is a DTensor without states, and is released, so that its parts "
-            "are on the host; expected engine.restore() before weights are read"
-        )
+        return self._from_parts(tensor, values) if is_placed(tensor) else values
+
+    def _from_parts(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor in host memory, put together of all processes' parts.
+
+        Raises:
+            StateError: on all processes, if some part lies on none of them.
+        """
+        name = self._optimizer.names.get(tensor, f"a tensor of shape {tuple(tensor.shape)}")
+        placed, collectives = placed_as(name, tensor), InOrder(self._optimizer.pipeline)
+        if not placed.is_cut:
+            return local
+        what = f"the values of {name}"
+        mine = [fingerprint(str(placed.part.box)), local.numel()]
+        boxes, sizes = combine(collectives, what, of_each=mine).of_each.T
+        _, firsts = np.unique(boxes, return_index=True)  # of those that hold the same elements one gives them
+        if sizes[firsts].sum() != tensor.numel():
+            raise StateError(
+                f"{name!r} is a released DTensor without states, and has parts on processes that have none of the "
+                "trained parameters; expected engine.restore() before weights are read"
+            )
+        own = memory(local.to("cpu").contiguous().view(-1)).reshape(tuple(local.shape))
+        parts = [(placed.part.index, own)] if collectives.rank in firsts else []
+        whole = merged(collectives, placed.part.shape, own.dtype, parts, what)
+        return torch.from_numpy(whole.reshape(-1).view(np.uint8)).view(tensor.dtype).view(tensor.shape)
 
     def _holds_all(self) -> bool:
         """True if this process has all shards, and nothing that is not in them yet was written to parameters."""

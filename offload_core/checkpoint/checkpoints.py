@@ -495,7 +495,7 @@ class InOrder:
 
     def _run(self, task: Callable[[], None]) -> None:
         if self.world_size > 1:
-            self._pipeline.buckets.run(task)
+            self._pipeline.exchange(task)
 
 
 def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Decisions that all processes make together: each adds its words to one sum of integers, and all read the same result.
 
-:func:`combine` is that sum. :func:`together` makes an error of one process an error of all. :func:`check_start` sends
-the first message of the processes of a group: their version, their settings, and the parameters that they are about to
-take on.
+:func:`combine` is that sum. :func:`together` makes an error of one process an error of all, and :func:`heard_by_all`
+tells them why. :func:`check_start` sends the first message of the processes of a group: their version, their settings,
+and the parameters that they are about to take on.
 
 [Note: the first message] A row of sixteen little-endian int64 words a process, in the order of the processes; each
 process fills its own row and leaves the others zero, so that the sum has all rows. Its layout never changes, so that a
@@ -27,18 +27,20 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .. import errors
 from ..config.options import SHARED_FIELDS, OffloadConfig
-from ..errors import ConfigError, ParameterError
+from ..errors import CollectiveError, ConfigError, ParameterError, StateError
 from ..layout.partition import ParamSpec
 from .collectives import Collectives
 
-FORMAT = 3
+FORMAT = 4
 """The version of the messages between processes. Increase it by one whenever a message changes."""
 VERSION = "0.1.0.dev0"
 """The package's version, as in pyproject.toml. Installed metadata may belong to another copy than the one imported."""
 
 _EXPECTED = "expected the same model and configuration on every rank"
 _ROW_WORDS, _VERSION_BYTES = 16, 64
+_SAID_BYTES = 2048
 
 
 # --- one sum ----------------------------------------------------------------------------------------------
@@ -104,6 +106,40 @@ def together(collectives: Collectives, what: str, failed: Callable[[str], Except
     others = np.flatnonzero(combine(collectives, what, of_each=[0]).of_each)
     if others.size:
         raise failed(processes(others))
+
+
+@contextmanager
+def heard_by_all(collectives: Collectives, what: str) -> Iterator[None]:
+    """Raise on all processes if the body raises on one: the others raise an error of the same class that names the
+    process and has its words. All processes enter it, and nothing is exchanged inside."""
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    try:
+        failed = _failed_on(collectives, what, error) if collectives.world_size > 1 else None
+    except CollectiveError:
+        if error is None:
+            raise
+    if error is not None:
+        raise error
+    if failed is not None:
+        raise failed
+
+
+def _failed_on(collectives: Collectives, what: str, error: Exception | None) -> Exception | None:
+    """Tell all processes this one's error. Return that of the first process that has one, for the others."""
+    failed = np.flatnonzero(combine(collectives, what, of_each=[error is not None]).of_each)
+    if not failed.size:
+        return None
+    said = "" if error is None else f"{type(error).__name__}: {error}"
+    text = said.encode()[:_SAID_BYTES].ljust(_SAID_BYTES, b"\0")
+    rows = combine(collectives, what, of_each=np.frombuffer(text, np.int64)).of_each
+    first = int(failed[0])
+    kind, _, words = rows[first].tobytes().rstrip(b"\0").decode(errors="replace").partition(": ")
+    known: type[Exception] = getattr(errors, kind, StateError)
+    return known(f"{what} failed on rank {first}, and so on all: {words or kind}")
 
 
 def processes(numbers: np.ndarray) -> str:

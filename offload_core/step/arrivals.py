@@ -53,8 +53,6 @@ class SinceUpdate:
     """The present round; None where it has ended and no gradient came since."""
     aside: dict[int, Any] = field(default_factory=dict)
     """Gradients of parameters that are yet to be settled."""
-    reduced: bool = False
-    """True if all that came in this micro-step was launched before its end (:meth:`Pipeline.reduce_now`)."""
 
 
 class Arrivals:
@@ -138,7 +136,6 @@ class Arrivals:
             without: parameters that are settled without one.
         """
         since, full = self.since, False
-        since.reduced = False
         if since.round is None:
             since.round = _Round()
         if without:
@@ -174,7 +171,7 @@ class Arrivals:
             return gradients
         mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
         since = self.since
-        since.begun, since.reduced = True, False
+        since.begun = True
         since.round = since.round or _Round()
         since.aside |= mine
         since.present.update(mine)
@@ -239,7 +236,6 @@ class Arrivals:
     def count_micro_step(self, *, boundary: bool) -> None:
         """Count a micro-step that has ended."""
         self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
-        self.since.reduced = False
 
     def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
         """Begin the next step, for which no gradient has come.

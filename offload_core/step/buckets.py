@@ -20,7 +20,7 @@ from ..memory.plan import PlanRow
 from ..native import kernels
 from ..plans.planner import Planner
 from ..plans.terms import DIRECTIONS, BucketTerms
-from ..ranks.consistency import check_start
+from ..ranks.consistency import check_start, heard_by_all
 from ..rules import MASTER
 from ..states.store import Extent
 from ..support.threads import Task, clear_up
@@ -84,21 +84,8 @@ class LocalBuckets:
         planned = Planner(terms).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
-        self.store.allocate(buckets, terms.state_formats, terms.state_budget)
-        terms.states_were_made(buckets)
-        terms.slots_were_made(terms.kinds(specs), terms.kinds(frozen))
-        slot_bytes = terms.slot_bytes(buckets)
-        if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
-            self.staging = None  # free before allocating its successor
-            self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=True)
-            terms.ring_was_made(slot_bytes)
-        direction_bytes = terms.direction_bytes(buckets)
-        if direction_bytes > (0 if self.directions is None else self.directions.slot_bytes):
-            self.directions = None
-            self.directions = StagingRing(
-                self.memory, slots=terms.direction_slots, n_bytes=direction_bytes, pinned=True, label=DIRECTIONS
-            )
-            terms.directions_were_made(direction_bytes)
+        with heard_by_all(self.device.collectives, "memory for states"):  # a disk may be too small on one rank
+            self._allocate(buckets, specs, frozen)
         first = len(self.params)
         self.params += specs
         self.planned += planned
@@ -123,6 +110,25 @@ class LocalBuckets:
                 self.load_master(work, piece, tensors[piece.param - first])
             self._begin_states(work)
         return self.all[-len(buckets) :] if buckets else []
+
+    def _allocate(self, buckets: Sequence[Bucket], specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> None:
+        """Make the states of new buckets, and have rings that their copies fit into."""
+        terms = self.terms
+        self.store.allocate(buckets, terms.state_formats, terms.state_budget)
+        terms.states_were_made(buckets)
+        terms.slots_were_made(terms.kinds(specs), terms.kinds(frozen))
+        slot_bytes = terms.slot_bytes(buckets)
+        if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
+            self.staging = None  # free before allocating its successor
+            self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=True)
+            terms.ring_was_made(slot_bytes)
+        direction_bytes = terms.direction_bytes(buckets)
+        if direction_bytes > (0 if self.directions is None else self.directions.slot_bytes):
+            self.directions = None
+            self.directions = StagingRing(
+                self.memory, slots=terms.direction_slots, n_bytes=direction_bytes, pinned=True, label=DIRECTIONS
+            )
+            terms.directions_were_made(direction_bytes)
 
     def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
         """Return the bytes of the host memory of first parameters that other engines lend in turn: :meth:`add` makes

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ..errors import StateError
 from ..support.threads import RUNNING_SECTIONS
 from .announced import Announced, Announcement
-from .arrivals import Arrivals
+from .arrivals import UNUSED, Arrivals
 from .bucket_states import Publication
 from .buckets import LocalBuckets
 from .counts import UpdateCounts
@@ -96,9 +96,17 @@ class EarlyPublish:
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         announced = self._announced
         touched = [work for work in announced.asked if params is None or not work.members.isdisjoint(params)]
+        terms = self._buckets.terms
+        if (
+            params is None
+            and announced.step is not None
+            and terms.updates_early
+            and self._buckets.device.world_size > 1
+        ):
+            touched = touched or [work for work in self._arrivals.order if work.gradient.state in UNUSED]  # as others
         if not touched:
             return
-        if not self._buckets.terms.examines:
+        if not terms.examines:
             name = self._buckets.params[min(touched[0].members)].name
             raise StateError(
                 f"parameter {name!r}: its gradient has been used, for update_in_backward=True; "

@@ -26,11 +26,11 @@ one section that no signal cuts in two (:meth:`LastStep.change`).
 """
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from ..config.options import OffloadConfig
 from ..device.events import Event
@@ -57,6 +57,8 @@ from .state_lock import StateLock
 from .update import Updates
 
 __all__ = ["Pipeline", "StepReport"]
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -259,24 +261,35 @@ class Pipeline:
         assert self.state_lock.changing.locked()
         self.health.check(Use.STEP)
         self.early.call_off()
-        if self.arrivals.since.reduced:
-            return
+        self._launch_rest()
+
+    def _launch_rest(self) -> None:
+        """Launch every bucket that was not launched in this round, which goes on: a parameter that is taken on now may
+        still have its gradient in it."""
         try:
             self._take_late()
-            self._end_round()
+            self._launch(ending=True, boundary=self.buckets.terms.updates_early)
         except BaseException as error:
             self.last_step.lose_gradient(error)
             raise
-        self.arrivals.since.reduced = True
+
+    def exchange(self, task: Callable[[], T]) -> T:
+        """Return the result of a task that exchanges something with the other ranks, and is no part of a step.
+
+        Between a backward and its update a bucket may be full, and launched, on some ranks alone: those that leave out
+        no parameter of it. So all ranks first reduce the gradients that came.
+        """
+        self.reduce_first()
+        return self.buckets.run(task)
 
     def reduce_first(self) -> None:
-        """Have ranks reduce what came before they exchange anything else between a backward and its update: a bucket
-        may be full, and launched, on some of them alone.
+        """Reduce the gradients that came, on all ranks alike, before anything else is exchanged or forgotten.
 
-        Where parameters are sent early this does nothing: ranks whose buckets fill unlike may not exchange there.
+        Where updates are made during backward, those of the buckets that are launched now are made, too.
         """
-        if self.device.world_size > 1 and self.arrivals.holds_gradients and not self.buckets.terms.sends_early:
-            self.reduce_now()
+        if self.device.world_size > 1 and self.arrivals.holds_gradients:
+            reduce = self._launch_rest if self.buckets.terms.updates_early else self.reduce_now
+            self.state_lock.change("an exchange between ranks", reduce)
 
     def drop_gradients(self, params: Sequence[int] | None = None) -> None:
         """Forget the gradients of these parameters, or of all.
@@ -312,7 +325,7 @@ class Pipeline:
         """
         assert self.state_lock.changing.locked()
         boundary = self.arrivals.at_boundary if boundary is None else boundary
-        if reduce and not self.arrivals.since.reduced:
+        if reduce:
             self._begin_gradients()
             if self.arrivals.since.round is None:
                 self.early.recall()
@@ -523,6 +536,8 @@ class Pipeline:
     def flush(self, tensors: Sequence[Any]) -> None:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         assert self.state_lock.changing.locked()
+        if self.last_step.behind or self.buckets.terms.sends_early:  # ranks exchange parameters
+            self.reduce_first()
         self.early.recall()
         self.last_step.flush(tensors)
 

@@ -149,7 +149,7 @@ class StateAccess:
         """
         self._pipeline.health.check(Use.READ)
         wanted = self.rule(param).state_names if names is None else names
-        return self._pipeline.buckets.run(lambda: self._whole_states(param, wanted, tensor, dtype))
+        return self._pipeline.exchange(lambda: self._whole_states(param, wanted, tensor, dtype))
 
     # --- writing -------------------------------------------------------------------------------------
 

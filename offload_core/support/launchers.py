@@ -100,17 +100,28 @@ class Launched:
 
 def warn_if_launched(remedy: str, environ: Environment = os.environ) -> None:
     """Warn if this process trains alone although a launcher started it as one of several."""
+    if said := _left_the_others(environ):
+        UserLine.now().warn(ConfigWarning(f"{said}; expected {remedy}"))
+
+
+def refuse_if_launched(remedy: str, environ: Environment = os.environ) -> None:
+    """Raise :class:`ConfigError` if this process would train alone although a launcher started it as one of several."""
+    if said := _left_the_others(environ):
+        raise ConfigError(f"{said}; expected {remedy}")
+
+
+def _left_the_others(environ: Environment) -> str:
+    """Return a description of this process, which has joined no others, if a launcher started several; else empty."""
     try:
         launched = Launched.read(environ)
     except ConfigError:  # a variable that is left over from something else
-        return
-    if launched.world_size > 1:
-        UserLine.now().warn(
-            ConfigWarning(
-                f"{launched.launcher} started {launched.world_size} processes, and each trains alone, with states of "
-                f"its own: this one has not joined the others; expected {remedy}"
-            )
-        )
+        return ""
+    if launched.world_size == 1:
+        return ""
+    return (
+        f"{launched.launcher} started {launched.world_size} processes, and each trains alone, with states of its own: "
+        "this one has not joined the others"
+    )
 
 
 def local_processes(environ: Environment = os.environ) -> int:

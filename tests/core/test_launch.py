@@ -44,11 +44,14 @@ def test_who_trains_alone_beside_others_is_warned_of_his_own_line(environment):
     with pytest.warns(ConfigWarning, match=started) as caught:
         launchers.warn_if_launched("a remedy", environment)
     assert caught[0].filename == __file__
+    with pytest.raises(ConfigError, match=started):
+        launchers.refuse_if_launched("a remedy", environment)
 
 
 @pytest.mark.parametrize("environment", [{}, {"RANK": "1"}, {"RANK": "0", "WORLD_SIZE": "1"}, BATCH], ids=str)
 def test_who_is_alone_is_not_warned(environment):
     launchers.warn_if_launched("a remedy", environment)  # a warning would be an error here
+    launchers.refuse_if_launched("a remedy", environment)
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from frontends.torch import OffloadConfig, OffloadedAdamW, registration, wrap
 from offload_core import (
     ConfigError,
-    ConfigWarning,
     DiskSpaceError,
     GradientError,
     HostMemoryError,
@@ -702,11 +701,18 @@ def test_a_model_that_is_cast_after_wrap_is_named_in_backward(cast):
         engine.backward(loss)
 
 
-def test_a_launched_process_that_has_not_joined_the_others_is_warned(monkeypatch):
+def test_a_launched_process_that_has_not_joined_the_others_trains_only_if_it_says_so(monkeypatch):
     for name, value in {"RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.warns(ConfigWarning, match=r"torchrun started 2 .*expected frontends.torch.init_process_group\(\)"):
-        wrap(make())
+    for act in (lambda: wrap(make()), lambda: OffloadedAdamW(make().parameters())):
+        with pytest.raises(
+            ConfigError, match=r"torchrun started 2 (?s:.*)\n    device = init_process_group\(\)\n.*alone"
+        ):
+            act()
+    wrap(make(), process_group="alone").close()
+    OffloadedAdamW(make().parameters(), process_group="alone").close()
+    with pytest.raises(ConfigError, match="process_group: got 'alnoe', expected .* or 'alone'"):
+        wrap(make(), process_group="alnoe")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         wrap(make()).close()  # a warning would be an error here

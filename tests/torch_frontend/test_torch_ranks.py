@@ -1,5 +1,6 @@
 """Real processes over gloo: exact against DistributedDataParallel, and what happens when a rank is lost."""
 
+import errno
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import frontends.torch.parts as parts_module
@@ -358,6 +360,24 @@ def test_a_killed_rank_is_an_error_on_the_others_and_their_parameters_are_those_
         assert bits(engine.module) == before
 
 
+@pytest.mark.parametrize("delayed", [False, True])
+def test_an_engine_whose_rank_was_lost_ends_released_or_not(delayed):
+    @on_ranks(2, killed=[1])
+    def _(rank):
+        fields = {"schedule": "delayed", "delay_warmup_steps": 0} if delayed else {}
+        engine = wrap(make(), lr=1e-2, **fields)
+        train(engine, rank, [0])
+        before = None if delayed else bits(engine.module)
+        if not delayed:
+            engine.release()
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        engine.close()
+        assert before is None or bits(engine.module) == before
+        assert not engine.optimizer.is_open
+        wrap(engine.module, process_group=dist.new_group([0], use_local_synchronization=True)).close()
+
+
 def test_after_a_rank_was_lost_in_mid_update_what_is_half_done_is_refused():
     @on_ranks(3, killed=[1])
     def _(rank):
@@ -490,6 +510,26 @@ def test_ranks_of_different_versions_are_told_before_anything_else_that_differs(
             f"{FORMAT}), rank 1 has offload-core {of_rank_1}; expected one version on every rank: install the same "
             "offload-core wherever a rank runs"
         )
+
+
+def test_a_disk_that_is_too_small_on_one_rank_is_an_error_on_all_that_says_why(tmp_path):
+    @on_ranks(2)
+    def found(rank):
+        def no_room(descriptor, start, n_bytes):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        if rank:
+            os.posix_fallocate = no_room
+        model = make()
+        said = said_by(lambda: wrap(model, offload_optimizer="nvme", nvme_path=str(tmp_path), nvme_host_bytes=0))
+        engine = wrap(model)  # the ranks are together still
+        train(engine, rank, [0])
+        return said, bits(model)
+
+    (of_0, bits_0), (of_1, bits_1) = found
+    assert of_1.startswith(f"DiskError: nvme_path {tmp_path}: no room for ")
+    assert of_0 == of_1.replace("DiskError: ", "DiskError: memory for states failed on rank 1, and so on all: ")
+    assert bits_0 == bits_1
 
 
 def test_frozen_parameters_and_buffers_start_alike_and_are_unfrozen_together():

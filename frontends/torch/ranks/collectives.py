@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from offload_core.dtypes import BY_NUMPY
-from offload_core.support.launchers import warn_if_launched
+from offload_core.errors import ConfigError
+from offload_core.support.launchers import refuse_if_launched
 
 from ..tensors import TORCH_DTYPES
 from .own_group import OwnGroup
@@ -74,11 +75,29 @@ class TorchRanks:
         self._own.run(what, start, *arrays)
 
 
+ALONE = "alone"
+"""The value of ``process_group`` with which one of several processes of a launcher trains by itself."""
+_JOIN = f"""these two lines at the beginning:
+    from frontends.torch import init_process_group
+    device = init_process_group()
+or, if each process is to train by itself, process_group={ALONE!r}"""
+
+
 def default_group(group: Any) -> Any:
-    """The given group; for None all ranks if ``torch.distributed`` is initialised, else None: this process alone."""
-    if group is not None:
-        return group
-    if dist.is_available() and dist.is_initialized():
+    """Return the given group; for None all ranks if ``torch.distributed`` is initialised. None: this process alone."""
+    if group is None and dist.is_available() and dist.is_initialized():
         return dist.group.WORLD
-    warn_if_launched("frontends.torch.init_process_group() before wrap()")
-    return None
+    return group
+
+
+def checked_group(group: Any) -> Any:
+    """Return the process group of an argument; None: this process alone.
+
+    Raises:
+        ConfigError: it is none; or a launcher started several processes, and this one has joined no others.
+    """
+    if isinstance(group, str) and group != ALONE:
+        raise ConfigError(f"process_group: got {group!r}, expected a group of torch.distributed, None or {ALONE!r}")
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        refuse_if_launched(_JOIN)
+    return None if isinstance(group, str) else group

@@ -191,6 +191,21 @@ class HeaderLine:
             return rows
         raise ConnectionError(rows.tobytes().decode(errors="replace").strip())
 
+    def lost(self) -> list[int]:
+        """Return the ranks that have closed their connection, as far as this rank can tell: rank 0 has one to each
+        other rank, and the others have one to it. Never waits."""
+        found = []
+        for rank, peer in enumerate(self._peers, 0 if self._rank else 1):
+            try:
+                peer.setblocking(False)
+                ended = not peer.recv(1, socket.MSG_PEEK)
+            except BlockingIOError:  # nothing was said
+                ended = False
+            except OSError:
+                ended = True
+            found += [rank] * ended
+        return found
+
     def close(self) -> None:
         """End the connections, also where a forked process holds them, too; other ranks that wait get an error.
 

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from offload_core.device.exchange_sizes import REFUSED_DEVICES
 from offload_core.errors import CollectiveError, ConfigError, StateError
+from offload_core.support.last_words import say_error_last
 from offload_core.support.launchers import Launched
 
 from ..tensors import usable_accelerator
@@ -43,6 +44,7 @@ def init_process_group(
             "init_process_group: this process is in a process group already; expected one call: end the earlier group "
             "with torch.distributed.destroy_process_group()"
         )
+    say_error_last()
     launched = Launched.read()
     device = device_of(launched, device_type)
     if device.type != "cpu":
@@ -63,6 +65,7 @@ def init_process_group(
             "expected all of them to be started, that machine and port to be reached from all, and the port to be free "
             "there (MASTER_PORT)"
         ) from error
+    say_error_last()
     return device
 
 

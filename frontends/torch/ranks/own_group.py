@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from offload_core.errors import CollectiveError, ConfigError
 from offload_core.ranks.headers import HEADER_BYTES, Header, check_alike
+from offload_core.support.last_words import say_lost
 
 from .header_line import HeaderLine
 
@@ -185,6 +186,8 @@ class OwnGroup:
             self._failure = str(error)
             raise
         except Exception as error:
+            if lost := self._line.lost():
+                say_lost(f"rank {', '.join(map(str, lost))} was lost, or has ended: {what} failed")
             self._line.close()
             failure = CollectiveError.of(self.rank, what, error, self._failed_elsewhere(what))
             self._failure = str(failure)

@@ -64,6 +64,31 @@ def test_clipping_from_outside_is_an_error_where_gradients_have_left(mesh):
     assert engine.step().updated
 
 
+@pytest.mark.parametrize("plain", [False, True])
+@pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_gradients_that_fsdp2_keeps_count_as_a_micro_step_and_join_the_next(mesh, switch, plain):
+    if switch == "set_requires_all_reduce":
+        mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("copies", "shards"))
+
+    def backward(engine, seed):
+        loss = engine(rows(seed)).square().sum()
+        loss.backward() if plain else engine.backward(loss)
+
+    kept, expected = (wrap(make(mesh), lr=1e-2, gradient_accumulation_steps=3) for _ in range(2))
+    for seed in range(3):
+        if seed < 2:
+            getattr(kept.module, switch)(seed == 1)
+        backward(kept, seed)
+        assert kept.step().updated == (seed == 2)
+        backward(expected, seed)
+        expected.step()
+        if seed == 0:
+            with pytest.raises(StateError, match=r"step\(\) without backward\(\)"):
+                kept.step()
+    for p, q in zip(kept.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(local_of(p), local_of(q), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_partial_gradient_is_summed_first(mesh, early):
     """As sequence parallelism leaves the gradients of norms."""

@@ -1,0 +1,107 @@
+"""Ranks that leave out different parameters: between a backward and its step, one has begun exchanges of gradients that
+another has not."""
+
+import pytest
+import torch
+from torch import nn
+
+from frontends.torch import export_deepspeed, wrap
+from tests.support.processes import on_ranks
+from tests.support.torch_rank import bits, said_by
+
+
+class Apart(nn.Module):
+    """Each rank uses the first layer, and one that is its own; the last is frozen."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.own = nn.Linear(8, 8), nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+
+    def forward(self, x, rank):
+        return self.own[rank](self.shared(x)) + self.frozen(x)
+
+
+CALLS = {
+    "named_weights": lambda engine, folder: dict(engine.named_weights()),
+    "master weights": lambda engine, folder: dict(engine.named_weights(dtype="float32")),
+    "whole_state_dict": lambda engine, folder: engine.whole_state_dict(),
+    "export_safetensors": lambda engine, folder: engine.export_safetensors(folder / "exported"),
+    "export_deepspeed": lambda engine, folder: export_deepspeed(engine, folder / "universal"),
+    "torch_state_dict": lambda engine, folder: engine.optimizer.torch_state_dict(),
+    "whole_states": lambda engine, folder: engine.optimizer.whole_states(engine.module.shared.weight),
+    "whole_gradient": lambda engine, folder: engine.optimizer.whole_gradient(engine.module.own[0].weight),
+    "memory_report": lambda engine, folder: engine.memory_report(),
+    "flush": lambda engine, folder: engine.flush(),
+    "state_dict": lambda engine, folder: (engine.state_dict(), engine.optimizer.state_dict()),
+    "unfreeze": lambda engine, folder: engine.module.frozen.requires_grad_(True),
+    "missing": lambda engine, folder: engine.load_checkpoint(folder / "nothing", missing_ok=True),
+    "zero_grad": lambda engine, folder: engine.zero_grad(),
+}
+REFUSED = {
+    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder / "saved"),
+    "release": lambda engine, folder: engine.release(),
+}
+
+
+def trained(rank, folder, name="", call=lambda engine, folder: None, **fields):
+    """The bits after two steps, and the error that the call before the second step has raised."""
+    engine = wrap(Apart(), lr=1e-2, reduce_bucket_size=72, **fields)
+
+    def backward(seed):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * seed + rank))
+        engine.backward(engine(x, rank).square().sum())
+
+    backward(0)
+    engine.step()
+    if name == "zero_grad":
+        backward(9)  # is discarded
+    else:
+        backward(1)
+    said = said_by(lambda: call(engine, folder))
+    if name == "zero_grad" and said is None:
+        backward(1)
+    engine.step()
+    engine.flush()
+    found = bits(engine.module)
+    engine.close()
+    return found, said
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="stage 2"),
+        pytest.param(
+            {"stage": 1, "schedule": "delayed", "delay_warmup_steps": 1}, id="delayed", marks=pytest.mark.slow
+        ),
+        pytest.param({"update_in_backward": True, "gradient_clipping": 1e9}, id="sent early", marks=pytest.mark.slow),
+    ],
+)
+def test_a_call_of_all_ranks_between_backward_and_step_changes_no_bit_of_the_step(tmp_path, fields):
+    @on_ranks(2)
+    def _(rank):
+        delayed = fields.get("schedule") == "delayed"
+        expected, _ = trained(rank, tmp_path, **fields)
+        flushed, _ = trained(rank, tmp_path, "flush", CALLS["flush"], **fields)
+        for name, call in {**CALLS, **REFUSED}.items():
+            found, said = trained(rank, tmp_path, name, call, **fields)
+            refused = name in REFUSED or (name == "state_dict" and said and "update_in_backward" in fields)  # it reads
+            assert ("StateError" in said) if refused else (said is None), (name, said)
+            if name != "unfreeze" and not (delayed and name == "zero_grad"):
+                assert found in ({expected, flushed} if delayed else {expected}), name  # a read ends a delay
+
+
+def test_where_updates_are_made_in_backward_a_call_is_refused_on_all_ranks_and_the_step_follows(tmp_path):
+    @on_ranks(2)
+    def found(rank):
+        expected, _ = trained(rank, tmp_path, update_in_backward=True)
+        said_of_each = {}
+        for name in ("named_weights", "export_safetensors", "flush", "save_checkpoint", "release", "zero_grad"):
+            bits_of_it, said = trained(rank, tmp_path, "", {**CALLS, **REFUSED}[name], update_in_backward=True)
+            assert bits_of_it == expected, name
+            said_of_each[name] = said.partition(":")[0]
+        return said_of_each
+
+    assert all({*said.values()} == {"StateError"} for said in found), found
