@@ -35,9 +35,12 @@ SHAPES = {
     "c.bias": (1,),
     "d.weight": (7,),
     "e.weight": (4, 4),  # frozen at first
+    "g.weight": (3, 4),  # frozen and in no group, until it is added
 }
-PIECES = ("a", "b", "c", "d", "e", "f")  # f has the weight of a
-FROZEN_AT_FIRST = "e.weight"
+PIECES = ("a", "b", "c", "d", "e", "f", "g")  # f has the weight of a
+ALL = 2 ** len(PIECES) - 1
+FROZEN_AT_FIRST = ("e.weight", "g.weight")
+ADDED = "g.weight"
 
 
 class Piece(nn.Module):
@@ -57,12 +60,14 @@ class Net(nn.Module):
         super().__init__()
         random = torch.Generator().manual_seed(0)
         values = {name: torch.randn(shape, generator=random).bfloat16().float() for name, shape in SHAPES.items()}
-        for piece in PIECES[:-1]:
-            self.add_module(piece, Piece(values[f"{piece}.weight"], values.get(f"{piece}.bias")))
+        for piece in PIECES:
+            if piece != "f":
+                self.add_module(piece, Piece(values[f"{piece}.weight"], values.get(f"{piece}.bias")))
         self.f = Piece(torch.zeros(1), None)
         self.f.weight = self.a.weight
         self.register_buffer("seen", torch.arange(3.0))
-        self.e.weight.requires_grad_(False)
+        for name in FROZEN_AT_FIRST:
+            self.get_parameter(name).requires_grad_(False)
 
     def forward(self, pulls: Mapping[str, Mapping[str, torch.Tensor]]) -> torch.Tensor:
         found = [getattr(self, piece)(of_piece) for piece, of_piece in pulls.items()]
@@ -154,7 +159,7 @@ class Setting:
         first, second = self.rules
         matrices = ["a.weight", "b.weight", "e.weight"]
         mine = matrices if first == "muon" else ["a.weight", "a.bias", "e.weight"]
-        return [(first, mine), (second, [name for name in SHAPES if name not in mine])]
+        return [(first, mine), (second, [name for name in SHAPES if name not in (*mine, ADDED)]), ("adamw", [ADDED])]
 
 
 @st.composite
@@ -176,10 +181,11 @@ def settings(draw: Any, *, ranks: bool = False, fsdp: bool = False) -> Setting:
 
 _seeds = st.integers(0, 9)
 _params = st.sampled_from([*SHAPES])
-_masks = st.integers(1, 63)
+_masks = st.integers(1, ALL)
 CALLS = st.one_of(
     st.tuples(st.just("backward"), _seeds, _masks, _masks, st.none() | st.sampled_from(["inf", "nan"])),
-    st.tuples(st.just("backward"), _seeds, st.just(63), st.just(63), st.none()),
+    st.tuples(st.just("backward"), _seeds, st.just(ALL), st.just(ALL), st.none()),
+    st.tuples(st.just("kept_backward"), _seeds, _masks),
     st.tuples(st.just("step")),
     st.tuples(st.just("step")),
     st.tuples(st.just("zero_grad")),
@@ -192,7 +198,8 @@ CALLS = st.one_of(
     st.tuples(st.just("move")),
     st.tuples(st.just("freeze"), _params),
     st.tuples(st.just("unfreeze"), _params),
-    st.tuples(st.just("rate"), st.integers(0, 1), st.sampled_from([0.5, 0.25])),
+    st.tuples(st.just("add_group")),
+    st.tuples(st.just("rate"), st.integers(0, 2), st.sampled_from([0.5, 0.25])),
     st.tuples(st.just("edit"), _params, st.sampled_from([0.5, -1.0])),
     st.tuples(st.just("states"), _params),
     st.tuples(st.just("gradient"), _params),
@@ -270,6 +277,9 @@ class PlainTorch:
         if isinstance(optimizer, torch.optim.Adagrad):  # it makes its states in its constructor
             optimizer.state[master] = {"step": torch.tensor(0.0), "sum": torch.zeros_like(state["sum"])}
 
+    def add(self) -> None:
+        """The master is there already."""
+
     def rate(self, group: int, factor: float) -> None:
         for name in self._groups[group][1]:
             self.optimizers[name].param_groups[0]["lr"] *= factor
@@ -304,6 +314,10 @@ class PlainEngine:
         self._setting = setting
         self.engine = engine_of(setting, Net(), {"schedule": "serial"}, group)
         self.params = dict(self.engine.module.named_parameters())
+
+    def add(self) -> None:
+        self.params[ADDED].requires_grad_(True)
+        self.engine.optimizer.add_param_group(added_group(self.params))
 
     def step(self, gradients: Mapping[str, torch.Tensor]) -> bool:
         pulls: dict[str, dict[str, torch.Tensor]] = {}
@@ -349,11 +363,15 @@ class PlainEngine:
 # --- the program -------------------------------------------------------------------------------------------
 
 
-def engine_of(setting: Setting, model: Net, way: Mapping[str, Any], group: Any = None) -> Any:
+def added_group(params: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    return {"params": [params[ADDED]], "optimizer": "adamw", **RULES["adamw"]}
+
+
+def engine_of(setting: Setting, model: Net, way: Mapping[str, Any], group: Any = None, *, added: bool = False) -> Any:
     params = dict(model.named_parameters())
     groups = [
         {"params": [params[name] for name in names], "optimizer": rule, **RULES[rule]}
-        for rule, names in setting.groups()
+        for rule, names in setting.groups()[: 3 if added else 2]
     ]
     return wrap(
         model,
@@ -383,7 +401,8 @@ class Program:
         self.pending: dict[str, torch.Tensor] | None = None
         """The sum of the gradients that wait for a step; None: there was no backward."""
         self.moves = self.saves = 0
-        self.frozen = {FROZEN_AT_FIRST}
+        self.frozen = {*FROZEN_AT_FIRST}
+        self.added = False
         self.trained: set[str] = set()
         """The parameters that have been taken on."""
         self._make()
@@ -398,7 +417,7 @@ class Program:
             param.requires_grad_(name not in self.frozen or name in self.trained)
         if self.setting.fsdp:
             model = sharded(model.to(getattr(torch, self.setting.dtype)))
-        self.engine = engine_of(self.setting, model, fields)
+        self.engine = engine_of(self.setting, model, fields, added=self.added)
         self.params = dict(self.engine.module.named_parameters())
         self.trained |= {name for name, param in self.params.items() if param.requires_grad}
 
@@ -412,7 +431,7 @@ class Program:
                 self._check_values()
             self.restore()
             if self.pending is None:
-                self.backward(3, 63, 63, None)
+                self.backward(3, ALL, ALL, None)
             self.step()
             self.named_weights("float32", into=False)
             for name in SHAPES:
@@ -458,6 +477,15 @@ class Program:
                 if name not in self.frozen:
                     average = gradient / self.world_size
                     self.pending[name] = self.pending[name] + average if name in self.pending else average
+
+    def kept_backward(self, seed: int, mask: int) -> None:
+        """A backward whose gradients FSDP2 keeps, and one of all pieces, with which they leave."""
+        if self.setting.fsdp and not self.fixed:
+            self.restore()
+            self.engine.module.set_requires_gradient_sync(False)
+            self.backward(seed, mask, mask, None)
+            self.engine.module.set_requires_gradient_sync(True)
+            self.backward(seed + 1, ALL, ALL, None)
 
     def step(self) -> None:
         self.restore()
@@ -539,7 +567,7 @@ class Program:
             self._set_frozen(name)
 
     def unfreeze(self, name: str) -> None:
-        if self.pending is None and not self.released:
+        if self.pending is None and not self.released and (name != ADDED or self.added):
             self.frozen.discard(name)
             self._set_frozen(name)
 
@@ -547,8 +575,17 @@ class Program:
         self.params[name].requires_grad_(name not in self.frozen)
         self.oracle.freeze(name, frozen=name in self.frozen)
 
+    def add_group(self) -> None:
+        if self.pending is None and not self.released and not self.added:
+            self.added = True
+            self.frozen.discard(ADDED)
+            self.params[ADDED].requires_grad_(True)
+            self.engine.optimizer.add_param_group(added_group(self.params))
+            self.oracle.add()
+            self.trained.add(ADDED)
+
     def rate(self, group: int, factor: float) -> None:
-        if not self.fixed:
+        if not self.fixed and (group < 2 or self.added):
             self.engine.optimizer.param_groups[group]["lr"] *= factor
             self.oracle.rate(group, factor)
 
@@ -642,7 +679,7 @@ def sharded(model: Net) -> Net:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for piece in ("b", "c", "d", "e"):
+    for piece in ("b", "c", "d", "e", "g"):
         fully_shard(getattr(model, piece), mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
