@@ -149,7 +149,7 @@ class LastStep:
             )
         buckets.recover()
         announced, used = self._announced.step, self._announced.end()
-        if announced is not None:  # their states have had the update: count it
+        if announced is not None and used:  # their states have had the update: count it
             self._counts.count(frozenset().union(*(work.sent_early for work in used)))
         lost = self._updates.forget()
         lost.update(
