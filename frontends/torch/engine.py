@@ -32,7 +32,7 @@ from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait
 from .groups import in_model
-from .internals import no_read
+from .internals import grad_mode_kept, no_read
 from .model_changes import ModelChanges, check_present
 from .named_weights import Asked, NamedWeights
 from .optimizer import OffloadedOptimizer, class_for
@@ -207,9 +207,12 @@ class Engine(nn.Module):
         try:
             with span:
                 parts.device_memory.before_backward()
-                parts.intake.run_backward(
-                    lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs), average=average
+                run = partial(
+                    parts.intake.run_backward,
+                    lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs),
+                    average=average,
                 )
+                self.optimizer.steps.or_break_off(run)
         except BaseException:
             self._recover()
             raise
@@ -721,7 +724,10 @@ class Engine(nn.Module):
             raise
 
     def close(self) -> None:
-        """Remove the hooks from the model and free the host memory; the parameters keep their values."""
+        """Remove the hooks from the model and free the host memory; the parameters keep their values.
+
+        Gradients that wait for an update are discarded. What ``update_in_backward`` has updated already stays updated.
+        """
         self.optimizer.close()
 
 
@@ -754,5 +760,5 @@ def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
             host = tensor.detach().cpu().contiguous()
             values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
             optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
-            with torch.no_grad():
+            with grad_mode_kept(), torch.no_grad():
                 tensor.copy_(host)

@@ -36,7 +36,7 @@ from .groups import (
     without_names,
     without_torchs_options,
 )
-from .internals import NO_BACKWARD, backward_number
+from .internals import NO_BACKWARD, backward_number, grad_mode_kept
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .placed import is_placed, ranks_of, shards_to_come
@@ -465,7 +465,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.checkpoints.wait()
             self.restore()
             self._steps.parts.device_memory.settle()
-            if self._steps.parts.pipeline.health.usable:  # else it must end, too
+            pipeline = self._steps.parts.pipeline
+            self._state_lock.change("close()", pipeline.last_step.abandon)
+            if pipeline.health.usable:  # else it must end, too
                 self._state_lock.change("close()", self._steps.parts.registration.flush)
         if self.partitioned is not None:
             self.partitioned.close()
@@ -565,10 +567,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with grad_mode_kept(), torch.enable_grad():
                 loss = closure()
         self.follow_sizes()
-        with torch.no_grad():
+        with grad_mode_kept(), torch.no_grad():
             self.report = self.steps.update(self.param_groups)
         return loss
 

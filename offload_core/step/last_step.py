@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..config.state_formats import Master
-from ..errors import CollectiveError
+from ..errors import CollectiveError, StateError
 from ..support.threads import RUNNING_SECTIONS, uninterrupted
 from .announced import Announced
 from .arrivals import Arrivals
@@ -129,6 +129,14 @@ class LastStep:
                 raise
 
         uninterrupted(section)
+
+    def abandon(self) -> bool:
+        """End an announced step that will not come. States that were updated for it stay updated, and it counts. Return
+        False if there is none, or no states were to be updated before it came."""
+        if not self._announced.has_updated:
+            return False
+        uninterrupted(partial(self._abort, StateError("the step that update_in_backward=True began does not come")))
+        return True
 
     def lose_gradient(self, error: BaseException) -> None:
         """Note that a gradient was lost. This ends a step that was announced, for it is an error in mid-update; and the

@@ -17,7 +17,7 @@ from offload_core.step.state_access import StateAccess
 from offload_core.support.hints import hinted
 
 from ..data_writes import set_data
-from ..internals import next_node
+from ..internals import grad_mode_kept, next_node
 from ..tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
 from .parameters import PartitionedParameter, PartitionedParameters, note_external
@@ -128,7 +128,8 @@ class Gathering:
         with ExitStack() as gathered:
 
             def gather(param: torch.Tensor) -> None:
-                with torch.no_grad():  # a hook on saved tensors would end in another order than those of the reader
+                # A hook on saved tensors would end in another order than those of the reader.
+                with grad_mode_kept(), torch.no_grad():
                     gathered.enter_context(self.gathered([param], source))
 
             before, self.runs.gather_read = self.runs.gather_read, gather
@@ -174,7 +175,7 @@ class Gathering:
         for param in params:
             record = self._parameters.record_of(param)
             name = self._parameters.name_of(param)
-            with torch.no_grad():
+            with grad_mode_kept(), torch.no_grad():
                 if record is not None and record.values.fixed:
                     continue
                 if record is None:
