@@ -226,8 +226,9 @@ class Engine(nn.Module):
                 micro-steps), the same on all ranks; None: after every ``gradient_accumulation_steps`` micro-steps.
 
         Raises:
-            StateError: no gradient arrived since the last call; the model has got parameters since ``wrap`` that are
-                to be trained and that the optimizer was not given.
+            StateError: no gradient arrived since the last call (if those that arrived were discarded since, by
+                ``zero_grad()`` or ``p.grad = None``, the report says ``"no gradients"``, and nothing was updated); the
+                model has got parameters since ``wrap`` that are to be trained and that the optimizer was not given.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
             CollectiveError: an exchange with the other ranks failed, or they did not come.
         """

@@ -358,7 +358,9 @@ class Intake:
         self._pipeline.early.withdraw()
         if self._pipeline.health.state is Health.BEHIND:
             self._registration.flush()
+        came = self.fresh
         self.forget()
+        self.fresh = came  # a step may follow, and has nothing to update: p.grad = None after a backward says the same
 
     def _drop(self, indices: Iterable[int]) -> None:
         """Forget the gradients of these parameters that have arrived."""
