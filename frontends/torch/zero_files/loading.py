@@ -369,7 +369,7 @@ def _scale(theirs: Mapping[str, Any], scaler: LossScaler | None) -> dict[str, An
             "good_steps": max(good - 1, 0) % scaler.window,
             "tolerated": tolerated,
         }
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise CheckpointError(f"its loss scale is {shown(dict(theirs))}, expected DeepSpeed's numbers") from None
 
 
