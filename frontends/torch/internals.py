@@ -99,3 +99,14 @@ def around(local: torch.Tensor, like: Any) -> torch.Tensor:
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that a mesh was cut from; itself if it was cut from none."""
     return mesh._get_root_mesh()
+
+
+# --- files of torch.save ----------------------------------------------------------------------------------
+
+SAVED_TENSORS = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2")
+"""The functions by whose names a file holds tensors."""
+SAVED_BYTES = "torch._utils._rebuild_tensor_v3"
+"""The function by whose name a file holds tensors of newer types, whose storages have plain bytes."""
+SAVED_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+SAVED_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+"""The function by whose name a file holds tensors of subclasses, or with attributes."""

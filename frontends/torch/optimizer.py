@@ -19,6 +19,7 @@ from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import StateLock, changes, whole
 from offload_core.support.checks import integer
+from offload_core.support.threads import uninterrupted
 
 from .casting import Casts
 from .compiled import untraced
@@ -469,6 +470,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._state_lock.change("close()", pipeline.last_step.abandon)
             if pipeline.health.usable:  # else it must end, too
                 self._state_lock.change("close()", self._steps.parts.registration.flush)
+        if self.partitioned is not None:
+            self.partitioned.make_whole()
+        uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
+
+    def _end(self) -> None:
         if self.partitioned is not None:
             self.partitioned.close()
         if self._steps is not None:

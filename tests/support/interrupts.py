@@ -3,6 +3,7 @@
 import gc
 import linecache
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -132,11 +133,17 @@ def _run(
         entered.add(place)
         return ends
 
+    def in_finalizer(frame):
+        """Python takes a signal there, prints it and goes on: it is lost, as in a collection of garbage."""
+        while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+            frame = frame.f_back
+        return frame is not None
+
     def line(frame, event, argument):
         if event == "line" and not ends_a_with(frame):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             passed.append(place)
-            if len(passed) == number + 1:
+            if len(passed) > number >= 0 and not in_finalizer(frame):
                 sys.settrace(None)
                 raise Interrupt(place)
             handle(place)

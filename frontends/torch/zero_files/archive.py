@@ -20,6 +20,8 @@ import torch
 
 from offload_core.support.files import open_regular
 
+from ..internals import SAVED_BYTES, SAVED_PARAMETERS, SAVED_SUBCLASS, SAVED_TENSORS
+
 _PICKLE_BYTES = 2**28
 """The most bytes of the pickle. That of a model of 100,000 parameters takes some 20 MB."""
 _DEEPEST = 200
@@ -135,7 +137,6 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # Pytho
         self._mapped, self._records, self._folder = mapped, records, folder
         self._inert: dict[str, type[Inert]] = {}
         self._storages: dict[str, torch.UntypedStorage] = {}
-        rebuild = self._tensor
         self._plain: dict[str, Any] = {
             "collections.OrderedDict": OrderedDict,
             "collections.Counter": Counter,
@@ -145,12 +146,10 @@ class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # Pytho
             "_codecs.encode": _bytes,
             "torch.Size": torch.Size,
             "torch.device": torch.device,
-            "torch._utils._rebuild_tensor": rebuild,
-            "torch._utils._rebuild_tensor_v2": rebuild,
-            "torch._utils._rebuild_tensor_v3": self._of_bytes,
-            "torch._utils._rebuild_parameter": _first,
-            "torch._utils._rebuild_parameter_with_state": _first,
-            "torch._tensor._rebuild_from_type_v2": self._of_type,
+            **dict.fromkeys(SAVED_TENSORS, self._tensor),
+            **dict.fromkeys(SAVED_PARAMETERS, _first),
+            SAVED_BYTES: self._of_bytes,
+            SAVED_SUBCLASS: self._of_type,
             "torch.storage.UntypedStorage": torch.uint8,
         }
 
