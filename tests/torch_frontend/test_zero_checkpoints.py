@@ -3,8 +3,11 @@
 import argparse
 import codecs
 import copy
+import errno
 import math
 import os
+import shutil
+import signal
 import warnings
 import zipfile
 from collections import OrderedDict
@@ -15,6 +18,7 @@ import torch
 from frontends.torch import export_deepspeed, load_deepspeed, wrap, zero_checkpoint
 from frontends.torch.tensors import NUMPY_DTYPES
 from frontends.torch.zero_files.pickles import load_any
+from offload_core.checkpoint import folder as checkpoint_folder
 from offload_core.errors import CheckpointError, CheckpointWarning, StateError
 from tests.support.deepspeed_checkpoints import (
     FROZEN,
@@ -27,6 +31,7 @@ from tests.support.deepspeed_checkpoints import (
     write,
 )
 from tests.support.hostile import not_forever
+from tests.support.interrupts import first_passes, interrupt_at
 from tests.support.processes import on_ranks
 
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10, "reduce_bucket_size": 1000}
@@ -536,6 +541,135 @@ def test_states_of_objects_are_loaded_with_the_rest_and_one_that_fails_stops_the
         engine.optimizer.step()
     zero_checkpoint(tmp_path).load(engine, stateful={"lr_scheduler": scheduler})
     assert_taken_over(engine, Run())
+
+
+# --- exports that break off ---------------------------------------------------------------------------------
+
+
+class Exported:
+    """Two runs, the first of which is exported under a tag that exports of the second one replace."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.engines = [engine_of(num_threads=1), engine_of(num_threads=1)]
+        for n, engine in enumerate(self.engines):
+            for _ in range(n + 1):
+                engine.backward(engine(torch.arange(6).view(2, 3)).pow(2).mean())
+                engine.step()
+        self.states = [str(states_of(engine)) for engine in self.engines]
+        self.begin()
+
+    def begin(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        export_deepspeed(self.engines[0], self.folder, tag="best")
+
+    def again(self):
+        export_deepspeed(self.engines[1], self.folder, tag="best")
+
+    def found(self):
+        """The number of the run that a reader finds, which knows nothing of our names for what is unfinished."""
+        assert (self.folder / (self.folder / "latest_universal").read_text().strip()).is_dir()
+        engine = engine_of()
+        zero_checkpoint(self.folder).load(engine)
+        return self.states.index(str(states_of(engine)))
+
+    def left(self):
+        return {path.name for path in self.folder.iterdir()} - {"best", "latest_universal"}
+
+
+def killed_at(number, act):
+    """Make a call in a forked process that is killed before a system call, by its number. Return False if there are
+    fewer."""
+    child = os.fork()
+    if child:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        return status != 0
+    left = number
+
+    def watched(call):
+        def watching(*args, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return watching
+
+    try:
+        for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir", "scandir", "stat"):
+            setattr(os, name, watched(getattr(os, name)))
+        checkpoint_folder.exchange, torch.save = watched(checkpoint_folder.exchange), watched(torch.save)
+        act()
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("stride", [150, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_export_that_is_killed_leaves_the_earlier_one_or_its_own(stride, tmp_path):
+    exported, seen, number = Exported(tmp_path / "folder"), set(), 7
+    while killed_at(number, exported.again):
+        seen.add(exported.found())
+        if number % 3 == 0:
+            exported.again()  # it removes what the killed one has left
+            assert exported.left() == set()
+        exported.begin()
+        number += stride
+    assert exported.found() == 1
+    assert seen == {0, 1} if stride == 1 else 0 in seen
+
+
+@pytest.mark.parametrize("stride", [150, pytest.param(5, marks=pytest.mark.slow)])
+def test_an_export_that_is_interrupted_leaves_the_earlier_one_or_its_own_and_nothing_else(stride, tmp_path):
+    exported, seen = Exported(tmp_path / "folder"), set()
+    numbers = sorted(first_passes(exported.again).values())
+    for number in [*numbers[::stride], *numbers[-3:]]:
+        exported.begin()
+        interrupt_at(number, exported.again)
+        seen.add(exported.found())
+        assert exported.left() == set()
+    assert 0 in seen
+
+
+@pytest.mark.parametrize("error", [RuntimeError("PytorchStreamWriter failed"), OSError(errno.ENOSPC, "No space left")])
+@pytest.mark.parametrize("number", [0, 5, 20])
+def test_an_export_to_a_full_disk_is_one_error_and_the_earlier_one_stays(error, number, tmp_path, monkeypatch):
+    exported, left, save = Exported(tmp_path / "folder"), number, torch.save
+
+    def fails(*args, **options):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+        return save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(.*(failed|No space left)"):
+        exported.again()
+    assert exported.found() == 0
+    assert exported.left() == set()
+
+
+@pytest.mark.parametrize("call", ["exchange", "names_to_disk", "_prepare"])
+def test_a_replacement_that_fails_leaves_the_earlier_export(call, tmp_path, monkeypatch):
+    exported = Exported(tmp_path / "folder")
+    whole = getattr(checkpoint_folder, call)
+
+    def fails(*args, **options):
+        monkeypatch.setattr(checkpoint_folder, call, whole)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_folder, call, fails)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(Input/output error\)"):
+        exported.again()
+    assert exported.found() == 0
+    assert exported.left() == set()
+    monkeypatch.setattr(checkpoint_folder, "exchange", lambda one, other: False)  # as on other systems
+    exported.again()
+    assert exported.found() == 1
+    assert exported.left() == set()
 
 
 # --- files that a stranger has forged --------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload_core.checkpoint.folder import MANIFEST, checked_tag
+from offload_core.checkpoint.folder import MANIFEST, checked_tag, put_back
 from offload_core.errors import CheckpointError
 from offload_core.support.files import read_regular
 
@@ -59,6 +59,7 @@ def read_contents(folder: Path, tag: str | None) -> Contents:
 
 def _read(folder: Path, tag: str | None) -> Contents:
     path = folder / (_latest(folder) if tag is None else checked_tag(str(tag), "tag"))
+    put_back(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; expected that of a DeepSpeed checkpoint's tag")
     if os.path.exists(path / MANIFEST):
