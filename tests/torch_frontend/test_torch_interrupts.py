@@ -14,6 +14,7 @@ from tests.support import modes
 from tests.support.interrupts import FewerLines, first_passes, interrupt_at, numbers_of
 from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.slow_torch_device import SlowTorchDevice
+from tests.support.ways import STAGE_3
 
 ON_DISK = {**PARAMETERS_ON_DISK, "param_dtype": "bfloat16", "reduce_bucket_size": 64}
 CASES = {
@@ -109,6 +110,7 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(c
 CALLS_IN = {
     **CASES,
     "host, delayed": (None, {"param_dtype": "bfloat16", "schedule": "delayed", "delay_warmup_steps": 1}),
+    "host, stage 3": (None, {**STAGE_3, "reduce_bucket_size": 64}),
     "late, serial": (5e-5, {"schedule": "serial", "reduce_bucket_size": 64}),
     "late, sent early": (5e-5, {"update_in_backward": True, "gradient_clipping": 1e3, "reduce_bucket_size": 64}),
     "host, updated in backward": (None, {"update_in_backward": True}),
