@@ -15,6 +15,7 @@ from offload_core.errors import ConfigWarning
 from offload_core.support.bfloat16 import why_bfloat16_is_slow
 from offload_core.support.user_line import UserLine
 
+from .internals import grad_mode_kept
 from .tensors import ELEMENT_TYPES, TORCH_DTYPES, bytes_as, cast_param
 from .values import is_quantised
 
@@ -81,8 +82,8 @@ def frozen_for_now(params: Iterable[torch.Tensor]) -> Iterator[None]:
 def built_as(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
     """A context in which modules are built in an element type, on a device."""
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
+    try:  # an interrupt after the next line has its effect undone, too
+        torch.set_default_dtype(dtype)
         with torch.device(device):
             yield
     finally:
@@ -93,7 +94,7 @@ def round_to_types(model: nn.Module, config: OffloadConfig) -> None:
     """Round a model's parameters, in their own memory, to the types that they will be cast to, so that master weights
     start from rounded values."""
     casts = Casts(config, model)
-    with torch.no_grad():
+    with grad_mode_kept(), torch.no_grad():
         for param in model.parameters():
             if casts.would_change(param) and (dtype := casts.of_param(param)) is not None:
                 param.copy_(param.to(TORCH_DTYPES[dtype]))

@@ -33,7 +33,7 @@ from .files.checkpoint import ModelCheckpoints
 from .files.export import export_safetensors
 from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait, kept_gradients
 from .groups import in_model
-from .internals import no_read
+from .internals import grad_mode_kept, no_read
 from .model_changes import ModelChanges, check_present
 from .named_weights import Asked, NamedWeights
 from .optimizer import OffloadedOptimizer, class_for
@@ -211,9 +211,12 @@ class Engine(nn.Module):
         try:
             with span:
                 parts.device_memory.before_backward()
-                parts.intake.run_backward(
-                    lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs), average=average
+                run = partial(
+                    parts.intake.run_backward,
+                    lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs),
+                    average=average,
                 )
+                self.optimizer.steps.or_break_off(run)
         except BaseException:
             self._recover()
             raise
@@ -227,8 +230,9 @@ class Engine(nn.Module):
                 micro-steps), the same on all ranks; None: after every ``gradient_accumulation_steps`` micro-steps.
 
         Raises:
-            StateError: no gradient arrived since the last call; the model has got parameters since ``wrap`` that are
-                to be trained and that the optimizer was not given.
+            StateError: no gradient arrived since the last call (if those that arrived were discarded since, by
+                ``zero_grad()`` or ``p.grad = None``, the report says ``"no gradients"``, and nothing was updated); the
+                model has got parameters since ``wrap`` that are to be trained and that the optimizer was not given.
             GradientError: averaged and summed gradients are mixed; nothing was updated.
             CollectiveError: an exchange with the other ranks failed, or they did not come.
         """
@@ -733,6 +737,7 @@ class Engine(nn.Module):
         """Remove the hooks from the model and free the host memory; the parameters keep their values.
 
         If the engine is released and a rank was lost, device memory that was given back stays empty.
+        Gradients that wait for an update are discarded. What ``update_in_backward`` has updated already stays updated.
         """
         self.optimizer.close()
 
@@ -766,5 +771,5 @@ def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
             host = tensor.detach().cpu().contiguous()
             values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
             optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
-            with torch.no_grad():
+            with grad_mode_kept(), torch.no_grad():
                 tensor.copy_(host)

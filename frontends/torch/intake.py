@@ -14,6 +14,7 @@ from offload_core.errors import GradientError, StateError
 from offload_core.step.health import Health, Use
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_lock import changes
+from offload_core.support.blocks import Blocks
 
 from .compiled import compiler_of_calls, untraced
 from .internals import no_read
@@ -72,9 +73,8 @@ class Intake:
         """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
         self._backward = _Backward()
         """The last one of the engine."""
-        self._deferrals: set[weakref.ref[threading.Lock]] = set()
-        """A lock for each ``Engine.no_sync`` that has not been let go: gradients stay in ``p.grad`` while one is taken.
-        """
+        self._deferrals = Blocks()
+        """Blocks of ``Engine.no_sync``: gradients stay in ``p.grad`` while one runs."""
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
@@ -109,7 +109,7 @@ class Intake:
 
         def added(gradient: torch.Tensor) -> None:
             intake = this()
-            if intake is not None and intake._deferrals and intake._deferring():
+            if intake is not None and intake._deferrals:
                 intake._deferred[slot.index] = param.grad = gradient.clone()
             elif intake is not None:
                 intake._arrive_untraced(slot, gradient, first=False)
@@ -141,7 +141,7 @@ class Intake:
             and not self._continues(i, gradient)
         ):
             self._drop([i])  # earlier ones were discarded or replaced by hand
-        if self._deferrals and self._deferring():
+        if self._deferrals:
             self._deferred[i], self.fresh = gradient, True
         else:
             as_it_is = plain and self._direct
@@ -229,15 +229,8 @@ class Intake:
     def deferring(self) -> AbstractContextManager[Any]:
         """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
         outside.
-
-        C code ends it, so that no interrupt leaves it on.
         """
-        deferral = threading.Lock()
-        self._deferrals.add(weakref.ref(deferral, self._deferrals.discard))
-        return deferral
-
-    def _deferring(self) -> bool:
-        return any(deferral.locked() for ref in [*self._deferrals] if (deferral := ref()) is not None)
+        return self._deferrals.block()
 
     # --- gradients that have arrived -----------------------------------------------------------------
 
@@ -357,7 +350,9 @@ class Intake:
         self._pipeline.early.withdraw()
         if self._pipeline.health.state is Health.BEHIND:
             self._registration.flush()
+        came = self.fresh
         self.forget()
+        self.fresh = came  # a step may follow, and has nothing to update: p.grad = None after a backward says the same
 
     def _drop(self, indices: Iterable[int]) -> None:
         """Forget the gradients of these parameters that have arrived."""

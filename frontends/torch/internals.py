@@ -4,6 +4,7 @@
 new version of torch that changes them is met in these two files.
 """
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -37,6 +38,20 @@ at_end_of_backward = torch.autograd.Variable._execution_engine.queue_callback
 backward_number = torch._C._current_graph_task_id
 """Returns the number of the backward that runs in this thread, or ``NO_BACKWARD``. A nested backward has its own."""
 NO_BACKWARD = -1
+_guard_of_modes = torch._C._InferenceMode
+
+
+def grad_mode_kept() -> AbstractContextManager[None]:
+    """Return a context that undoes changes of grad mode at its end: ``with grad_mode_kept(), torch.no_grad(): ...``
+
+    torch's own contexts are Python code. Ctrl-C in the middle of their ``__enter__`` or ``__exit__`` would leave grad
+    mode off, and every later backward would fail. C code enters and leaves this context, so that no interrupt cuts it.
+    Inside it grad mode is on until another context says otherwise.
+    """
+    guard: AbstractContextManager[None] = _guard_of_modes(torch.is_inference_mode_enabled())
+    return guard
+
+
 innermost_transform = torch._C._functorch.peek_interpreter_stack
 """Returns the innermost ``torch.func`` transform that runs here; None: none does."""
 outside_transforms = temporarily_clear_interpreter_stack
@@ -84,3 +99,14 @@ def around(local: torch.Tensor, like: Any) -> torch.Tensor:
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that a mesh was cut from; itself if it was cut from none."""
     return mesh._get_root_mesh()
+
+
+# --- files of torch.save ----------------------------------------------------------------------------------
+
+SAVED_TENSORS = ("torch._utils._rebuild_tensor", "torch._utils._rebuild_tensor_v2")
+"""The functions by whose names a file holds tensors."""
+SAVED_BYTES = "torch._utils._rebuild_tensor_v3"
+"""The function by whose name a file holds tensors of newer types, whose storages have plain bytes."""
+SAVED_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+SAVED_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+"""The function by whose name a file holds tensors of subclasses, or with attributes."""

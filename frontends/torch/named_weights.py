@@ -8,7 +8,7 @@ begins anew.
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -23,7 +23,7 @@ from offload_core.ranks.consistency import combine, fingerprint, processes, toge
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.support.checks import some_of
 
-from .internals import no_read, storage_of
+from .internals import grad_mode_kept, no_read, storage_of
 from .merged_weights import AdaptedLayer, merged_weights
 from .optimizer import OffloadedOptimizer
 from .placed import local_of
@@ -304,7 +304,8 @@ def _receiver(into: Any, units: Sequence[Unit]) -> Receiver | None:
             for each in names[name]:
                 if each in into:
                     target = into[each]
-                    with torch.inference_mode() if target.is_inference() else nullcontext(), torch.no_grad():
+                    mode = torch.inference_mode() if target.is_inference() else torch.no_grad()
+                    with grad_mode_kept(), mode:
                         target.copy_(value)
 
     return write
@@ -427,10 +428,12 @@ def _give(buckets: WeightBuckets, receive: Receiver | None) -> int:
 class WeightIterator(Iterator[Named]):
     """Yields ``(name, tensor)``. An iterator that is closed or dropped before its end ends on all ranks."""
 
+    _buckets: WeightBuckets | None = None
+    """None: all were read, or the iterator was closed, or an interrupt has cut the constructor short."""
+
     def __init__(self, buckets: WeightBuckets) -> None:
-        self._buckets: WeightBuckets | None = buckets
-        """None: all were read, or the iterator was closed."""
         self._read: deque[Named] = deque()
+        self._buckets = buckets
 
     def __next__(self) -> Named:
         while not self._read:
@@ -443,7 +446,7 @@ class WeightIterator(Iterator[Named]):
 
     def close(self) -> None:
         """End the iteration, on all ranks."""
-        self._read.clear()
+        self._read = deque()
         buckets, self._buckets = self._buckets, None
         if buckets is not None:
             buckets.leave()

@@ -21,6 +21,7 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import StateLock, changes, whole
 from offload_core.support.checks import integer
 from offload_core.support.last_words import say_error_last
+from offload_core.support.threads import uninterrupted
 
 from .casting import Casts
 from .compiled import untraced
@@ -38,7 +39,7 @@ from .groups import (
     without_names,
     without_torchs_options,
 )
-from .internals import NO_BACKWARD, backward_number
+from .internals import NO_BACKWARD, backward_number, grad_mode_kept
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
 from .placed import is_placed, ranks_of, shards_to_come
@@ -470,11 +471,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._steps is not None:
             self.checkpoints.wait()
+            pipeline = self._steps.parts.pipeline
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
                 self._steps.parts.device_memory.settle()
-                if self._steps.parts.pipeline.health.usable:
+                self._state_lock.change("close()", pipeline.last_step.abandon)
+                if pipeline.health.usable:
                     self._state_lock.change("close()", self._steps.parts.registration.flush)
+        if self.partitioned is not None:
+            self.partitioned.make_whole()
+        uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
+
+    def _end(self) -> None:
         if self.partitioned is not None:
             self.partitioned.close()
         if self._steps is not None:
@@ -578,10 +586,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with grad_mode_kept(), torch.enable_grad():
                 loss = closure()
         self.follow_sizes()
-        with torch.no_grad():
+        with grad_mode_kept(), torch.no_grad():
             self.report = self.steps.update(self.param_groups)
         return loss
 

@@ -23,6 +23,7 @@ from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine, heard_by_all
 from offload_core.rules import Matrix, Rule
+from offload_core.step.health import Health
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.support.launchers import local_processes
@@ -436,7 +437,8 @@ class Registration:
         for slot in written if slots is None else set(slots).intersection(written):
             with no_read():
                 tensor = self._flat[slot.index] = _whole(slot)
-            StateAccess(self._pipeline).adopt(slot.index, tensor)
+            if self._pipeline.health.state is not Health.TORN:  # else only a load may follow, which replaces all states
+                StateAccess(self._pipeline).adopt(slot.index, tensor)
             self.note(slot)
         return self._last_tensors(slots)
 

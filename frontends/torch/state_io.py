@@ -18,6 +18,7 @@ from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.checks import shown
 from offload_core.support.threads import uninterrupted
 
+from .internals import grad_mode_kept
 from .parts_of_wholes import Held, PartOfWhole
 from .ranks.device import as_torch
 from .registration import Registration, Slot
@@ -316,7 +317,7 @@ class TorchStates:
         own = slot.own(values)
         master = flat_like(own.to("cpu", torch.float32), slot.values).numpy()
         self._states.set_states(slot.index, {"master": master})
-        with gathered_parameters(param, modifier_rank=0), torch.no_grad():
+        with gathered_parameters(param, modifier_rank=0), grad_mode_kept(), torch.no_grad():
             slot.values.copy_(own)
         self._registration.note(slot)
 

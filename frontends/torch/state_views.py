@@ -14,7 +14,7 @@ from offload_core.states.arrays import StateRun
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
-from .internals import DISPATCH_ALONE, around, no_read, parse_to
+from .internals import DISPATCH_ALONE, around, grad_mode_kept, no_read, parse_to
 from .parts_of_wholes import Held, PartOfWhole, pickled
 from .placed import Placed, is_placed, local_of, placed_type
 from .ranks.device import as_torch
@@ -246,7 +246,7 @@ class Views(Kept):
     def put(self, name: str, value: Any) -> None:
         """Give a state these values; a number becomes the value of every element."""
         target, value = super().__getitem__(name), self._own(value)
-        with torch.no_grad():
+        with grad_mode_kept(), torch.no_grad():
             if isinstance(target, Encoded):
                 target.write(value.expand(target.shape))
             else:

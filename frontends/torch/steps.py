@@ -4,7 +4,8 @@ alone and for the micro-steps of an engine."""
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from offload_core.errors import ConfigError, StateError
 from offload_core.rules import Hyper
@@ -14,6 +15,8 @@ from offload_core.step.state_lock import changes, whole
 
 from .groups import check_unwritten, hypers_of, set_by_functions
 from .parts import Parts
+
+T = TypeVar("T")
 
 Groups = Sequence[dict[str, Any]]
 
@@ -66,6 +69,9 @@ class Steps:
 
         Raises as ``Engine.step`` does; nothing has changed then.
         """
+        return self.or_break_off(partial(self._accumulate, groups, may_be_empty=may_be_empty))
+
+    def _accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:
         pipeline = self.parts.pipeline
         self._prepare(groups, boundary=False)
         self.parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
@@ -97,6 +103,9 @@ class Steps:
         Raises:
             ParameterError, GradientError, ConfigError: something does not fit; no parameter and no state changed.
         """
+        return self.or_break_off(partial(self._update, groups))
+
+    def _update(self, groups: Groups) -> StepReport:
         micro_step, self._micro_step = self._micro_step, None
         parts = self.parts
         pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
@@ -118,6 +127,24 @@ class Steps:
             self._end_broken_step()
             raise
         return replace(report, step=number)
+
+    def or_break_off(self, act: Callable[[], T]) -> T:
+        """Make a call of a backward or a step, and return its result.
+
+        If an interrupt cuts it short after ``update_in_backward`` has updated states, the step ends here, and counts. A
+        gradient may have been used without a stand-in in its place, so that no later ``step()`` could end it.
+        """
+        try:
+            return act()
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._break_off()
+            raise
+
+    @changes("step()")
+    def _break_off(self) -> None:
+        if self.parts.pipeline.last_step.abandon():
+            self._end_broken_step()
 
     def _end_broken_step(self) -> None:
         """After an error or an interrupt in a step: its gradients are gone, and no reader waits for parameters."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError
 from ..support.checks import shown
-from ..support.disks import names_to_disk, to_disk
+from ..support.disks import exchange, names_to_disk, to_disk
 from ..support.files import read_regular
 
 MANIFEST = "manifest.json"
@@ -20,7 +20,7 @@ LATEST = "latest"
 UNFINISHED = ".saving"
 _DISCARDED = ".discarded"
 _REPLACED = ".replaced"
-_PREPARED = ".new"
+PREPARED = ".new"
 _LONGEST_NAME = 4096
 CHECKPOINT_NAME = re.compile(r"step-([0-9]{8,})(\.[0-9]+)?")
 """The name of a checkpoint that was given none."""
@@ -40,7 +40,7 @@ def durable(path: Path, text: str) -> None:
 
 def _prepare(path: Path, text: str) -> Path:
     """Write the file to the disk under a temporary name, and return that."""
-    aside = path.with_name(f".{path.name}{_PREPARED}")
+    aside = path.with_name(f".{path.name}{PREPARED}")
     try:
         with aside.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -84,32 +84,38 @@ def is_ours(path: Path) -> bool:
     return CHECKPOINT_NAME.fullmatch(path.name) is not None or os.path.exists(path / MANIFEST)
 
 
-def commit(unfinished: Path, name: str, *, latest: bool = True) -> Path:
+def commit(unfinished: Path, name: str, *, latest: str | None = LATEST) -> Path:
     """Rename a complete checkpoint to ``name``, in place of an earlier one of that name, and make it the latest.
 
     Args:
-        latest: False: the latest one stays the latest.
+        latest: the file that names the latest one; None: the latest one stays the latest.
     """
     folder = unfinished.parent
-    names = _prepare(folder / LATEST, f"{name}\n") if latest else None  # before the rename: the disk may be full
-    aside = _replaced(folder / name)
+    names = None if latest is None else _prepare(folder / latest, f"{name}\n")  # first: the disk may be full
+    aside, exchanged = _replaced(folder / name), False
     try:
         if os.path.exists(folder / name):
-            (folder / name).rename(aside)
-        unfinished.rename(folder / name)
+            exchanged = exchange(unfinished, folder / name)
+            if not exchanged:
+                (folder / name).rename(aside)
+        if not exchanged:
+            unfinished.rename(folder / name)
         names_to_disk(folder)
-        if names is not None:
-            names.replace(folder / LATEST)
+        if names is not None and latest is not None:
+            names.replace(folder / latest)
     except BaseException:
         if names is not None:
             names.unlink(missing_ok=True)
-        if not unfinished.exists():
+        if exchanged:
+            exchange(unfinished, folder / name)
+        elif not unfinished.exists():
             (folder / name).rename(unfinished)
         put_back(folder / name)
         raise
     names_to_disk(folder)
-    if aside.exists():
-        discard(aside)
+    for earlier in (unfinished, aside):
+        if earlier.exists():
+            discard(earlier)
     return folder / name
 
 
@@ -175,7 +181,7 @@ def clean(folder: Path) -> None:
                 discard(path)
         elif path.name.startswith(".") and path.name.endswith((UNFINISHED, _DISCARDED)):
             discard(path)
-        elif path.name == f".{LATEST}{_PREPARED}":
+        elif path.name == f".{LATEST}{PREPARED}":
             path.unlink()
 
 

@@ -23,6 +23,7 @@ from ..ranks.consistency import combine, together
 from ..support.living import Living
 from ..support.user_line import UserLine
 from .folder import (
+    LATEST,
     UNFINISHED,
     check_name,
     clean,
@@ -285,7 +286,7 @@ class Save:
         for path in paths:
             path.unlink()
         write_manifest(self._place.unfinished, content)
-        commit(self._place.unfinished, self._place.name, latest=self._place.latest)
+        commit(self._place.unfinished, self._place.name, latest=LATEST if self._place.latest else None)
         if self._keep is not None:
             try:
                 rotate(self._place.folder, self._place.name, self._keep)

@@ -114,6 +114,12 @@ class Announced:
         return self.step is not None and not self.step.given.matches(given)
 
     @property
+    def has_updated(self) -> bool:
+        """True if states may have been updated for a step that has not come: gradients are used, and nothing takes that
+        back."""
+        return bool(self.asked) and self._buckets.terms.updates_early
+
+    @property
     def recalled(self) -> bool:
         """True if the device has parameters of no step."""
         if not self._buckets.terms.sends_early:

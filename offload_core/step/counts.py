@@ -94,7 +94,8 @@ class UpdateCounts:
         self._changes.hold(len(self.steps))
 
     def count(self, params: Collection[int]) -> None:
-        """Add one update of these parameters."""
+        """Count one update, of these parameters."""
+        self.updates += 1
         self._changes.note(params)
         self._changes.of_all_ranks += 1
         had = np.zeros(len(self.steps), np.float32)

@@ -110,8 +110,8 @@ class EarlyPublish:
             name = self._buckets.params[min(touched[0].members)].name
             raise StateError(
                 f"parameter {name!r}: its gradient has been used, for update_in_backward=True; "
-                "expected engine.step() next: set update_in_backward=False to discard gradients, to add to them or to "
-                "read parameters before it"
+                "expected engine.step() next, or engine.close(): set update_in_backward=False to discard gradients, to "
+                "add to them or to read parameters before it"
             )
         if announced.step is not None:
             announced.step.stop()

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ..config.state_formats import Master
-from ..errors import CollectiveError
+from ..errors import CollectiveError, StateError
 from ..support.threads import RUNNING_SECTIONS, uninterrupted
 from .announced import Announced
 from .arrivals import Arrivals
@@ -130,6 +130,14 @@ class LastStep:
 
         uninterrupted(section)
 
+    def abandon(self) -> bool:
+        """End an announced step that will not come. States that were updated for it stay updated, and it counts. Return
+        False if there is none, or no states were to be updated before it came."""
+        if not self._announced.has_updated:
+            return False
+        uninterrupted(partial(self._abort, StateError("the step that update_in_backward=True began does not come")))
+        return True
+
     def lose_gradient(self, error: BaseException) -> None:
         """Note that a gradient was lost. This ends a step that was announced, for it is an error in mid-update; and the
         last step, if the error is that of its update, which gradients of the next step wait for."""
@@ -149,7 +157,7 @@ class LastStep:
             )
         buckets.recover()
         announced, used = self._announced.step, self._announced.end()
-        if announced is not None:  # their states have had the update: count it
+        if announced is not None and used:  # their states have had the update: count it
             self._counts.count(frozenset().union(*(work.sent_early for work in used)))
         lost = self._updates.forget()
         lost.update(

@@ -475,7 +475,6 @@ class Pipeline:
         buckets, present, works = self.buckets, decision.present, decision.works
         last_step = self.last_step
         self.counts.count(present)
-        self.counts.updates += 1
         ahead = self._announced.end()
         rest = [work for work in works if work not in ahead]
         self.updates.owe(rest, decision)

@@ -1,5 +1,6 @@
 """System calls that move files between page cache and disk. Those that macOS lacks do nothing there."""
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -7,6 +8,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
+_RENAMEAT2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+_HERE, _EXCHANGE = -100, 2
 _NO_PREALLOCATION = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 
 
@@ -26,6 +29,18 @@ def names_to_disk(folder: Path) -> None:
         to_disk(descriptor)
     finally:
         os.close(descriptor)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders at once, so that a process that is killed leaves both. Return False where the
+    system or the file system cannot."""
+    if _RENAMEAT2 is None:
+        return False
+    if _RENAMEAT2(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
+        return True
+    if (code := ctypes.get_errno()) in (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM):
+        return False
+    raise OSError(code, os.strerror(code), str(other))
 
 
 def reserve(descriptor: int, n_bytes: int) -> None:

@@ -10,7 +10,7 @@ import json
 import os
 import time
 import warnings
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 
 import hypothesis
 import pytest
@@ -19,7 +19,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from frontends.torch import wrap
+from frontends.torch import export_deepspeed, wrap, zero_checkpoint
 from offload_core.__main__ import main
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
@@ -27,6 +27,7 @@ from offload_core.commands.model_shapes import INDEX, shapes_of
 from offload_core.config.options import FIELDS, OffloadConfig
 from offload_core.deepspeed.keys import KEYS
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
+from tests.support import deepspeed_checkpoints
 from tests.support.damaged import VALUES, Written, nodes, put
 from tests.support.hostile import not_forever
 
@@ -150,6 +151,82 @@ class Engine:
             torch.set_rng_state(state)
         self.engine.backward(self.engine(torch.ones(1, 4)).float().sum())
         self.engine.step()
+
+
+def forged_tensors():
+    """What torch can save, and ZeRO would not."""
+    made = st.sampled_from([
+        lambda: torch.zeros(1).expand(36), lambda: torch.zeros(72)[::2], lambda: torch.zeros(1).expand(2**40),
+        lambda: torch.zeros(36, dtype=torch.int64), lambda: torch.zeros(36, dtype=torch.complex64),
+        lambda: torch.full((36,), float("nan")), lambda: torch.empty(0), lambda: torch.tensor(5.0),
+        lambda: torch.zeros(3, 3).t(), lambda: torch.zeros(36, dtype=torch.float64), lambda: torch.zeros(2).to_sparse(),
+        lambda: torch.empty(4, device="meta"), lambda: torch.zeros(36, dtype=torch.float8_e5m2),
+        lambda: torch.Size([7, 3]), lambda: torch.Size([2**62, 4]), lambda: {1, 2}, lambda: 1j, lambda: b"\xff",
+        lambda: complex, lambda: os.system,
+    ])  # fmt: skip
+    return made.map(lambda make: make())
+
+
+class ZeroFiles:
+    """The files of a run that DeepSpeed has saved: values in them, or bytes, are others."""
+
+    errors = (CheckpointError,)
+
+    def __init__(self, folder):
+        self.runs = []
+        for stage in (0, 2, 3):
+            run = deepspeed_checkpoints.Run()
+            run.described = {"epoch": [1, {"best": 0.5}]}
+            deepspeed_checkpoints.write(folder / f"stage{stage}", run, stage, 2 if stage else 1)
+            self.runs.append(folder / f"stage{stage}")
+        self.engine = deepspeed_checkpoints.engine_of(param_dtype="float16")
+        zero_checkpoint(self.runs[1]).load(self.engine)  # as a checkpoint of DeepSpeed's that is written here has it
+        export_deepspeed(self.engine, folder / "universal")
+        self.runs.append(folder / "universal")
+        self.bytes = {path: path.read_bytes() for path in sorted(folder.rglob("*.pt"))}
+        values = st.sampled_from(VALUES) | SCALARS | JSON | forged_tensors() | st.just("like another")
+        edits = st.lists(st.tuples(st.integers(0, 10**6), values), min_size=1, max_size=3)
+        flips = st.lists(st.tuples(st.integers(0, 10**5), st.binary(min_size=1, max_size=4)), min_size=1, max_size=4)
+        self.examples = st.tuples(
+            st.integers(0, 10**6),
+            st.tuples(st.just(self.forged), edits) | st.tuples(st.just(self.flipped), flips),
+            st.booleans(),
+        )
+
+    def run(self, example):
+        number, (change, edits), states = example
+        path = [*self.bytes][number % len(self.bytes)]
+        run = next(run for run in self.runs if run in path.parents)
+        before = str(self.engine.optimizer.state_dict()["state"])
+        try:
+            if change(path, edits):
+                zero_checkpoint(run).load(self.engine, optimizer_states=states)
+        except CheckpointError as error:
+            unchanged = str(self.engine.optimizer.state_dict()["state"]) == before and "broke off" not in str(error)
+            if not unchanged:
+                raise AssertionError("an error after something had changed") from error
+            raise
+        finally:
+            path.write_bytes(self.bytes[path])
+
+    def flipped(self, path, edits):
+        """Bytes are others, most of them in the pickle, which lies at the beginning, or in the archive's directory."""
+        data = bytearray(self.bytes[path])
+        for at, new in edits:
+            ranges = ((0, len(data)), (0, min(len(data), 3000)), (max(len(data) - 900, 0), len(data)))
+            first, end = ranges[at % 3]
+            place = first + at // 3 % (end - first)
+            data[place : place + len(new)] = new
+        path.write_bytes(data)
+        return True
+
+    def forged(self, path, edits):
+        with deepspeed_checkpoints.importable_scalers(), suppress(Exception):
+            state = edited(torch.load(path, weights_only=False), edits)
+            if state is not None:
+                torch.save(state, path)
+                return True
+        return False
 
 
 class Header:
@@ -279,7 +356,7 @@ class CommandLine:
         assert command([argument.encode(errors="replace").decode() for argument in arguments]) in (0, 1, 2)
 
 
-TARGETS = (Manifest, Engine, Header, Configuration, CommandLine)
+TARGETS = (Manifest, Engine, ZeroFiles, Header, Configuration, CommandLine)
 
 
 @pytest.fixture(scope="module")

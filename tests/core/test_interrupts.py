@@ -161,6 +161,7 @@ def test_an_interrupt_at_any_line_of_a_step_in_backward_leaves_each_element_befo
             as_before = (found[i] == old[i]).all(axis=1)
             assert (as_before | updated[i]).all(), f"line {number}"
             assert counts[i] == 1 + updated[i].any(), f"line {number}"
+        assert run.pipeline.counts.updates == max(counts), f"line {number}"
         partly += len({*np.concatenate(updated).tolist()}) == 2
         run.step(3)
         run.close()

@@ -37,6 +37,19 @@ def model():
     return Model()
 
 
+def groups_of(made):
+    trained = [p for p in made.parameters() if p.requires_grad]
+    return [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() == 1]}]
+
+
+def engine_of(**fields):
+    """An engine of :func:`model` with the groups of :class:`Run`."""
+    from frontends.torch import wrap
+
+    made = model()
+    return wrap(made, params=groups_of(made), **fields)
+
+
 # --- files written without DeepSpeed -----------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 import gc
 import linecache
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,19 +30,28 @@ def numbers_of(act: Callable[[], object], of: str) -> list[int]:
     return sorted(first_passes(act).values()) if of == "first pass" else [*range(lines_of(act))]
 
 
-def first_passes(act: Callable[[], object]) -> dict[str, int]:
-    """Each line of the project that the main thread runs in an act, and the number of its first pass."""
-    return {place: number for number, place in reversed([*enumerate(_run(act, -1))])}
+def first_passes(act: Callable[[], object], also: tuple[str, ...] = ()) -> dict[str, int]:
+    """Each line of the project, and of the files ``also``, that the main thread runs in an act, and the number of its
+    first pass. Lines of ``also`` count once for each line of the project that calls them."""
+    found: dict[str, int] = {}
+    for number, place in enumerate(own := _run(act, -1, also=also)):
+        caller = next((other for other in reversed(own[:number]) if other.startswith(PACKAGES)), "")
+        found.setdefault(place if place.startswith(PACKAGES) else f"{place} of {caller}", number)
+    return found
 
 
 class FewerLines(AssertionError):
     """The act has ended before that line: how many it takes depends on the threads a little."""
 
 
-def interrupt_at(number: int, act: Callable[[], object]) -> None:
-    """Act, and raise :class:`Interrupt` before that line (counted from 0); it must come out of the act."""
+def interrupt_at(number: int, act: Callable[[], object], also: tuple[str, ...] = ()) -> None:
+    """Act, and raise :class:`Interrupt` before that line (counted from 0); it must come out of the act.
+
+    Args:
+        also: files whose lines count, besides the project's.
+    """
     try:
-        n_lines = len(_run(act, number))
+        n_lines = len(_run(act, number, also=also))
     except Interrupt:
         return
     if n_lines <= number:
@@ -105,7 +115,12 @@ def interrupt_at_event(number: int, act: Callable[[], object]) -> bool:
     return False
 
 
-def _run(act: Callable[[], object], number: int, handle: Callable[[str], object] = lambda place: None) -> list[str]:
+def _run(
+    act: Callable[[], object],
+    number: int,
+    handle: Callable[[str], object] = lambda place: None,
+    also: tuple[str, ...] = (),
+) -> list[str]:
     passed: list[str] = []
     entered = set()
 
@@ -118,11 +133,17 @@ def _run(act: Callable[[], object], number: int, handle: Callable[[str], object]
         entered.add(place)
         return ends
 
+    def in_finalizer(frame):
+        """Python takes a signal there, prints it and goes on: it is lost, as in a collection of garbage."""
+        while frame is not None and frame.f_code is not weakref.finalize.__call__.__code__:
+            frame = frame.f_back
+        return frame is not None
+
     def line(frame, event, argument):
         if event == "line" and not ends_a_with(frame):
             place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
             passed.append(place)
-            if len(passed) == number + 1:
+            if len(passed) > number >= 0 and not in_finalizer(frame):
                 sys.settrace(None)
                 raise Interrupt(place)
             handle(place)
@@ -130,7 +151,7 @@ def _run(act: Callable[[], object], number: int, handle: Callable[[str], object]
 
     def call(frame, event, argument):
         file = frame.f_code.co_filename
-        return line if file.startswith(PACKAGES) and not file.startswith(SIMULATED) else None
+        return line if file.startswith((*PACKAGES, *also)) and not file.startswith(SIMULATED) else None
 
     before = sys.gettrace()
     gc.disable()  # in a finalizer an interrupt is lost

@@ -940,6 +940,34 @@ def test_step_without_backward_is_refused():
     step(engine, 0)
 
 
+DISCARDS = {
+    "the model's": lambda engine: engine.module.zero_grad(),
+    "the engine's": lambda engine: engine.zero_grad(),
+    "the optimizer's": lambda engine: engine.optimizer.zero_grad(),
+}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{}, {"schedule": "delayed", "delay_warmup_steps": 9}, {"update_in_backward": True, "gradient_clipping": 1e3}],
+    ids=str,
+)
+def test_a_step_whose_gradients_were_discarded_updates_nothing_whichever_zero_grad_did_it(fields):
+    """As torch's optimizers: a step without gradients is no error, and changes nothing."""
+    left_out = wrap(make(), lr=1e-2, **fields)
+    for seed in (0, 2):
+        step(left_out, seed)
+    for name, discard in DISCARDS.items():
+        engine = wrap(make(), lr=1e-2, **fields)
+        step(engine, 0)
+        engine.backward(loss_of(engine, 1))
+        discard(engine)
+        report = engine.step()
+        assert (report.updated, report.skipped) == (False, "no gradients"), name
+        step(engine, 2)
+        assert everything(engine) == everything(left_out), name
+
+
 @pytest.mark.parametrize("loss", [torch.ones(3), 1.0])
 def test_a_loss_that_is_no_scalar_is_refused(loss):
     with pytest.raises(GradientError, match="expected a tensor of one element"):

@@ -730,6 +730,26 @@ def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device, more):
     assert engine.step().updated
 
 
+@at_once_everywhere
+def test_close_between_a_backward_and_its_step_leaves_each_parameter_before_the_update_or_after_it(device, more):
+    stepped, closed = (wrap(make(), **EARLY, **more) for _ in range(2))
+    with gathered_parameters(closed.module.parameters()):
+        before = [p.detach().clone() for p in closed.module.parameters()]
+    for engine in (stepped, closed):
+        engine.backward(loss_of(engine, 0))
+    stepped.step()
+    stepped.close()
+    closed.close()
+    assert not closed.optimizer.is_open
+    params = [*zip(closed.module.parameters(), before, stepped.module.parameters(), strict=True)]
+    assert all(torch.equal(p, old) or torch.equal(p, new) for p, old, new in params)
+    assert any(torch.equal(p, new) for p, _, new in params)
+    assert all(p.grad is None for p in closed.module.parameters())
+    again = wrap(closed.module, **OPTIONS)
+    again.backward(loss_of(again, 1))
+    assert again.step().updated
+
+
 @pytest.mark.parametrize("device", ["late", "host", SIMULATED], indirect=True)
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, param_dtype):

@@ -1,16 +1,37 @@
 """Runs that DeepSpeed has saved go on here; the files are written as DeepSpeed writes them."""
 
 import argparse
+import codecs
 import copy
+import errno
 import math
 import os
+import shutil
+import signal
+import warnings
+import zipfile
+from collections import OrderedDict
 
 import pytest
 import torch
 
 from frontends.torch import export_deepspeed, load_deepspeed, wrap, zero_checkpoint
+from frontends.torch.tensors import NUMPY_DTYPES
+from frontends.torch.zero_files.pickles import load_any
+from offload_core.checkpoint import folder as checkpoint_folder
 from offload_core.errors import CheckpointError, CheckpointWarning, StateError
-from tests.support.deepspeed_checkpoints import FROZEN, Run, importable_scalers, model, scaler, write
+from tests.support.deepspeed_checkpoints import (
+    FROZEN,
+    Run,
+    engine_of,
+    groups_of,
+    importable_scalers,
+    model,
+    scaler,
+    write,
+)
+from tests.support.hostile import not_forever
+from tests.support.interrupts import first_passes, interrupt_at
 from tests.support.processes import on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
@@ -18,16 +39,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*the run goes on with its hyper
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10, "reduce_bucket_size": 1000}
 LAYOUTS = [(0, 1), (1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (3, 3)]
 """Stages, and ranks that saved."""
-
-
-def groups_of(made):
-    trained = [p for p in made.parameters() if p.requires_grad]
-    return [{"params": [p for p in trained if p.dim() > 1]}, {"params": [p for p in trained if p.dim() == 1]}]
-
-
-def engine_of(**fields):
-    made = model()
-    return wrap(made, params=groups_of(made), **fields)
 
 
 def states_of(engine):
@@ -532,3 +543,313 @@ def test_states_of_objects_are_loaded_with_the_rest_and_one_that_fails_stops_the
         engine.optimizer.step()
     zero_checkpoint(tmp_path).load(engine, stateful={"lr_scheduler": scheduler})
     assert_taken_over(engine, Run())
+
+
+# --- exports that break off ---------------------------------------------------------------------------------
+
+
+class Exported:
+    """Two runs, the first of which is exported under a tag that exports of the second one replace."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.engines = [engine_of(num_threads=1), engine_of(num_threads=1)]
+        for n, engine in enumerate(self.engines):
+            for _ in range(n + 1):
+                engine.backward(engine(torch.arange(6).view(2, 3)).pow(2).mean())
+                engine.step()
+        self.states = [str(states_of(engine)) for engine in self.engines]
+        self.begin()
+
+    def begin(self):
+        shutil.rmtree(self.folder, ignore_errors=True)
+        export_deepspeed(self.engines[0], self.folder, tag="best")
+
+    def again(self):
+        export_deepspeed(self.engines[1], self.folder, tag="best")
+
+    def found(self):
+        """The number of the run that a reader finds, which knows nothing of our names for what is unfinished."""
+        assert (self.folder / (self.folder / "latest_universal").read_text().strip()).is_dir()
+        engine = engine_of()
+        zero_checkpoint(self.folder).load(engine)
+        return self.states.index(str(states_of(engine)))
+
+    def left(self):
+        return {path.name for path in self.folder.iterdir()} - {"best", "latest_universal"}
+
+
+def killed_at(number, act):
+    """Make a call in a forked process that is killed before a system call, by its number. Return False if there are
+    fewer."""
+    child = os.fork()
+    if child:
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        assert status in (0, -signal.SIGKILL)
+        return status != 0
+    left = number
+
+    def watched(call):
+        def watching(*args, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return call(*args, **options)
+
+        return watching
+
+    try:
+        for name in ("mkdir", "open", "fsync", "rename", "replace", "unlink", "rmdir", "scandir", "stat"):
+            setattr(os, name, watched(getattr(os, name)))
+        checkpoint_folder.exchange, torch.save = watched(checkpoint_folder.exchange), watched(torch.save)
+        act()
+        os._exit(0)
+    except BaseException:
+        os._exit(1)
+
+
+@pytest.mark.parametrize("stride", [150, pytest.param(1, marks=pytest.mark.slow)])
+def test_an_export_that_is_killed_leaves_the_earlier_one_or_its_own(stride, tmp_path):
+    exported, seen, number = Exported(tmp_path / "folder"), set(), 7
+    while killed_at(number, exported.again):
+        seen.add(exported.found())
+        if number % 3 == 0:
+            exported.again()  # it removes what the killed one has left
+            assert exported.left() == set()
+        exported.begin()
+        number += stride
+    assert exported.found() == 1
+    assert seen == {0, 1} if stride == 1 else 0 in seen
+
+
+@pytest.mark.parametrize("stride", [150, pytest.param(5, marks=pytest.mark.slow)])
+def test_an_export_that_is_interrupted_leaves_the_earlier_one_or_its_own_and_nothing_else(stride, tmp_path):
+    exported, seen = Exported(tmp_path / "folder"), set()
+    numbers = sorted(first_passes(exported.again).values())
+    for number in [*numbers[::stride], *numbers[-3:]]:
+        exported.begin()
+        interrupt_at(number, exported.again)
+        seen.add(exported.found())
+        assert exported.left() == set()
+    assert 0 in seen
+
+
+@pytest.mark.parametrize("error", [RuntimeError("PytorchStreamWriter failed"), OSError(errno.ENOSPC, "No space left")])
+@pytest.mark.parametrize("number", [0, 5, 20])
+def test_an_export_to_a_full_disk_is_one_error_and_the_earlier_one_stays(error, number, tmp_path, monkeypatch):
+    exported, left, save = Exported(tmp_path / "folder"), number, torch.save
+
+    def fails(*args, **options):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise error
+        return save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", fails)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(.*(failed|No space left)"):
+        exported.again()
+    assert exported.found() == 0
+    assert exported.left() == set()
+
+
+@pytest.mark.parametrize("call", ["exchange", "names_to_disk", "_prepare"])
+def test_a_replacement_that_fails_leaves_the_earlier_export(call, tmp_path, monkeypatch):
+    exported = Exported(tmp_path / "folder")
+    whole = getattr(checkpoint_folder, call)
+
+    def fails(*args, **options):
+        monkeypatch.setattr(checkpoint_folder, call, whole)
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(checkpoint_folder, call, fails)
+    with pytest.raises(CheckpointError, match=r"cannot be written \(Input/output error\)"):
+        exported.again()
+    assert exported.found() == 0
+    assert exported.left() == set()
+    monkeypatch.setattr(checkpoint_folder, "exchange", lambda one, other: False)  # as on other systems
+    exported.again()
+    assert exported.found() == 1
+    assert exported.left() == set()
+
+
+# --- files that a stranger has forged --------------------------------------------------------------------
+
+
+def with_part(change):
+    """Change the optimizer's part of a file of stage 2."""
+    return lambda state: change(state["optimizer_state_dict"])
+
+
+def with_master(make):
+    return with_part(lambda part: part["single_partition_of_fp32_groups"].__setitem__(0, make(36)))
+
+
+def with_name(name):
+    def rename(state):
+        state["param_shapes"][0] = {
+            name if old == "embedding.weight" else old: shape for old, shape in state["param_shapes"][0].items()
+        }
+
+    return rename
+
+
+def with_value(value):
+    return lambda state: state.__setitem__("epoch", value)
+
+
+def shared_twice(n):
+    """A list that holds one list twice, which holds one twice: 2^n values."""
+    value = []
+    for _ in range(n):
+        value = [value, value]
+    return value
+
+
+def in_itself():
+    value = []
+    value.append(value)
+    return value
+
+
+class Calls:
+    """Pickled as a call of a function that torch's own reader of weights allows."""
+
+    def __init__(self, *call):
+        self.call = call
+
+    def __reduce__(self):
+        return self.call[0], self.call[1:]
+
+
+FORGED = {
+    "a flat tensor with gaps": ("optim", with_master(lambda n: torch.zeros(2 * n)[::2])),
+    "a flat tensor of one element": ("optim", with_master(lambda n: torch.zeros(1).expand(n))),
+    "a flat tensor of integers": ("optim", with_master(lambda n: torch.zeros(n, dtype=torch.int64))),
+    "a flat tensor of complex numbers": ("optim", with_master(lambda n: torch.zeros(n, dtype=torch.complex64))),
+    "1 GiB of four bytes": ("model", lambda state: state["module"].update(offset=torch.zeros(1).expand(2**28))),
+    "4 TiB of four bytes": ("model", with_value(torch.zeros(1).expand(2**40))),
+    "2^40 values in 40 lists": ("model", with_value(shared_twice(40))),
+    "a list in itself": ("model", with_value(in_itself())),
+    "a sparse tensor": ("model", lambda state: state["module"].update(x=torch.zeros(3).to_sparse())),
+    "a name that is no text": ("model", with_name(7)),
+    "a name with a null byte": ("model", with_name("a\0b")),
+    "a negative size": ("model", lambda state: state["param_shapes"][0].update(x=(-1, -3))),
+    "a size beyond all memory": ("model", lambda state: state["param_shapes"][0].update(x=(10**30, 3))),
+    "no finite count": ("model", lambda state: state.update(global_steps=math.inf)),
+    "a count that is text": (
+        "optim",
+        with_part(lambda part: part["base_optimizer_state"]["state"][0].update(step="5")),
+    ),
+    "10 GB of zeros": ("model", with_value(Calls(bytearray, 10**10))),
+    "text that grows": ("model", with_value(Calls(codecs.encode, "a", "hex"))),
+}
+
+
+def forge(path, change):
+    with importable_scalers():
+        state = torch.load(path, weights_only=False)
+    change(state)
+    torch.save(state, path)
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_forged_file_is_an_error_before_anything_changes(what, tmp_path):
+    file, change = FORGED[what]
+    write(tmp_path, Run(), 2, 1)
+    forge(next((tmp_path / "now").glob(f"*{file}_states.pt")), change)
+    engine = engine_of()
+    before = str(states_of(engine))
+    with not_forever(), pytest.raises(CheckpointError, match=str(tmp_path)) as refused:
+        zero_checkpoint(tmp_path).load(engine)
+    assert "broke off" not in str(refused.value)
+    assert str(states_of(engine)) == before
+
+
+def deflated(archive, records):
+    for name, data in records:
+        archive.writestr(name, data, zipfile.ZIP_DEFLATED)
+
+
+def inflated(archive, records):
+    """A pickle of 64 MB in 64 KB."""
+    for name, data in records:
+        grown = data + bytes(2**26) if name.endswith("data.pkl") else data
+        archive.writestr(name, grown, zipfile.ZIP_DEFLATED if name.endswith("data.pkl") else zipfile.ZIP_STORED)
+
+
+def twice(archive, records):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name, data in [*records, *records[:1]]:
+            archive.writestr(name, data)
+
+
+def cut_short(archive, records):
+    for name, data in records:
+        archive.writestr(name, data[:4] if "/data/" in name else data)
+
+
+def far_memo(archive, records):
+    """C's reader of pickles makes 32 GB for an entry of that number."""
+    for name, data in records:
+        archive.writestr(name, b"\x80\x02}r\xff\xff\xff\xfe." if name.endswith("data.pkl") else data)
+
+
+@pytest.mark.parametrize("archived", [deflated, inflated, twice, cut_short, far_memo], ids=lambda how: how.__name__)
+def test_an_archive_that_torch_would_not_write_is_an_error(archived, tmp_path):
+    write(tmp_path, Run(), 2, 1)
+    path = tmp_path / "now" / "mp_rank_00_model_states.pt"
+    with zipfile.ZipFile(path) as whole:
+        records = [(entry.filename, whole.read(entry)) for entry in whole.infolist()]
+    with zipfile.ZipFile(path, "w") as archive:
+        archived(archive, records)
+    with not_forever(), pytest.raises(CheckpointError, match=str(path)):
+        zero_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../../outside", "{}/outside", "..", "a/b"])
+def test_a_parameter_of_a_universal_checkpoint_is_read_from_its_folder_alone(name, tmp_path):
+    engine = engine_of()
+    engine.backward(engine(torch.arange(6).view(2, 3)).pow(2).mean())
+    engine.step()
+    folder = export_deepspeed(engine, tmp_path / "universal")
+    name = name.format(tmp_path)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "fp32.pt").write_bytes((folder / "zero" / "embedding.weight" / "fp32.pt").read_bytes())
+    for path in folder.glob("*model_states.pt"):
+        forge(path, with_name(name))
+    with pytest.raises(CheckpointError, match="expected the name of a folder there"):
+        zero_checkpoint(tmp_path / "universal")
+
+
+def test_tensors_of_any_type_and_order_are_read_as_torch_reads_them(tmp_path):
+    """The oracle is torch's own reader."""
+    base = torch.arange(24.0).view(2, 3, 4)
+    saved = {
+        **{str(dtype): torch.arange(5).to(dtype) for dtype in NUMPY_DTYPES},
+        "transposed": base.transpose(0, 2),
+        "a part": base[1, 1:, ::2],
+        "expanded": torch.arange(3).expand(2, 3),
+        "empty": torch.empty(0, 5),
+        "scalar": torch.tensor(1.5),
+        "parameter": torch.nn.Parameter(base),
+        "plain": [1, -(2**80), 1.5, math.inf, True, None, "\u00e9\ud800", b"\xff\0", (1, (2,)), {3}, 1j, {4: {}}],
+        "ordered": OrderedDict(a=1),
+        "shape": torch.Size([2, 3]),
+        "type": torch.bfloat16,
+    }
+    saved["again"] = saved["a part"]
+    torch.save(saved, tmp_path / "x.pt")
+    found, expected = load_any(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        if isinstance(value, torch.Tensor):
+            assert (found[name].dtype, found[name].shape) == (value.dtype, value.shape)
+            alike = found[name].detach().contiguous().view(-1).view(torch.uint8) if value.dim() else found[name].view(1)
+            other = value.detach().contiguous().view(-1).view(torch.uint8) if value.dim() else value.view(1)
+            assert torch.equal(alike, other), name
+        else:
+            assert (type(found[name]), found[name]) == (type(value), value), name
+    assert found["again"].data_ptr() == found["a part"].data_ptr()

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+import offload_core.checkpoint.folder
 import offload_core.checkpoint.shard_writer
 from offload_core.checkpoint.checkpoints import Checkpoints, Contents
 from offload_core.checkpoint.loading import Target
@@ -146,6 +147,7 @@ class Killer:
         for name in CALLS:
             setattr(os, name, self.watched(getattr(os, name), name))
         io.open = self.watched(io.open, "open")
+        offload_core.checkpoint.folder.exchange = self.watched(offload_core.checkpoint.folder.exchange, "rename")
 
     def watched(self, call, name):
         def watching(*args, **options):

@@ -36,7 +36,7 @@ from offload_core.support.user_line import UserLine
 
 from ..compiled import uncompiled
 from ..groups import checked_values, differing, groups_of_params, paired, set_values
-from ..internals import no_read
+from ..internals import grad_mode_kept, no_read
 from ..optimizer import OffloadedOptimizer
 from ..placed import count_once, is_placed, local_of
 from ..stage3.parameters import PartitionedParameter
@@ -421,7 +421,7 @@ def _target_of(
     elements = elements_in(name, tensor)
 
     def wants(kind: str) -> Iterable[Want]:
-        with no_read(), torch.no_grad():
+        with no_read(), grad_mode_kept(), torch.no_grad():
             host = begin()
         for start, at, numel in runs:
             for offset, region in elements.regions(start, numel):
@@ -429,7 +429,7 @@ def _target_of(
                 yield Want(name, kind, region, memory(part))
 
     def loaded() -> None:
-        with torch.no_grad():
+        with grad_mode_kept(), torch.no_grad():
             for put in staged:
                 put()
             staged.clear()

@@ -27,6 +27,7 @@ from ..casting import cast_inputs
 from ..engine import Engine, wrap
 from ..files.checkpoint import ModelCheckpoints
 from ..files.export import whole_state_dict
+from ..internals import grad_mode_kept
 from ..shared_tensors import end_earlier, owners_of_shards
 from ..stage3.construction import in_shards
 from ..stage3.gathering import gathered_parameters
@@ -340,7 +341,7 @@ class OffloadTrainer(Trainer):
         for name, tensor in found.items():
             if not in_shards(tensor):
                 names.setdefault(id(tensor), []).append(name)
-        with ExitStack() as opened, torch.no_grad():
+        with ExitStack() as opened, grad_mode_kept(), torch.no_grad():
             readers = {file: opened.enter_context(safe_open(file, "pt")) for file in {*files.values()}}
             for tied in names.values():
                 name = next((name for name in tied if name in files), tied[0])

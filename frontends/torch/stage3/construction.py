@@ -35,7 +35,7 @@ from offload_core.memory.host_memory import HostMemory, give_back_freed
 from offload_core.memory.plan import PARAMETER_SHARDS
 from offload_core.ranks.consistency import combine, fingerprint
 
-from ..internals import no_torch_function, storage_users
+from ..internals import grad_mode_kept, no_torch_function, storage_users
 from ..pending import METADATA, forget, forget_at_end, is_moving_model, make_pending
 from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
@@ -222,7 +222,7 @@ def check_finished() -> None:
 def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
     """Make parameters whole that no engine has, as ``gathered_parameters`` does."""
     active = _active()
-    with _internal():
+    with grad_mode_kept(), torch.no_grad(), no_torch_function():
         if active is not None:
             active.cut([entry for entry in active.whole if any(entry.param is param for param in params)])
         found = [(param, shards) for param in params if (shards := shards_of(param)) is not None]
@@ -235,7 +235,7 @@ def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -
         yield
         home = next((shards.home for _, shards in found), active)
         if modifier_rank is not None and home is not None:
-            with _internal():
+            with grad_mode_kept(), torch.no_grad(), no_torch_function():
                 home.spread(params, modifier_rank)
         else:
             changed = [
@@ -244,7 +244,7 @@ def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -
             if changed:
                 raise unexpected_change(changed[0].spec.name)
     finally:
-        with _internal():
+        with grad_mode_kept(), torch.no_grad(), no_torch_function():
             for param, _ in found:
                 shards = _SHARDS[param]
                 shards.holds -= 1
@@ -344,7 +344,7 @@ class _Construction:
         try:
             with _copies_registered(), _Reads(self):
                 yield self
-            with _internal():
+            with grad_mode_kept(), torch.no_grad(), no_torch_function():
                 self.cut(self.whole, for_good=True)
                 for device in self._devices.values():
                     self.agree("end", device)
@@ -360,7 +360,7 @@ class _Construction:
 
     def track(self, module: nn.Module, name: str, param: torch.Tensor) -> None:
         """Record a parameter that a module has, to cut it later."""
-        with _internal():
+        with grad_mode_kept(), torch.no_grad(), no_torch_function():
             self.note(param, takes := self._takes(param))
             if not takes or in_shards(param) or any(entry.param is param for entry in self.whole):
                 return
@@ -374,7 +374,7 @@ class _Construction:
 
     def make_whole(self, params: Sequence[torch.Tensor]) -> None:
         """Gather a function's parameters that are in shards."""
-        with _internal():
+        with grad_mode_kept(), torch.no_grad(), no_torch_function():
             self.cut([entry for entry in self.whole if all(entry.param is not param for param in params)])
             for param in params:
                 shards = shards_of(param)
@@ -450,7 +450,7 @@ class _Construction:
                     self.track(part, name, tensor)
             reset = _reset_of(part) if init_fn is None else partial(init_fn, part)
             if made and reset is not None:
-                with torch.no_grad():
+                with grad_mode_kept(), torch.no_grad():
                     reset()
 
         module.apply(make)
@@ -486,7 +486,7 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 def become(tensor: torch.Tensor, made: torch.Tensor) -> None:
     """Give a tensor the memory of another, on any device; it stays the same object, so that tied weights stay tied."""
-    with _internal():
+    with grad_mode_kept(), torch.no_grad(), no_torch_function():
         if isinstance(tensor, nn.Parameter):
             made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
         made.__dict__.update(tensor.__dict__)
@@ -508,13 +508,6 @@ _THREAD = _Thread()
 def _active() -> _Construction | None:
     """Return the ``init()`` that runs in this thread."""
     return _THREAD.construction
-
-
-@contextmanager
-def _internal() -> Iterator[None]:
-    """A context for this module's own torch functions, which gather nothing and record no graph."""
-    with torch.no_grad(), no_torch_function():
-        yield
 
 
 _COPIES = threading.Lock()

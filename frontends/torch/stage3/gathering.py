@@ -14,10 +14,11 @@ from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
+from offload_core.support.blocks import Blocks
 from offload_core.support.hints import hinted
 
 from ..data_writes import set_data
-from ..internals import next_node
+from ..internals import grad_mode_kept, next_node
 from ..tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
 from .parameters import PartitionedParameter, PartitionedParameters, note_external
@@ -41,8 +42,8 @@ class Gathering:
         self.runs = runs
         self._world = world
         self._pipeline = pipeline
-        self._open = 0
-        """The number of ``gathered_parameters`` blocks that have not ended."""
+        self._open = Blocks()
+        """Blocks of ``gathered_parameters`` and ``generating``."""
         for param in parameters.of_model:
             _GATHERINGS[id(param)] = self
 
@@ -58,7 +59,7 @@ class Gathering:
     @property
     def is_open(self) -> bool:
         """True inside ``gathered_parameters``."""
-        return self._open > 0
+        return bool(self._open)
 
     def check_closed(self, what: str = "an update") -> None:
         """Raise :class:`StateError` inside ``gathered_parameters``."""
@@ -84,10 +85,9 @@ class Gathering:
         saves = not all(used) and torch.is_grad_enabled()
         graphs = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach) if saves else nullcontext()
         node = next_node()
-        self._open += 1
-        versions = _versions(records)
+        block, versions = self._open.block(), _versions(records)
         try:
-            with graphs:
+            with block, graphs:
                 yield
             self._refuse_resized(records)
             changed = _changed(versions)
@@ -112,7 +112,6 @@ class Gathering:
                 ) from error
             raise
         finally:
-            self._open -= 1
             for record in records:
                 record.lasts = True  # state_dict() and others may refer to it
             self.runs.whole.let_go(records, may_stay=False)  # an unexpected change must not stay
@@ -128,7 +127,8 @@ class Gathering:
         with ExitStack() as gathered:
 
             def gather(param: torch.Tensor) -> None:
-                with torch.no_grad():  # a hook on saved tensors would end in another order than those of the reader
+                # A hook on saved tensors would end in another order than those of the reader.
+                with grad_mode_kept(), torch.no_grad():
                     gathered.enter_context(self.gathered([param], source))
 
             before, self.runs.gather_read = self.runs.gather_read, gather
@@ -143,15 +143,14 @@ class Gathering:
         records = list(self._parameters.records.values())
         self.runs.whole.hold(records)
         versions = _versions(records)
-        self._open += 1
         self._parameters.live.begin_apart()
         try:
-            yield
+            with self._open.block():
+                yield
             if changed := _changed(versions):
                 raise unexpected_change(changed[0].spec.name, "generating()")
         finally:
             self._parameters.live.end_apart()
-            self._open -= 1
             self.runs.whole.let_go(records, may_stay=False)
 
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
@@ -174,7 +173,7 @@ class Gathering:
         for param in params:
             record = self._parameters.record_of(param)
             name = self._parameters.name_of(param)
-            with torch.no_grad():
+            with grad_mode_kept(), torch.no_grad():
                 if record is not None and record.values.fixed:
                     continue
                 if record is None:

@@ -31,7 +31,7 @@ from offload_core.step.state_access import StateAccess
 
 from ..casting import Casts
 from ..data_writes import DataWrites, set_data
-from ..internals import no_read, storage_of
+from ..internals import grad_mode_kept, no_read, storage_of
 from ..ranks.device import as_torch
 from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory, memory_of_all, shaped
 from ..values import Values, packed_values
@@ -108,7 +108,7 @@ class PartitionedParameter(Cut):
 
     def restore(self) -> None:
         """Have the parameter refer to its own memory again, in its own shape and type."""
-        with torch.no_grad():
+        with grad_mode_kept(), torch.no_grad():
             set_data(self.param, shaped(self.whole[: self.spec.numel], cast(InMemory, self.spec.elements)))
 
     def allocate(self) -> torch.Tensor:
@@ -254,7 +254,7 @@ class PartitionedParameters:
         given = [f"{param.dtype}{' in shards' * in_shards(param)}" for _, param in new]
         check_start(self._world.collectives, self._config, [spec for spec, _ in new], given)
         given_on_disk = DiskShards(self._config.nvme_path or (), self._pipeline.memory) if self._disk and new else None
-        with torch.no_grad():
+        with grad_mode_kept(), torch.no_grad():
             for spec, param in new:
                 words, built = self._owners[id(param)][2], shards_of(param)
                 values = self._values(param)

@@ -77,11 +77,14 @@ class PartitionedModel:
         self.runs.forget()
         self.live.release_idle()
 
-    def close(self) -> None:
-        """Make all parameters whole permanently, and remove the hooks. Collective."""
+    def make_whole(self) -> None:
+        """Make all parameters whole, for :meth:`close`. Collective."""
         self.before_change()
         for record in self.parameters.records.values():
             self.runs.whole.hold([record])
+
+    def close(self) -> None:
+        """Remove the hooks. Parameters stay as they are, whole after :meth:`make_whole`."""
         self.gathering.close()
         self.parameters.close()
         self.runs.close()

@@ -218,6 +218,8 @@ class ModuleRuns:
         run.saving = self._saved.note(self._gather_of)
         if run.saving is None:
             self.whole.keep(run.params, for_graph=True)
+        else:
+            run.saving.__enter__()
 
     def _gather_of(self, storage: int | None) -> Gather | None:
         """Return the function that begins the backward of the running forward that has this storage gathered."""
@@ -229,8 +231,9 @@ class ModuleRuns:
     def _after_forward(self, module: nn.Module, output: Any, *, is_unit: bool = False) -> None:
         if not self.forwards.innermost_is(module, unit=is_unit):
             return  # its pre-hook did not run to the end
-        run = self.forwards.pop()
-        _end_saving(run)
+        run = self.forwards[-1]
+        _end_saving(run)  # first: after an interrupt the forwards that run end theirs
+        self.forwards.pop()
         outer = self.forwards[-1] if self.forwards else None
         try:
             leaves = list(_leaves(output))

@@ -67,7 +67,8 @@ class SavedTensors:
         return users[0] not in self._ours and getattr(users[0], "__module__", None) not in _LEFT_ALONE
 
     def note(self, gather_of: Callable[[int | None], Gather | None]) -> saved_tensors_hooks | None:
-        """Note the gathered parameters that graphs save from now on.
+        """Return hooks that note the gathered parameters that graphs save. The caller keeps them before it begins them
+        (``__enter__``), so that it can end them after an interrupt anywhere.
 
         Args:
             gather_of: returns the function that makes the parameter in a storage whole again; None for storages of
@@ -91,13 +92,11 @@ class SavedTensors:
             return packed.values() if isinstance(packed, _Saved) else users[1](packed)
 
         self._ours.add(save)
-        hooks = saved_tensors_hooks(save, restore)
-        hooks.__enter__()
-        return hooks
+        return saved_tensors_hooks(save, restore)
 
 
 def end_noting(hooks: saved_tensors_hooks) -> None:
-    """Take hooks on saved tensors away. Hooks that began inside, and have not ended, stay."""
+    """Take hooks on saved tensors away, if they have begun. Hooks that began inside, and have not ended, stay."""
     above, top = [], top_saved_hooks(False)
     while top is not None and top[0] is not hooks.pack_hook:
         pop_saved_hooks()

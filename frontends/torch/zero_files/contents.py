@@ -15,7 +15,7 @@ from offload_core.layout.regions import Region, common
 from offload_core.support.checks import shown
 
 from ..tensors import memory
-from .pickles import REMEDY, as_zero_lays_out, entry_of, has_values, kind_of, some
+from .pickles import REMEDY, as_zero_lays_out, entry_of, has_values, is_float, kind_of, some
 
 _STATES = ("exp_avg", "exp_avg_sq", "momentum_buffer", "sum")
 """The states that an update rule of ours has."""
@@ -49,7 +49,7 @@ class Saved:
 
 
 def whole(tensor: torch.Tensor, path: Path) -> Saved:
-    return Saved(tuple(tensor.shape), path, lambda: [(0, tensor.detach().reshape(-1))])
+    return Saved(tuple(tensor.shape), path, lambda: [(0, tensor.detach().contiguous().view(-1))])
 
 
 @dataclass
@@ -153,6 +153,8 @@ class Unnamed:
                             f"{group['params'][i]} is not {name!r}; expected the parameters in the same order here"
                         )
                     model = whole(master.view(model.shape), self.file)
+                if not all(is_float(part) for _, part in model.parts()):
+                    raise CheckpointError(f"{self.file}: {name!r} is of no floating-point type; {REMEDY}")
                 at += numel
                 trained[name] = model
         contents.trained = trained
@@ -166,7 +168,7 @@ class Unnamed:
                 entry, shape = self.optimizer["state"].get(number, {}), contents.trained[name].shape
                 states = states_in(entry, self.file)
                 for state, tensor in states.items():
-                    if not has_values(tensor) or tuple(tensor.shape) != shape or not tensor.is_floating_point():
+                    if not has_values(tensor) or tuple(tensor.shape) != shape or not is_float(tensor):
                         raise CheckpointError(
                             f"{self.file}: {state} of {name!r} has shape {list(tensor.shape)}, expected {list(shape)}; "
                             f"was it saved without ZeRO, with the parameters in another order?"
@@ -231,7 +233,7 @@ def add_states(
     counted = next((value for value in (entry.get("step"), group.get("step"), step) if value is not None), None)
     if counted is None:  # SGD and Muon count nothing
         counted = contents.updates if found or not group.get("momentum") else 0
-    number = float(counted)
+    number = math.nan if isinstance(counted, str) else float(counted)
     if not 0 <= number < 2**53 or number != int(number):
         raise CheckpointError(f"{contents.path}: {name!r} has had {shown(counted)} updates, expected a count; {REMEDY}")
     contents.steps[name] = int(number)

@@ -2,19 +2,23 @@
 
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from offload_core.checkpoint.folder import UNFINISHED, checked_tag, durable, make_folder
+from offload_core.checkpoint.folder import PREPARED, UNFINISHED, checked_tag, commit, make_folder, put_back
 from offload_core.config.schedules import GroupSchedule
 from offload_core.deepspeed.keys import VERSION
 from offload_core.errors import CheckpointError
+from offload_core.support.disks import names_to_disk
+from offload_core.support.threads import uninterrupted
 
 from ..engine import Engine
 from ..files.checkpoint import ModelCheckpoints
+from ..files.export import write_with_torch
 from ..rule_words import NAMES
 from ..weights import named_tensors
 
@@ -54,7 +58,7 @@ def export_deepspeed(
 
     Raises:
         CheckpointError: on all ranks, if the run cannot be given to DeepSpeed or a file cannot be written; no part of
-            the checkpoint is left.
+            the checkpoint is left, and an earlier one of this name is as it was.
     """
     optimizer = engine.optimizer
     engine.flush()
@@ -66,35 +70,55 @@ def export_deepspeed(
         slot.param: name
         for slot, name in zip(optimizer.slots, ModelCheckpoints(engine.module, optimizer).names(), strict=True)
     }
-    with together("export"):
-        groups = _groups(engine, named, path)
-        if first:
-            if path.exists() and not (path / "zero" / "optimizer_state.pt").exists():
-                raise CheckpointError(
-                    f"{path}: is there, and no universal checkpoint, and would be replaced; expected another tag"
-                )
-            make_folder(Path(folder))
-            shutil.rmtree(unfinished, ignore_errors=True)
-            (unfinished / "zero").mkdir(parents=True)
-    try:
-        for param, name in named.items():
-            states = optimizer.whole_states(param)
-            with together("export"):
-                if first:
-                    _write_parameter(unfinished / "zero" / name, states, optimizer.state[param]["step"])
-        others = {name: t for name, t in engine.named_weights(rank0_only=True) if name not in set(named.values())}
+    others: dict[str, torch.Tensor] = {}
+    groups: list[dict[str, Any]] = []
+
+    def on_first(act: Callable[..., object], *args: Any) -> None:
+        """Act on rank 0, and raise on all ranks if that failed."""
         with together("export"):
             if first:
-                _write_rest(engine, unfinished, groups, named, others)
-                state = _described(engine, named, others, lr_scheduler)
-                state |= {"global_steps": steps, "skipped_steps": 0, **(counts or {}), **(client_state or {})}
-                torch.save(state, unfinished / "mp_rank_00_model_states.pt")
-                shutil.copyfile(unfinished / "mp_rank_00_model_states.pt", unfinished / _OF_STAGE_3)
-                shutil.rmtree(path, ignore_errors=True)
-                unfinished.rename(path)
-                durable(path.parent / _LATEST, path.name)
+                try:
+                    act(*args)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{error.filename or path}: cannot be written ({error.strerror or error}); expected room and "
+                        "leave to write there: nothing of this export was left behind, and an earlier one is as it was"
+                    ) from error
+
+    def begin() -> None:
+        put_back(path)
+        if path.exists() and not (path / "zero" / "optimizer_state.pt").exists():
+            raise CheckpointError(
+                f"{path}: is there, and no universal checkpoint, and would be replaced; expected another tag"
+            )
+        make_folder(path.parent)
+        for left in (unfinished, path.parent / f".{_LATEST}{PREPARED}"):  # by an export that was killed
+            shutil.rmtree(left) if left.is_dir() else left.unlink(missing_ok=True)
+        (unfinished / "zero").mkdir(parents=True)
+
+    def end() -> None:
+        _write_rest(engine, unfinished, groups, named, others)
+        state = _described(engine, named, others, lr_scheduler)
+        state |= {"global_steps": steps, "skipped_steps": 0, **(counts or {}), **(client_state or {})}
+        for name in ("mp_rank_00_model_states.pt", _OF_STAGE_3):
+            write_with_torch(state, unfinished / name)
+        for written in (unfinished / "zero", unfinished):
+            names_to_disk(written)
+        uninterrupted(partial(commit, unfinished, path.name, latest=_LATEST))
+
+    with together("export"):
+        groups += _groups(engine, named, path)
+    try:
+        on_first(begin)
+        for param, name in named.items():
+            states = optimizer.whole_states(param)
+            on_first(_write_parameter, unfinished / "zero" / name, states, optimizer.state[param]["step"])
+        given = {*named.values()}
+        others |= {name: t for name, t in engine.named_weights(rank0_only=True) if name not in given}
+        on_first(end)
     except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if first:
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return path
 
@@ -126,10 +150,10 @@ def _groups(engine: Engine, named: Mapping[torch.Tensor, str], path: Path) -> li
 
 
 def _write_parameter(folder: Path, states: Mapping[str, torch.Tensor], step: Any) -> None:
-    folder.mkdir()
     for state, values in states.items():
-        torch.save({"param": values.contiguous()}, folder / f"{_THEIR_STATES.get(state, state)}.pt")
-    torch.save(torch.tensor(float(step)), folder / "step.pt")
+        write_with_torch({"param": values.contiguous()}, folder / f"{_THEIR_STATES.get(state, state)}.pt")
+    write_with_torch(torch.tensor(float(step)), folder / "step.pt")
+    names_to_disk(folder)
 
 
 def _write_rest(
@@ -147,7 +171,7 @@ def _write_rest(
     inner = {"state": {0: {"step": count}}, "param_groups": [{**shared, "params": []}]}
     whole = [{**group, "params": [g]} for g, group in enumerate(groups)]
     state = {"ds_version": VERSION, "overflow": False, "param_groups": whole, "optimizer_state_dict": inner}
-    torch.save(state, path / "zero" / "optimizer_state.pt")
+    write_with_torch(state, path / "zero" / "optimizer_state.pt")
 
 
 def _described(

@@ -20,6 +20,7 @@ from offload_core.support.checks import shown
 
 from ..engine import Engine
 from ..files.checkpoint import TENSORS, ModelCheckpoints
+from ..internals import grad_mode_kept
 from ..rule_words import NAMES
 from ..stage3.gathering import gathered_parameters
 from ..tensors import NUMPY_DTYPES
@@ -155,7 +156,7 @@ def _load_each(matched: Sequence[tuple[torch.Tensor, Saved]], load_one: Callable
 
 
 def _load_device(tensor: torch.Tensor, value: Saved) -> None:
-    with gathered_parameters(tensor, modifier_rank=0), torch.no_grad():
+    with gathered_parameters(tensor, modifier_rank=0), grad_mode_kept(), torch.no_grad():
         tensor.copy_(value.read())
 
 
@@ -369,7 +370,7 @@ def _scale(theirs: Mapping[str, Any], scaler: LossScaler | None) -> dict[str, An
             "good_steps": max(good - 1, 0) % scaler.window,
             "tolerated": tolerated,
         }
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise CheckpointError(f"its loss scale is {shown(dict(theirs))}, expected DeepSpeed's numbers") from None
 
 

@@ -1,9 +1,5 @@
-"""Reads DeepSpeed's files, which are pickles, without running code from them.
+"""Reads DeepSpeed's files, which are pickles, without running code from them."""
 
-They are read with ``weights_only=True``, and classes in them become :class:`_Inert`.
-"""
-
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +8,10 @@ from typing import Any
 import torch
 
 from offload_core.errors import CheckpointError, CheckpointWarning
-from offload_core.support.files import open_regular
 from offload_core.support.user_line import UserLine
+
+from ..tensors import NUMPY_DTYPES
+from .archive import Inert, parts_of, read_archive
 
 REMEDY = (
     "expected a whole checkpoint of DeepSpeed with ZeRO stage 0, 1, 2 or 3 alone: DeepSpeed's zero_to_fp32.py makes "
@@ -43,20 +41,6 @@ def as_zero_lays_out(folder: Path) -> Iterator[None]:
         raise CheckpointError(f"{folder}: not laid out as ZeRO lays out its files ({error!r}); {REMEDY}") from error
 
 
-class _Inert(int):
-    """A harmless substitute for a class or a function while a file is read. It keeps an integer argument and the
-    attributes of an object, and does nothing."""
-
-    path = ""
-    """The name of the class."""
-
-    def __new__(cls, *args: Any) -> "_Inert":
-        return super().__new__(cls, args[0] if args and type(args[0]) is int else 0)
-
-    def __setstate__(self, state: Any) -> None:
-        self.values = state if isinstance(state, dict) else {}
-
-
 def load(path: Path) -> dict[str, Any]:
     state = load_any(path)
     if not isinstance(state, dict):
@@ -69,17 +53,12 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def load_any(path: Path) -> Any:
-    os.close(open_regular(path))  # torch opens it again, by its name
-    named: list[str] = []
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        inert: list[Any] = [(type("_Inert", (_Inert,), {"path": name}), name) for name in named]
-        with torch.serialization.safe_globals(inert):
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        return read_archive(path)
+    except OSError:
+        raise
     except Exception as error:
-        if foreign := [name for name in named if not name.startswith("deepspeed.")]:
-            raise _refused(path, foreign) from error
-        raise CheckpointError(f"{path}: cannot be read as weights alone ({error}); {REMEDY}") from error
+        raise CheckpointError(f"{path}: cannot be read as weights alone ({error!r:.300}); {REMEDY}") from error
 
 
 def _refused(path: Path, names: Iterable[str]) -> CheckpointError:
@@ -89,21 +68,9 @@ def _refused(path: Path, names: Iterable[str]) -> CheckpointError:
     )
 
 
-def _foreign(value: Any) -> Iterator[str]:
+def _foreign(value: Any) -> list[str]:
     """The names of classes in a tree of values that are not DeepSpeed's."""
-    if isinstance(value, _Inert) and not value.path.startswith("deepspeed."):
-        yield value.path
-    inside: Iterable[Any] = ()
-    if isinstance(value, Mapping):
-        inside = (part for pair in value.items() for part in pair)
-    elif isinstance(value, list | tuple | set):
-        inside = value
-    elif isinstance(value, _Inert):
-        inside = getattr(value, "values", {}).values()
-    elif callable(value):
-        yield getattr(value, "path", type(value).__name__)
-    for part in inside:
-        yield from _foreign(part)
+    return [name for name in _objects(value) if not name.startswith("deepspeed.")]
 
 
 def plain_client_state(described: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -127,13 +94,13 @@ def plain_client_state(described: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _objects(value: Any) -> Iterator[str]:
-    """The names of all classes in a tree of values, DeepSpeed's own, too."""
-    if isinstance(value, _Inert):
+    """The names of all classes in a tree of values, which the archive has bounded."""
+    if isinstance(value, Inert):
         yield value.path
-    yield from _foreign(value)
-    if isinstance(value, Mapping | list | tuple | set):
-        for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _objects(part)
+    elif callable(value):
+        yield getattr(value, "path", type(value).__name__)
+    for part in parts_of(value):
+        yield from _objects(part)
 
 
 # --- values ------------------------------------------------------------------------------------------
@@ -165,8 +132,26 @@ def has_values(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta
 
 
+def is_float(tensor: torch.Tensor) -> bool:
+    """True if the tensor is of a floating-point type that a run may have."""
+    return tensor.is_floating_point() and tensor.dtype in NUMPY_DTYPES
+
+
+def named(names: Iterable[Any], path: Path) -> list[str]:
+    """These names of tensors.
+
+    Raises:
+        CheckpointError: one is no text, or is there twice.
+    """
+    found = list(names)
+    wrong = [name for name in found if not isinstance(name, str) or "\0" in name]
+    if wrong or len({*found}) < len(found):
+        raise CheckpointError(f"{path}: has {some(wrong) or 'a name twice'}, expected the names of tensors; {REMEDY}")
+    return found
+
+
 def flat_tensors(tensors: Any, path: Path, what: str = "the fp32 weights") -> list[torch.Tensor]:
     flat = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
-    if not all(has_values(t) and t.dim() == 1 and t.is_floating_point() for t in flat):
+    if not all(has_values(t) and t.dim() == 1 and is_float(t) and t.is_contiguous() for t in flat):
         raise CheckpointError(f"{path}: {what} are {kind_of(tensors)}, expected flat tensors; {REMEDY}")
     return flat

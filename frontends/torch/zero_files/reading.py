@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from offload_core.checkpoint.folder import MANIFEST, checked_tag
+from offload_core.checkpoint.folder import MANIFEST, checked_tag, put_back
 from offload_core.errors import CheckpointError
 from offload_core.support.files import read_regular
 
@@ -29,9 +29,11 @@ from .pickles import (
     flat_tensors,
     has_values,
     integers,
+    is_float,
     kind_of,
     load,
     load_any,
+    named,
     plain_client_state,
     some,
 )
@@ -57,6 +59,7 @@ def read_contents(folder: Path, tag: str | None) -> Contents:
 
 def _read(folder: Path, tag: str | None) -> Contents:
     path = folder / (_latest(folder) if tag is None else checked_tag(str(tag), "tag"))
+    put_back(path)
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such folder; expected that of a DeepSpeed checkpoint's tag")
     if os.path.exists(path / MANIFEST):
@@ -76,9 +79,10 @@ def _read(folder: Path, tag: str | None) -> Contents:
         _read_alone(contents, described, models)
     else:
         _read_zero(contents, described, models, optimizers)
+    shared = contents.described.get("shared_params") or {}
     contents.aliases = {
         alias: name
-        for alias, name in (contents.described.get("shared_params") or {}).items()
+        for alias, name in zip(named(shared, models[0]), shared.values(), strict=True)
         if name in contents.trained or name in contents.others
     }
     contents.count("global_samples")
@@ -196,13 +200,14 @@ def _sharded(shapes: Mapping[str, tuple[int, ...]], ranks: int, group: int) -> _
 def _shapes(described: Mapping[str, Any], path: Path) -> list[dict[str, tuple[int, ...]]]:
     """Names and shapes of each group's parameters, in the file's order."""
     groups = entry_of(described, path, "param_shapes", list)
+    named((name for group in groups for name in group), path)
     return [{name: integers(shape, path) for name, shape in group.items()} for group in groups]
 
 
 def _others(module: Mapping[str, Any], path: Path, names: Iterable[str] | None = None) -> dict[str, Saved]:
     """The tensors that a file has whole."""
-    named = module.keys() if names is None else names
-    return {name: whole(module[name], path) for name in named if has_values(module.get(name))}
+    listed = named(module if names is None else names, path)
+    return {name: whole(module[name], path) for name in listed if has_values(module.get(name))}
 
 
 def _read_zero(contents: Contents, described: list[dict[str, Any]], models: list[Path], optimizers: list[Path]) -> None:
@@ -259,7 +264,8 @@ def _others_of_stage_3(described: list[dict[str, Any]], models: list[Path]) -> d
     found = _others(
         entry_of(described[0], path, "module", dict), path, entry_of(described[0], path, "buffer_names", list)
     )
-    for name, shape in (described[0].get("frozen_param_shapes") or {}).items():
+    frozen = described[0].get("frozen_param_shapes") or {}
+    for name, shape in zip(named(frozen, path), frozen.values(), strict=True):
         flat = _sharded({name: integers(shape, path)}, len(models), 0)
         fragments = [
             entry_of(state, file, "frozen_param_fragments", dict) for state, file in zip(described, models, strict=True)
@@ -358,6 +364,7 @@ def _read_universal(contents: Contents, path: Path) -> None:
     contents.others = _others(contents.described.get("module") or {}, path)
     contents.loss_scale = _scaler_values(state.get("loss_scaler"))
     for name, shape in (pair for group in shapes for pair in group.items()):
+        checked_tag(name, path)  # it is the name of a folder here, and must not lead out of the checkpoint
         contents.trained[name] = whole(_of_file(zero / name / "fp32.pt", shape), zero / name / "fp32.pt")
         contents.others.pop(name, None)
     contents.read_states = partial(_read_universal_states, contents, state, shapes, file)
@@ -387,6 +394,6 @@ def _of_file(path: Path, shape: tuple[int, ...]) -> torch.Tensor:
     """The tensor in a file of a universal checkpoint."""
     held = load_any(path)
     tensor: Any = held.get("param") if isinstance(held, dict) else held
-    if not has_values(tensor) or tensor.numel() != math.prod(shape) or not tensor.is_floating_point():
+    if not has_values(tensor) or tensor.numel() != math.prod(shape) or not is_float(tensor):
         raise CheckpointError(f"{path}: holds {kind_of(tensor)}, expected a tensor of {list(shape)}; {REMEDY}")
-    return tensor.view(shape)
+    return tensor.reshape(shape)
