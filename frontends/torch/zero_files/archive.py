@@ -14,7 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from io import BytesIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -129,8 +129,8 @@ def _records(file: Any, size: int) -> dict[str, _Record]:
 # --- the pickle --------------------------------------------------------------------------------------
 
 
-class _Unpickler(pickle._Unpickler):  # type: ignore[name-defined,misc]  # Python's: C's allocates what a number says
-    dispatch: Mapping[int, Callable[[Any], None]] = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}  # type: ignore[attr-defined]
+class _Unpickler(pickle._Unpickler):  # Python's: C's allocates what a number says
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {code: pickle._Unpickler.dispatch[code] for code in _OPCODES}
 
     def __init__(self, file: Any, mapped: torch.Tensor, records: Mapping[str, _Record], folder: str) -> None:
         super().__init__(file, encoding="ascii")
