@@ -1,6 +1,6 @@
 """Torch's parameter groups: their hyper-parameters and other options."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -200,15 +200,26 @@ def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:
     return hyper
 
 
-def hypers_of(groups: Sequence[dict[str, Any]], config: OffloadConfig, updates: int) -> list[Hyper]:
+def hypers_of(
+    groups: Sequence[dict[str, Any]],
+    config: OffloadConfig,
+    updates: int,
+    note: Callable[[dict[str, Any]], object] = lambda values: None,
+) -> list[Hyper]:
     """The hyperparameters of each group, checked, for the update that follows ``updates`` others. Those that are
     functions of the number of updates are written to the groups first.
+
+    Args:
+        note: called before, with these values by name. Not for a schedule that knows groups: that is DeepSpeed's, whose
+            schedulers write to groups, too.
 
     Raises:
         ConfigError: as :func:`hyper_of`.
     """
     values, hypers = scheduled(config, updates), []
     knows_groups = bool(values) and isinstance(config.lr, GroupSchedule)
+    if values and not knows_groups:
+        note(values)
     for g, group in enumerate(groups):
         group.update(values)
         if knows_groups and "initial_lr" in group:
@@ -224,14 +235,6 @@ def scheduled(config: OffloadConfig, updates: int) -> dict[str, Any]:
         return {}
     lr, betas = config.hyperparameters(updates)
     return {name: {"lr": lr, "betas": betas}[name] for name in names}
-
-
-def set_by_functions(group: Mapping[str, Any], config: OffloadConfig) -> dict[str, Any]:
-    """The group's values that functions have set. A schedule that knows groups is DeepSpeed's, whose schedulers write,
-    too: it has none."""
-    if isinstance(config.lr, GroupSchedule):
-        return {}
-    return {name: group[name] for name in ("lr", "betas") if callable(getattr(config, name))}
 
 
 def under_schedules(config: OffloadConfig, group: dict[str, Any]) -> dict[str, Any]:
@@ -366,15 +369,15 @@ def check_unwritten(written: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]
     """Raise :class:`ConfigError` if other code has set a value that a function gives.
 
     Args:
-        written: groups, each with the values that were written to it last.
+        written: groups, each with the values that may be in it, by name.
     """
     for g, (group, values) in enumerate(written):
         for name, value in values.items():
-            if group.get(name) != value:
+            if group.get(name) not in value:
                 raise ConfigError(
                     f"parameter group {g}: {name}={group.get(name)!r} was set, by a scheduler or by hand, and {name} "
-                    f"is a function, which sets that of all groups (here {value!r}); expected one of them: {name}=a "
-                    "number in wrap() beside a scheduler, or the function alone"
+                    f"is a function, which sets that of all groups (here {value[-1]!r}); expected one of them: "
+                    f"{name}=a number in wrap() beside a scheduler, or the function alone"
                 )
 
 

@@ -69,6 +69,8 @@ class Intake:
         """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients, by parameter."""
         self.fresh = False
         """True if a gradient has arrived in this micro-step, or FSDP2 keeps it."""
+        self._discarded = False
+        """True if the gradients of this micro-step were discarded: a step may follow, and has nothing to update."""
         self._reduces = False
         """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
         self._backward = _Backward()
@@ -316,7 +318,7 @@ class Intake:
             GradientError: averaged and summed gradients are mixed.
             CollectiveError: an exchange between ranks failed before.
         """
-        if not (self.fresh or (may_be_empty and self._pipeline.arrivals.holds_gradients)):
+        if not (self.fresh or self._discarded or (may_be_empty and self._pipeline.arrivals.holds_gradients)):
             self._pipeline.health.check(Use.STEP)  # it may say why none arrived
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
@@ -329,13 +331,13 @@ class Intake:
                 "engine.optimizer.zero_grad()"
             )
         reduce = self._reduces or boundary
-        self.fresh = self._reduces = False
+        self.fresh = self._reduces = self._discarded = False
         self._counted += self.backwards
         self._pipeline.end_micro_step(reduce=reduce, boundary=boundary)
 
     def forget(self) -> None:
         """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
-        self.fresh = self._reduces = False
+        self.fresh = self._reduces = self._discarded = False
         self._counted = 0
         if self._early:
             self._columns.remove_taken()
@@ -345,14 +347,15 @@ class Intake:
     def discard(self) -> None:
         """Forget all gradients, those on the host included. Ranks that leave out other parameters reduce them first:
         one has begun exchanges that the others have not."""
-        self._pipeline.reduce_first()
+        if self._pipeline.health.usable:
+            self._pipeline.reduce_first()
         self._pipeline.drop_gradients()
         self._pipeline.early.withdraw()
         if self._pipeline.health.state is Health.BEHIND:
             self._registration.flush()
-        came = self.fresh
+        came = self.fresh or self._discarded
         self.forget()
-        self.fresh = came  # a step may follow, and has nothing to update: p.grad = None after a backward says the same
+        self._discarded = came
 
     def _drop(self, indices: Iterable[int]) -> None:
         """Forget the gradients of these parameters that have arrived."""

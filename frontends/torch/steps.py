@@ -13,7 +13,7 @@ from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import StepReport
 from offload_core.step.state_lock import changes, whole
 
-from .groups import check_unwritten, hypers_of, set_by_functions
+from .groups import check_unwritten, hypers_of
 from .parts import Parts
 
 T = TypeVar("T")
@@ -44,7 +44,7 @@ class Steps:
         self._micro_step: _MicroStep | None = None
         """The engine's micro-step that the next update ends; None: there is none."""
         self._written: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Each group that functions have set, with the values that they gave it."""
+        """Each group that functions set: the values that may be in it, the last ones and those that are being set."""
 
     def hypers(self, groups: Groups) -> list[Hyper]:
         """Return the hyperparameters of each group for the next update; those that are functions are set first.
@@ -53,10 +53,11 @@ class Steps:
             ConfigError: a value is out of range, or other code has set one that a function gives.
         """
         check_unwritten(self._written)
-        updates = self.parts.pipeline.counts.updates
-        hypers = hypers_of(groups, self._config, updates)
-        self._written = [(group, written) for group in groups if (written := set_by_functions(group, self._config))]
-        return hypers
+
+        def note(values: dict[str, Any]) -> None:  # before they are set: an interrupt may come in between
+            self._written = [(group, {k: (group[k], value) for k, value in values.items()}) for group in groups]
+
+        return hypers_of(groups, self._config, self.parts.pipeline.counts.updates, note)
 
     def set_updates(self, count: int) -> None:
         """Set the number of updates made. Groups may have got other values with it, in a load."""

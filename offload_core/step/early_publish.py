@@ -88,8 +88,12 @@ class EarlyPublish:
             )
         return given
 
-    def recall(self, params: Collection[int] | None = None) -> None:
+    def recall(self, params: Collection[int] | None = None, *, by_all: bool = True) -> None:
         """Recall all early sends if any of these parameters was sent early: the step sends the parameters again.
+
+        Args:
+            by_all: True if all ranks call this, so that one raises where another must. False for a rank that has had no
+                gradient, which others have.
 
         Raises :class:`StateError` if states have been updated, too.
         """
@@ -97,12 +101,8 @@ class EarlyPublish:
         announced = self._announced
         touched = [work for work in announced.asked if params is None or not work.members.isdisjoint(params)]
         terms = self._buckets.terms
-        if (
-            params is None
-            and announced.step is not None
-            and terms.updates_early
-            and self._buckets.device.world_size > 1
-        ):
+        alike = by_all and params is None and self._buckets.device.world_size > 1
+        if alike and announced.step is not None and terms.updates_early:
             touched = touched or [work for work in self._arrivals.order if work.gradient.state in UNUSED]  # as others
         if not touched:
             return

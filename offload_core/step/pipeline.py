@@ -328,7 +328,7 @@ class Pipeline:
         if reduce:
             self._begin_gradients()
             if self.arrivals.since.round is None:
-                self.early.recall()
+                self.early.recall(by_all=False)
             try:
                 self._take_late()
                 self._end_round(boundary=boundary)

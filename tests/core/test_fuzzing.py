@@ -356,6 +356,10 @@ class CommandLine:
         assert command([argument.encode(errors="replace").decode() for argument in arguments]) in (0, 1, 2)
 
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters"),
+    pytest.mark.filterwarnings("ignore:.*its state of 'lr_scheduler' is not loaded"),
+]
 TARGETS = (Manifest, Engine, ZeroFiles, Header, Configuration, CommandLine)
 
 

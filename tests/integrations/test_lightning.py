@@ -334,6 +334,7 @@ def test_dropout_goes_on_in_mid_epoch(tmp_path, monkeypatch):
     assert_same_weights(resumed, weights_of(straight))
 
 
+@pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
 def test_averaged_weights_are_saved_and_go_on(tmp_path):
     """Lightning's callback puts them in the weights' place: in checkpoints, and in the module at the end."""
 

@@ -93,6 +93,7 @@ def test_who_resumes_goes_on_with_the_same_bits(tmp_path, fields):
     assert_same(straight, resumed)
 
 
+@pytest.mark.filterwarnings("ignore:.*its state of 'loader' is not loaded")
 def test_extras_stateful_objects_and_random_generators_come_back(tmp_path):
     class Loader:
         def __init__(self, at):
@@ -325,6 +326,7 @@ def test_what_cannot_be_taken_is_refused_before_anything_changes(tmp_path, forge
     assert_same_tree(step(offloaded, 1), step(twin, 1))
 
 
+@pytest.mark.filterwarnings("ignore:.*its state of 'loader' is not loaded")
 def test_code_of_others_runs_last_and_its_failure_says_what_is_loaded(tmp_path):
     offloaded, twin, loader = new(1), new(), Loader(7)
     step(twin, 0)

@@ -164,8 +164,8 @@ class Setting:
 
 @st.composite
 def settings(draw: Any, *, fsdp: bool = False) -> Setting:
-    """Draw a setting. With FSDP2 the ways are those of one engine over DTensors, and the format is fp32: the random bits
-    of others follow from an element's place in its shard (docs/formats.md)."""
+    """Draw a setting. With FSDP2 the ways are those of one engine over DTensors, and the format is fp32: the random
+    bits of others follow from an element's place in its shard (docs/formats.md)."""
     ways = [*WAYS] if not fsdp else ["stage 2", "serial", "in backward", "states on disk"]
     dtype = draw(st.sampled_from(["float32", "bfloat16"]))
     formats = ["fp32", "fp32", "bf16", "8bit", *(["8bit, bf16 masters"] * (dtype == "bfloat16"))]

@@ -278,6 +278,7 @@ SAVE = {"stateful": None, "extras": None, "keep": None, "wait": True}
 LOAD = {"stateful": None, "names": None, "random_state": True}
 
 
+@pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
 def test_groups_are_told_apart_by_their_parameters_and_not_by_their_order(tmp_path):
     decay = {"weight": 0.25, "bias": 0.0}
     path = checkpoints_of(*grouped(("weight", "bias"), decay)).save(tmp_path, **SAVE)
@@ -289,6 +290,7 @@ def test_groups_are_told_apart_by_their_parameters_and_not_by_their_order(tmp_pa
     assert all(group["lr"] is rate for group, rate in zip(optimizer.param_groups, rates, strict=True))
 
 
+@pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
 def test_groups_are_saved_as_they_are_now(tmp_path):
     """A user may have moved a parameter since the optimizer took it on."""
     model, optimizer = grouped(("weight", "bias"), {"weight": 0.25, "bias": 0.0})

@@ -34,7 +34,10 @@ from tests.support.hostile import not_forever
 from tests.support.interrupts import first_passes, interrupt_at
 from tests.support.processes import on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters"),
+    pytest.mark.filterwarnings("ignore:.*its state of 'lr_scheduler' is not loaded"),
+]
 
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 10, "reduce_bucket_size": 1000}
 LAYOUTS = [(0, 1), (1, 1), (1, 3), (2, 2), (3, 1), (3, 2), (3, 3)]

@@ -162,6 +162,7 @@ class ModelCheckpoints:
         accept_extras: Callable[[Any], None] = lambda extras: None,
         states: bool = True,
         strict: bool = True,
+        warns: bool = True,
     ) -> Any:
         optimizer, translated = self._optimizer, translation(names)
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
@@ -171,7 +172,7 @@ class ModelCheckpoints:
             optimizer.parts.take_on_unfrozen(optimizer.param_groups)
             tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
 
-        alone = optimizer.pipeline.device.collectives.rank == 0
+        alone = warns and optimizer.pipeline.device.collectives.rank == 0
 
         def accept(loaded: Loaded) -> list[LastPart]:
             updates, state = check_run(loaded), loaded.state

@@ -316,7 +316,7 @@ class OffloadTrainer(Trainer):
             super()._load_best_model()
         if (folder / FOLDER).is_dir():
             checkpoints = ModelCheckpoints(self._module, self._engine.optimizer)
-            checkpoints.load(folder / FOLDER, stateful=None, names=None, random_state=False)
+            checkpoints.load(folder / FOLDER, stateful=None, names=None, random_state=False, warns=False)
 
     def _load_weights(self, folder: Path) -> bool:
         """Load those weights of a checkpoint that its shards do not have, a tensor at a time.
