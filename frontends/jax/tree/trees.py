@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError
@@ -79,7 +79,9 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
 
 def form(value: Any) -> str:
     """Return the words for a leaf in an error: dtype and shape, or its type."""
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    if not hasattr(value, "dtype"):
+        return f"a {type(value).__name__}"
+    return f"{value.dtype}{list(value.shape)}" + " that JAX has marked unreduced" * is_unreduced(value)
 
 
 def check_form(what: str, path: str, value: Any, like: Any, hint: str = "") -> None:
@@ -173,6 +175,22 @@ def _is_boolean(flag: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """True if the leaf is an array of ``jax.random.key`` (flax.nnx state has them). NumPy cannot hold it."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_unreduced(leaf: Any) -> bool:
+    """True if an array stands for the sum of its devices' parts, which JAX has not made yet."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+    return bool(getattr(spec, "unreduced", None))
+
+
+def summed(array: Any) -> Any:
+    """Return an array that is unreduced as the sum of its devices' parts; others as they are."""
+    if not is_unreduced(array):
+        return array
+    mesh, kind = array.sharding.mesh, array.sharding.memory_kind
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, PartitionSpec(*array.sharding.spec.partitions), memory_kind=kind)
+        return jax.sharding.reshard(array, whole)
 
 
 def to_numpy(leaf: Any) -> Any:
