@@ -309,6 +309,18 @@ def test_files_are_used_and_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+FUSED = re.compile(r"AdamW\(fused=True\)|fused AdamW|adamw_torch_fused")
+PROMISE = re.compile(r"\b(bits|bit for bit|equals)\b")
+PARTS = re.compile(r"\n\s*\n|\n(?=\s*[-|*] )")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_who_promises_the_bits_of_fused_adamw_says_for_which_tensors(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    promises = [part for part in PARTS.split(text) if FUSED.search(part) and PROMISE.search(part)]
+    assert [part for part in promises if "multiple of 8 elements" not in " ".join(part.split())] == []
+
+
 # --- docs/troubleshooting.md -------------------------------------------------------------------------
 
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
