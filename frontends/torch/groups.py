@@ -12,7 +12,7 @@ from offload_core.config.schedules import GroupSchedule
 from offload_core.config.settings import SettingsButLr
 from offload_core.errors import ConfigError, ParameterError
 from offload_core.rules import RULES, Hyper
-from offload_core.support.checks import choice, shown
+from offload_core.support.checks import choice, kind_of, shown
 
 from .rule_words import NAMES, OPTIONS, REFUSED, WORDS
 
@@ -166,9 +166,7 @@ def _named(names: Mapping[int, str], entry: Any) -> Any:
         return {**entry, "params": [_named(names, param) for param in entry["params"]]}
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, torch.Tensor):
-        raise ParameterError(
-            f"params: got a {type(param).__name__}, expected parameters of the model, or groups of them"
-        )
+        raise ParameterError(f"params: got {kind_of(param)}, expected parameters of the model, or groups of them")
     if id(param) not in names:
         raise ParameterError(
             f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model, which would not be trained; "

@@ -311,6 +311,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """True if the optimizer has states of the parameter; a frozen one that was trained before has them, too."""
         return self._steps is not None and param in self._steps.parts.registration.slots
 
+    def check_unchanged(self) -> None:
+        """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
+        if self._steps is not None and self.partitioned is None:
+            self.parts.registration.check_unchanged()
+
     @property
     def is_open(self) -> bool:
         """True until the optimizer is closed."""

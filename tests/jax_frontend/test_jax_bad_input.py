@@ -117,7 +117,7 @@ def test_a_store_of_states_is_closed_when_its_parameters_are_gone_or_wrap_has_fa
         ({"a": jnp.arange(3)}, ["no leaf is a trainable floating-point array", "got ['a']: int32[3]"]),
         ({"a": None, "b": "relu", "c": 0.5, "d": 1}, ["no leaf", "['b']: a str, ['c']: a float, …"]),
         ({}, ["no leaf", "got an empty tree"]),
-        (None, ["no leaf", "got the whole tree: a NoneType"]),
+        (None, ["no leaf", "got the whole tree: None"]),
     ],
     ids=["complex", "float64", "float8", "integers", "no arrays", "empty", "None"],
 )
@@ -532,3 +532,30 @@ def test_what_moves_parameters_around_an_exact_update_is_refused_by_name(name):
 
     with pytest.raises(StateError, match=re.escape(said)):
         train(given)
+
+
+def test_a_tree_that_is_one_array_is_called_params():
+    offloaded = wrap(jnp.ones((2, 2)))
+    wrong = jnp.ones((3, 2))
+    calls = {
+        "load_params: params is float32": lambda: offloaded.load_params(wrong),
+        "as_optax(): params is float32": lambda: offloaded.as_optax().init(wrong),
+        "mask: params has 'x', expected": lambda: wrap(wrong, mask="x"),
+        "load_pytree: params is [3], expected": lambda: offloaded.load_pytree(
+            {**offloaded.to_pytree(), "params": jnp.ones(3)}
+        ),
+    }
+    for said, call in calls.items():
+        with pytest.raises((ParameterError, StateError), match=re.escape(said)):
+            call()
+
+
+@pytest.mark.parametrize(
+    "given", [optax.adamw(0.1), optax.adamw, optax.chain(optax.sgd(0.1))], ids=["made", "fn", "chain"]
+)
+def test_an_optimizer_of_optax_is_told_that_wrap_makes_its_own(given):
+    with pytest.raises(
+        ConfigError, match=r"optimizer: got .*expected a word; wrap\(\) makes the optimizer.*lr=1e-3"
+    ) as error:
+        wrap({"w": jnp.ones(2)}, optimizer=given)
+    assert " at 0x" not in str(error.value)

@@ -12,7 +12,7 @@ from offload_core.errors import ParameterError, StateError
 
 from ..context import refuse_jit
 from ..placement.placement import Placement
-from ..tree.trees import check_form, is_array, is_key
+from ..tree.trees import check_form, is_array, is_key, of_params
 from ..tree.wrapped_tree import WrappedTree
 
 _UNDER_JIT = (
@@ -35,12 +35,12 @@ _NONE = (
     "for these parameters alone"
 )
 _STRICT = (
-    "as_optax().update with jax_numpy_dtype_promotion='strict': params{path} is {dtype}, and its exact update is "
+    "as_optax().update with jax_numpy_dtype_promotion='strict': {path} is {dtype}, and its exact update is "
     "float32, so that optax.apply_updates could not add the two; expected both calls inside "
     "`with jax.numpy_dtype_promotion('standard'):`, or offloaded.update(grads) in the loop"
 )
 _OTHERS = (
-    "as_optax().update: params{path} is not what the last update made of it: an update takes the parameters to their "
+    "as_optax().update: {path} is not what the last update made of it: an update takes the parameters to their "
     "new values, exactly. Expected params = optax.apply_updates(params, updates), with nothing after as_optax() in an "
     "optax.chain (what scales gradients comes before it; the learning rate is lr= of wrap(), or "
     "as_optax(learning_rate=)), and nothing around it that moves parameters itself, as optax.lookahead, "
@@ -127,7 +127,7 @@ def _check_promotion(tree: WrappedTree) -> None:
     if jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
         for leaf in tree.trained:
             if leaf.dtype != np.float32:
-                raise StateError(_STRICT.format(path=leaf.path, dtype=np.dtype(leaf.dtype).name))
+                raise StateError(_STRICT.format(path=of_params(leaf.path), dtype=np.dtype(leaf.dtype).name))
 
 
 def _check_own(tree: WrappedTree, given: Sequence[Any]) -> None:
@@ -136,7 +136,7 @@ def _check_own(tree: WrappedTree, given: Sequence[Any]) -> None:
     others = [(path, _same(_beside(old, own), own)) for path, old, own in pairs if old is not own]
     for path, same in others:  # by now all comparisons have been started
         if not same:
-            raise StateError(_OTHERS.format(path=path))
+            raise StateError(_OTHERS.format(path=of_params(path)))
 
 
 def _beside(value: Any, like: jax.Array) -> Any:

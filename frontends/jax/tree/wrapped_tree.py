@@ -10,7 +10,7 @@ from offload_core.errors import OffloadError, ParameterError, StateError
 
 from .shard_layout import ShardLayout
 from .shards import Shard
-from .trees import check_paths, flatten, form, is_unreduced
+from .trees import check_paths, flatten, form, is_unreduced, of_params
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class WrappedTree:
         for path, leaf in flat:
             if is_unreduced(leaf):
                 raise ParameterError(
-                    f"params{path} is {form(leaf)}; expected its sum: jax.sharding.reshard(array, "
+                    f"{of_params(path)} is {form(leaf)}; expected its sum: jax.sharding.reshard(array, "
                     "NamedSharding(mesh, PartitionSpec()))"
                 )
 
@@ -61,8 +61,8 @@ class WrappedTree:
         for path, leaf in zip(self.paths, self.leaves, strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise StateError(
-                    f"{what}: params{path} was donated or deleted; expected offloaded.load_params(params) first, with "
-                    "the parameters that the loop has now"
+                    f"{what}: {of_params(path)} was donated or deleted; expected "
+                    "offloaded.load_params(params) first, with the parameters that the loop has now"
                 )
 
     def leaves_like(self, tree: Any, error: type[OffloadError], what: str) -> tuple[list[Any], Any]:
