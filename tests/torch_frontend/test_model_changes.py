@@ -39,9 +39,8 @@ def test_a_parameter_that_took_anothers_place_is_named(fields, trained, door):
     engine = wrap(make(), lr=1e-2, **fields)
     step(engine)
     door(engine.module, trained=trained)
-    match = r"parameter '0\.(weight|bias)'(, '\S+'| and \d others)? " + (
-        "came to" if trained else "has been replaced in"
-    )
+    happened = "came to" if trained else "has been replaced in"
+    match = rf"parameter '0\.(weight|bias)'(, '\S+'| and \d others)? {happened}"
     for act in (lambda: step(engine), engine.step):  # and again, until it is mended
         with pytest.raises(StateError, match=match):
             act()

@@ -937,7 +937,7 @@ def two_batch_sizes():
 
 
 WRONG = {
-    "no model": (lambda: {"model": None}, AssertionError, r"model is a NoneType; expected model=\.\.\."),
+    "no model": (lambda: {"model": None}, AssertionError, r"model is None; expected model=\.\.\."),
     "a class": (lambda: {"model": nn.Linear}, AssertionError, "model is a type"),
     "no configuration": (lambda: {"config": None}, ConfigError, "got no configuration; expected one: config="),
     "two": (
