@@ -101,7 +101,7 @@ def all_or_given(model: nn.Module, params: Iterable[Any] | None) -> list[Any] | 
         ParameterError: there are none, or one is not the model's.
     """
     if params is not None and not isinstance(params, Iterable):
-        raise ParameterError(f"params: got {type(params).__name__}, expected parameters or groups")
+        raise ParameterError(f"params: got {kind_of(params)}, expected parameters or groups")
     listed = None if params is None else [*params]
     if listed is not None and not listed:
         raise ParameterError("params: got none, expected at least one parameter (an iterator that was used is empty)")
@@ -121,6 +121,8 @@ def in_model(model: nn.Module, params: Iterable[Any]) -> tuple[list[Any], bool]:
     Raises:
         ParameterError: one is not the model's.
     """
+    if not isinstance(params, Iterable):
+        raise ParameterError(f"params: got {kind_of(params)}, expected parameters or groups")
     names = names_in(model)
     listed = [_listed(entry) for entry in params]
     return [_named(names, entry) for entry in listed], any(map(_has_names, listed))

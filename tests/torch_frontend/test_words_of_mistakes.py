@@ -32,6 +32,10 @@ CALLS = {
         "model: got a generator, expected a torch.nn.Module; parameters without their model are for "
         "OffloadedAdamW(params, lr=...)",
     ),
+    "a model for params": (
+        lambda m: wrap(m, params=nn.Linear(2, 2)),
+        "params: got a Linear, expected parameters or groups",
+    ),
     "None": (lambda m: wrap(None), "model: got None, expected a torch.nn.Module"),
     "an object with an address": (
         lambda m: wrap(m, lr=torch.optim.lr_scheduler.StepLR(torch.optim.SGD(m.parameters(), lr=1.0), 1)),

@@ -977,7 +977,11 @@ WRONG = {
         "lr_scheduler: its optimizer was not given",
     ),
     "data": (lambda: {"training_data": 3}, ConfigError, "training_data: got 3, expected a torch Dataset"),
-    "parameters": (lambda: {"model_parameters": 3}, ParameterError, "params: got int, expected parameters or groups"),
+    "parameters": (
+        lambda: {"model_parameters": 3},
+        ParameterError,
+        "params: got an int, expected parameters or groups",
+    ),
     "used up": (lambda: {"model_parameters": iter(())}, ParameterError, "got none, expected at least one parameter"),
     "of another": (lambda: {"model_parameters": make().parameters()}, ParameterError, "is no parameter of the model"),
     "on meta": (
