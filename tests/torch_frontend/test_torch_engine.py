@@ -807,7 +807,7 @@ DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
         ("lr: got '1e-3', expected a number", {"lr": "1e-3"}),
         ("weight_decay: got True, expected a number", {"weight_decay": True}),
         ("config: 'ds_config.json' cannot be read", {"config": "ds_config.json"}),
-        ("config: got list", {"config": [1]}),
+        ("config: got a list", {"config": [1]}),
         ("offload_optimizer='nvme' without nvme_path; expected nvme_path='/folder", {"offload_optimizer": "nvme"}),
         ("offload_optimizer=None is not built yet in .*'cpu' and 'nvme'", {"offload_optimizer": None}),
         (r"nvme_path=\('/a',\) has no place beside offload_optimizer='cpu'; .*or nvme_path=None", {"nvme_path": "/a"}),
@@ -872,7 +872,7 @@ def test_a_setting_by_the_name_of_another_library_is_named_as_it_is_here(name, f
 
 def test_an_optimizer_is_no_configuration():
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"got an AdamW, .*; wrap\(\) makes the optimizer: give its settings"):
+    with pytest.raises(ConfigError, match=r"got an AdamW, .*; wrap\(\) makes the optimizer: give its name and settings"):
         wrap(model, torch.optim.AdamW(model.parameters()))
 
 
