@@ -144,6 +144,10 @@ $(VENV)/.python:
 	$(READY)
 # Python 3.11's venv brings a setuptools that is too old, and hides the one that the system has.
 	@$(if $(SYSTEM),$(BIN)/python -m pip uninstall --quiet --yes setuptools 2>/dev/null)
+# A PYTHON that is in an environment itself: venv shows the packages of its base alone, so a .pth file names its own.
+	@if [ -n "$(SYSTEM)" ]; then $(PYTHON) -c 'import sys, sysconfig; own = map(sysconfig.get_path, ("purelib", "platlib")); \
+	    print(*dict.fromkeys(own) if sys.prefix != sys.base_prefix else (), sep="\n")' \
+	    > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/of_python.pth"; fi
 	@$(PIP) --quiet $(BUILD_REQUIRES) || { rm -rf $(VENV); echo "make: pip could not install setuptools and cffi"; exit 1; }
 	@touch $@
 

@@ -1,12 +1,13 @@
 """``python -m offload_core``: plan a run, look at this machine or at a checkpoint, or take its weights out."""
 
 import argparse
+import difflib
 import io
 import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .commands import export, info, inspect, plan
 from .errors import OffloadError
@@ -19,7 +20,24 @@ WRONG_ARGUMENTS = 2
 READER_GONE = 128 + signal.SIGPIPE
 
 
+_INSTEAD = dict.fromkeys(("ranks", "gpus", "devices", "processes", "nproc-per-node", "num-gpus", "tp"), "--world-size")
+"""Options of other programs, and ours that mean the same."""
+
+
 class _Parser(argparse.ArgumentParser):
+    """A parser whose error names the option that was probably meant."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = super().parse_known_args(args, namespace)
+        for word in unknown:
+            if word.startswith("--"):
+                name = word.partition("=")[0].lstrip("-").replace("_", "-")
+                known = [option for action in self._actions for option in action.option_strings]
+                near = [_INSTEAD.get(name), *difflib.get_close_matches(f"--{name}", known, 1)]
+                for option in [option for option in near if option in known][:1]:
+                    self.error(f"unknown option {word}; did you mean {option}?")
+        return found, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(WRONG_ARGUMENTS, f"{self.prog}: {message}\n")
 

@@ -12,6 +12,7 @@ from offload_core.errors import GradientError
 from offload_core.ranks.collectives import Collectives
 from offload_core.ranks.consistency import combine
 from offload_core.step.loss_scale import LossScaler
+from offload_core.support.checks import kind_of
 
 from .loss_scale import check_scale
 from .tree.trees import ARRAY
@@ -87,7 +88,7 @@ def given_gradients(
             raise GradientError(f"{path}: update() inside jit, grad or vmap; expected concrete arrays: call it outside")
         if gradient is not None:
             if not isinstance(gradient, ARRAY):
-                raise GradientError(f"{path}: gradient is a {type(gradient).__name__}, expected an array or None")
+                raise GradientError(f"{path}: gradient is {kind_of(gradient)}, expected an array or None")
             expected = list(leaf.shape) if leaf.layout is not None else [*stack, *leaf.shape]
             if list(gradient.shape) != expected or gradient.dtype not in (leaf.dtype, jnp.float32):
                 either = "" if leaf.dtype == jnp.float32 else " (or float32)"

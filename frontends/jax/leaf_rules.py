@@ -21,14 +21,14 @@ class LeafRules:
         device: the device that updates.
 
     Raises:
-        ConfigError: no leaf is a matrix, ``muon_params`` names none, or ranks of several processes would exchange
-            matrices.
+        ConfigError: no leaf is a matrix, ``muon_params`` names none, the choice is not clear, or ranks of several
+            processes would exchange matrices.
     """
 
     def __init__(self, config: OffloadConfig, shapes: Mapping[str, Sequence[int]], device: Device) -> None:
         rules = [config.rule(group) for group in config.groups()]
         self.rules = [WORDS[rule.name].in_xlas_numbers(rule) if rule.name in WORDS else rule for rule in rules]
-        # Stacks of matrices are not told from other arrays of three dimensions here, unless they are named.
+        # Kernels of attention have three dimensions, too: only layers that are seen to be stacked are stacks.
         self._matrices = chosen(config, shapes, stacks=False)
         """The leaves of the first rule; None: all."""
         if self._matrices is not None and len(device.ranks) < device.world_size:

@@ -18,6 +18,7 @@ from .loss_scale import DeviceScale
 from .mesh.tensors import delete
 from .numbers import beside_the_accelerator
 from .placement.placement import Placement
+from .tree.trees import summed
 from .tree.wrapped_tree import WrappedTree
 
 
@@ -83,7 +84,7 @@ class TreeUpdates:
         gradients: dict[int, Any] = {}
         for leaf, array, like in zip(trained, arrays, likes, strict=True):
             if array is not None:
-                parts = placement.as_gradient(leaf, array, like, unreduced=unreduced, donate=donate)
+                parts = placement.as_gradient(leaf, summed(array), like, unreduced=unreduced, donate=donate)
                 for i, part in zip(leaf.params, parts, strict=True):
                     pipeline.reduction.check(i, part)
                     gradients[i] = part

@@ -33,7 +33,7 @@ _INSTEAD = {
         ("decay_mask", "weight_decay_mask"),
         "expected mask=, booleans in the parameters' structure or a function of the parameters: True decays",
     ),
-    **dict.fromkeys(("tx", "optimizer"), "wrap() makes the optimizer: give its settings, such as lr=1e-3"),
+    "tx": 'wrap() makes the optimizer: give its name and settings, such as optimizer="adamw", lr=1e-3',
     "nu_dtype": "expected 'exp_avg_sq_dtype'",
     "every_k_schedule": "expected 'gradient_accumulation_steps', a number",
     **dict.fromkeys(("axis_name", "mesh_axis"), "expected axis=, beside mesh="),
@@ -76,8 +76,7 @@ def _in_our_words(given: Mapping[str, Any], betas_of: Any) -> dict[str, Any]:
                 f"{name}={checks.shown(value)} beside {field}={checks.shown(found[field])}: they are one setting; "
                 "expected one of the two"
             )
-        own = name == "optimizer" and isinstance(value, str | Mapping)  # a mapping is DeepSpeed's section
-        if name in _INSTEAD and not own:
+        if name in _INSTEAD:
             raise ConfigError(f"unknown configuration field {checks.shown(name)}; {_INSTEAD[name]}")
         if field is None and name not in FIELDS:
             hint = checks.nearest(name, FIELDS, also=[*KEYS, *WORDS])

@@ -21,6 +21,7 @@ from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import together
 from offload_core.step.pipeline import StepReport
+from offload_core.support.checks import kind_of
 from offload_core.support.hints import hinted, refuse
 from offload_core.support.last_words import say_error_last
 from offload_core.support.user_line import UserLine
@@ -99,7 +100,9 @@ class Engine(nn.Module):
         if isinstance(model, Engine):
             raise StateError("wrap() of an Engine; expected a plain module: this model is wrapped already")
         if not isinstance(model, nn.Module):
-            raise ParameterError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
+            alone = isinstance(model, Iterable) and not isinstance(model, str | bytes | Mapping)
+            instead = "; parameters without their model are for OffloadedAdamW(params, lr=...)" * alone
+            raise ParameterError(f"model: got {kind_of(model)}, expected a torch.nn.Module{instead}")
         _check_averages_once(model)
         all_of_it, named = params is None, False
         if params is None:
@@ -160,8 +163,11 @@ class Engine(nn.Module):
         args, kwargs = self.cast(args, kwargs)
         try:
             return self.module(*args, **kwargs)
-        except BaseException:
+        except BaseException as error:
             self._recover()
+            if isinstance(error, Exception) and not self.is_released:
+                self.optimizer.check_unchanged()  # a model that was cast or moved fails in the framework's words
+                check_present(self.module, self.optimizer)
             raise
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
@@ -199,7 +205,7 @@ class Engine(nn.Module):
             GradientError: the loss is not a tensor of one element.
         """
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+            got = f"of shape {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else kind_of(loss)
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if kwargs:
             refuse("backward", kwargs, {"scale_wrt_gas": "average=..., False for a loss that is divided already"})

@@ -12,7 +12,7 @@ from offload_core.config.schedules import GroupSchedule
 from offload_core.config.settings import SettingsButLr
 from offload_core.errors import ConfigError, ParameterError
 from offload_core.rules import RULES, Hyper
-from offload_core.support.checks import choice, shown
+from offload_core.support.checks import choice, kind_of, shown
 
 from .rule_words import NAMES, OPTIONS, REFUSED, WORDS
 
@@ -101,7 +101,7 @@ def all_or_given(model: nn.Module, params: Iterable[Any] | None) -> list[Any] | 
         ParameterError: there are none, or one is not the model's.
     """
     if params is not None and not isinstance(params, Iterable):
-        raise ParameterError(f"params: got {type(params).__name__}, expected parameters or groups")
+        raise ParameterError(f"params: got {kind_of(params)}, expected parameters or groups")
     listed = None if params is None else [*params]
     if listed is not None and not listed:
         raise ParameterError("params: got none, expected at least one parameter (an iterator that was used is empty)")
@@ -121,6 +121,8 @@ def in_model(model: nn.Module, params: Iterable[Any]) -> tuple[list[Any], bool]:
     Raises:
         ParameterError: one is not the model's.
     """
+    if not isinstance(params, Iterable):
+        raise ParameterError(f"params: got {kind_of(params)}, expected parameters or groups")
     names = names_in(model)
     listed = [_listed(entry) for entry in params]
     return [_named(names, entry) for entry in listed], any(map(_has_names, listed))
@@ -166,9 +168,7 @@ def _named(names: Mapping[int, str], entry: Any) -> Any:
         return {**entry, "params": [_named(names, param) for param in entry["params"]]}
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, torch.Tensor):
-        raise ParameterError(
-            f"params: got a {type(param).__name__}, expected parameters of the model, or groups of them"
-        )
+        raise ParameterError(f"params: got {kind_of(param)}, expected parameters of the model, or groups of them")
     if id(param) not in names:
         raise ParameterError(
             f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model, which would not be trained; "

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from offload_core.errors import ParameterError
+from offload_core.support.checks import kind_of
 
 from .compiled import uncompiled, uncompiled_module
 from .placed import is_placed
@@ -69,7 +70,7 @@ class AdaptedLayer:
         inside = [type(module).__name__ for module in self.layer.modules() if hasattr(module, "get_base_layer")]
         if hasattr(self.layer, "unload_and_optionally_merge_module") and len(inside) != 1:
             raise ParameterError(
-                f"{_WHAT}: {self.name!r} is a {type(self.layer).__name__} with adapters inside it, which change it "
+                f"{_WHAT}: {self.name!r} is {kind_of(self.layer)} with adapters inside it, which change it "
                 f"together; {_OTHERWISE}"
             )
 

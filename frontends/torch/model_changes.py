@@ -81,10 +81,9 @@ class ModelChanges:
             raise _replaced(self._gone)
         if names:
             raise StateError(
-                f"parameter {names[0]!r} and {len(names) - 1} others came to the model after wrap(), require a "
-                "gradient, and are not among those that the engine updates; expected them before wrap() "
-                "(get_peft_model(), add_adapter(), load_adapter(), resize_token_embeddings()), in "
-                "engine.optimizer.add_param_group(), or without requires_grad"
+                f"parameter {some_of(names, 1)} came to the model after wrap() and requires a gradient, but the engine "
+                "does not update it; expected it before wrap() (get_peft_model(), add_adapter(), load_adapter(), "
+                "resize_token_embeddings()), in engine.optimizer.add_param_group(), or without requires_grad"
             )
 
     def _warn_of_left_out(self, optimizer: OffloadedOptimizer) -> None:
@@ -121,7 +120,7 @@ def _gone(model: nn.Module, optimizer: OffloadedOptimizer) -> list[str]:
 
 def _replaced(names: Sequence[str]) -> StateError:
     return StateError(
-        f"parameter {names[0]!r} and {len(names) - 1} others have been replaced in the module since wrap(), so that no "
-        "gradient of theirs arrives. Is there an FSDP or fully_shard around the engine? The engine shards itself: "
+        f"parameter {some_of(names, 1)} has been replaced in the module since wrap(), so that no gradient of it "
+        "arrives. Is there an FSDP or fully_shard around the engine? The engine shards itself: "
         "expected wrap(model, stage=3) and nothing around it; new values go into a parameter with p.copy_()"
     )

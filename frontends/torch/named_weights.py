@@ -21,7 +21,7 @@ from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.ranks.consistency import combine, fingerprint, processes, together
 from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.support.checks import some_of
+from offload_core.support.checks import kind_of, some_of
 
 from .internals import grad_mode_kept, no_read, storage_of
 from .merged_weights import AdaptedLayer, merged_weights
@@ -236,7 +236,7 @@ def _device(asked: Asked) -> torch.device:
 
 def _number_of(pipeline: Pipeline, since: StepReport) -> int:
     if not isinstance(since, StepReport):
-        raise ConfigError(f"since: got a {type(since).__name__}, expected a report that engine.step() has returned")
+        raise ConfigError(f"since: got {kind_of(since)}, expected a report that engine.step() has returned")
     number = pipeline.changes.number_of(since.changes)
     if number is None:
         raise ConfigError(
@@ -277,7 +277,7 @@ def _receiver(into: Any, units: Sequence[Unit]) -> Receiver | None:
         return into
     if not isinstance(into, Mapping):
         raise ConfigError(
-            f"into: got a {type(into).__name__}, expected a function that takes a list of (name, tensor), or a mapping "
+            f"into: got {kind_of(into)}, expected a function that takes a list of (name, tensor), or a mapping "
             "from all names to tensors"
         )
     weights = {weight.name: weight for unit in units for weight in unit.weights}
@@ -320,7 +320,7 @@ def _fits(target: Any, weight: NamedWeight) -> bool:
 
 def _described(target: Any) -> str:
     if not isinstance(target, torch.Tensor):
-        return f"a {type(target).__name__}"
+        return kind_of(target)
     return f"{tuple(target.shape)} {target.dtype}, {target.layout} on {target.device}"
 
 

@@ -312,6 +312,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """True if the optimizer has states of the parameter; a frozen one that was trained before has them, too."""
         return self._steps is not None and param in self._steps.parts.registration.slots
 
+    def check_unchanged(self) -> None:
+        """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
+        if self._steps is not None and self.partitioned is None:
+            self.parts.registration.check_unchanged()
+
     @property
     def is_open(self) -> bool:
         """True until the optimizer is closed."""
@@ -666,7 +671,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
         """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
 
-        On fp32 parameters of a multiple of 16 elements torch continues from it with the bits that this optimizer would
+        On fp32 parameters of a multiple of 8 elements torch continues from it with the bits that this optimizer would
         give (``fused=True`` is set in its groups). The states are fp32 copies on the host, shaped as the parameters.
         Torch has no master weights; ``engine.export_safetensors(folder, dtype="float32")`` writes them. All ranks must
         call this. It begins with :meth:`flush`.
@@ -805,7 +810,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 class OffloadedAdamW(OffloadedOptimizer):
     """AdamW with master weights and moments in host memory, updated by a C kernel.
 
-    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.AdamW(fused=True)``; other
+    On fp32 parameters of a multiple of 8 elements the bits are those of ``torch.optim.AdamW(fused=True)``; other
     sizes follow the same arithmetic. The class keeps torch's optimizer protocol: ``param_groups`` hold the parameters
     themselves and are read at every step; parameters without a gradient are left alone; frozen parameters get
     states when they first have a gradient. Changes from outside are followed: ``p.copy_(...)`` and the like under
@@ -839,7 +844,7 @@ class OffloadedAdamW(OffloadedOptimizer):
 class OffloadedSGD(OffloadedOptimizer):
     """SGD with master weights and momentum in host memory, as :class:`OffloadedAdamW` in everything else.
 
-    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.SGD(fused=True)``. ``state[p]``
+    On fp32 parameters of a multiple of 8 elements the bits are those of ``torch.optim.SGD(fused=True)``. ``state[p]``
     holds ``momentum_buffer`` if the momentum is not 0, and ``master``. ``state[p]["step"]`` counts its updates; no list
     of states has it, as torch's SGD has no count. A momentum may change, but not from or to 0.
     """
@@ -860,7 +865,7 @@ class OffloadedLion(OffloadedOptimizer):
 class OffloadedAdagrad(OffloadedOptimizer):
     """Adagrad with master weights and sums of squares in host memory, as :class:`OffloadedAdamW` in everything else.
 
-    On fp32 parameters of a multiple of 16 elements the bits are those of ``torch.optim.Adagrad(fused=True)``.
+    On fp32 parameters of a multiple of 8 elements the bits are those of ``torch.optim.Adagrad(fused=True)``.
     ``state[p]`` holds ``step``, ``sum`` and ``master``. Sums begin with ``initial_accumulator_value``.
     """
 

@@ -686,9 +686,9 @@ def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placed | None) -
     matrix = rule.matrix(name, param.shape, in_order=memory_order(local_of(param)) is None)
     if matrix is not None and placed is not None and placed.is_cut:
         raise ParameterError(
-            f"parameter {name!r} is a DTensor of which this process has {placed.part}, and {rule} needs whole "
-            "matrices; expected another optimizer for it ({'params': ..., 'optimizer': 'adamw'}), or wrap() of a model "
-            "without fully_shard and tensor parallelism, whose stages 1 to 3 bring matrices together"
+            f"parameter {name!r} is a DTensor of which this process has {placed.part}, and optimizer={rule.name!r} "
+            "needs whole matrices; expected another optimizer for it ({'params': ..., 'optimizer': 'adamw'}), or "
+            "wrap() of a model without fully_shard and tensor parallelism, whose stages 1 to 3 bring matrices together"
         )
     return matrix
 

@@ -206,9 +206,9 @@ def _check_same_rules(parts: Parts, groups: Sequence[Mapping[str, Any]], rules: 
             mine = parts.pipeline.params[slot.index].rule
             if mine != rule and any(slot.param is param for param in group["params"]):
                 raise ConfigError(
-                    f"load_state_dict: parameter group {g} is of {rule}, and the states of {slot.name!r} are of "
-                    f"{mine}; expected the state dict of an optimizer with the same 'optimizer' in each group, and "
-                    "a momentum of 0 in both or in none"
+                    f"load_state_dict: parameter group {g} is of {rule.name}, and the states of {slot.name!r} are of "
+                    f"{mine.name if mine else None}; expected the state dict of an optimizer with the same 'optimizer' "
+                    "in each group, and a momentum of 0 in both or in none"
                 )
 
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
@@ -16,6 +17,7 @@ from offload_core.dtypes import BFLOAT16, BYTE, FLOAT16, FLOAT32, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Elements, InMemory
+from offload_core.support.checks import kind_of
 
 from .compiled import COMPILED
 from .internals import DISPATCH_ALONE, NO_BACKWARD, backward_number, no_read
@@ -135,7 +137,7 @@ def check_param(name: str, param: torch.Tensor) -> None:
         )
     if is_traceable_wrapper_subclass(param):
         raise ParameterError(
-            f"parameter {name!r} is a {type(param).__name__}, whose values are in other tensors; {expected}: freeze it "
+            f"parameter {name!r} is {kind_of(param)}, whose values are in other tensors; {expected}: freeze it "
             "if it is quantised (requires_grad_(False)), and train adapters"
         )
     if param.is_inference():
@@ -288,6 +290,9 @@ class TakenGradient(torch.Tensor):
                 "expected wrap(model) of the module without it, and nothing around the engine. A hook of your own "
                 "sees the gradient if it is registered with p.register_hook()"
             )
+        user = _user()
+        if user is not None:
+            raise GradientError(f"parameter {name!r}: {user}")
         raise GradientError(
             f"parameter {name!r}: {func} on a gradient that has already left for the host; it would be lost. Clip with "
             "wrap(..., gradient_clipping=...), read and change it with engine.optimizer.whole_gradient(p) and "
@@ -297,6 +302,26 @@ class TakenGradient(torch.Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"TakenGradient({self._name!r}, shape={tuple(self.shape)})"
+
+
+def _user() -> str | None:
+    """Return the words for a GradScaler or another optimizer that uses a gradient; None: neither does."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        user = frame.f_locals.get("self")
+        if isinstance(user, torch.amp.GradScaler):
+            return (
+                "a GradScaler reads a gradient that has already left for the host; expected engine.backward(loss) and "
+                "engine.step() alone: no GradScaler is needed, as float16 parameters have loss scaling here"
+            )
+        if isinstance(user, torch.optim.Optimizer):
+            return (
+                f"{type(user).__name__} reads a gradient that has already left for the host; expected engine.step() in "
+                "place of that optimizer's step(): the engine updates the parameters itself. Leave those that another "
+                "optimizer updates out: wrap(model, params=[...])"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
+    return None
 
 
 def _flatten(args: Iterable[Any]) -> Iterator[Any]:

@@ -190,7 +190,7 @@ def named_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
         name = uncompiled(name)
         if not isinstance(tensor, torch.Tensor):
             raise ParameterError(
-                f"{name!r} of the model's state_dict() is a {type(tensor).__name__}, expected a tensor: weights "
+                f"{name!r} of the model's state_dict() is {checks.kind_of(tensor)}, expected a tensor: weights "
                 "are nothing else (a get_extra_state() that returns one will do)"
             )
         found[name] = tensor
@@ -248,7 +248,7 @@ def checked(
     target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
     if is_traceable_wrapper_subclass(tensor) and not is_placed(tensor):
         raise ParameterError(
-            f"{what}: {name!r} is a {type(tensor).__name__}, which files cannot hold; expected a dense "
+            f"{what}: {name!r} is {checks.kind_of(tensor)}, which files cannot hold; expected a dense "
             "tensor: save the adapters alone, or the model by the library that quantised it"
         )
     if tensor.layout is not torch.strided or target not in NUMPY_DTYPES or tensor.is_meta:

@@ -359,7 +359,7 @@ class Checkpoints:
         pipeline = self._pipeline
         loaded: Loaded | None = None
         with self.together("load"):
-            opened = path() if callable(path) else Checkpoint(path)
+            opened = path() if callable(path) else _opened(path)
             loaded = Loaded(opened, self._collectives.rank, types)
             shapes = {name: self._states.elements(i).shape for i, name in enumerate(names)}
             there, targets = check_model(loaded, shapes, targets, strict=strict)
@@ -560,3 +560,13 @@ def translation(names: Names) -> Callable[[str], str]:
     if isinstance(names, Mapping):
         return lambda name: names.get(name, name)
     return names or (lambda name: name)
+
+
+def _opened(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint. The error says how to go on where none was saved yet."""
+    try:
+        return Checkpoint(path)
+    except CheckpointError as error:
+        if has_none(path):
+            raise CheckpointError(f"{error}; load_checkpoint(..., missing_ok=True) goes on without one") from None
+        raise

@@ -225,7 +225,6 @@ def find(path: str | os.PathLike[str]) -> Path:
         raise CheckpointError(
             f"{folder}: no checkpoint: neither {MANIFEST} nor {LATEST} can be read there ({error})"
             + (f"; expected one of its folders instead: {there}" if there else "")
-            + ("; load_checkpoint(..., missing_ok=True) goes on without one" if has_none(folder) else "")
         ) from None
     proper = _GIVEN_NAME.fullmatch(named) is not None
     if proper:

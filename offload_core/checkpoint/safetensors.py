@@ -119,8 +119,12 @@ def read_header(path: Path) -> dict[str, Stored]:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
         start = _LENGTH_BYTES + length
-        if length > _LONGEST_HEADER or start > size:
-            raise CheckpointError(f"{path}: no safetensors file, or cut off: its header would take {length} bytes")
+        if length > _LONGEST_HEADER:
+            raise CheckpointError(
+                f"{path}: no safetensors file: its first 8 bytes are no header's length; expected a .safetensors file"
+            )
+        if start > size:
+            raise CheckpointError(f"{path}: no safetensors file, or cut off: {size} bytes, and a header of {length}")
         text = file.read(length)
     found = {}
     try:

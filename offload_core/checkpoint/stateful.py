@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, CheckpointWarning
-from ..support.checks import shown
+from ..support.checks import kind_of, shown
 from ..support.user_line import UserLine
 from .folder import MANIFEST
 from .reader import Loaded
@@ -134,7 +134,7 @@ def _check_objects(stateful: Mapping[str, Any] | None) -> None:
     for name, item in (stateful or {}).items():
         if not (callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))):
             raise CheckpointError(
-                f"stateful[{name!r}] is a {type(item).__name__}; expected an object with state_dict() and "
+                f"stateful[{name!r}] is {kind_of(item)}; expected an object with state_dict() and "
                 "load_state_dict(), as schedulers are"
             )
 

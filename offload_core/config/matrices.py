@@ -1,5 +1,6 @@
 """The choice of a model's hidden matrices by their names and shapes, for a rule that updates matrices (Muon)."""
 
+import itertools
 import re
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -15,35 +16,188 @@ _VECTOR = re.compile(r"(.*_)?(gamma|beta|offset|log)|b|g")
 _HEAD = re.compile(
     r"(.*_)?(head|outputs?|classifier|score|logits)|fc_out|output_(layer|projection)|seq_relationship|bbox_predictor"
 )
+_PLACE = re.compile(r"(.*_)?(wpe|pe|pos|pos[a-z]*|patch|times?|timesteps?|[a-z]*norm|ln)(_.*)?")
 _LAYER = re.compile(r"(.*_)?(layers?|blocks?|attention|attn)")
 
 
-def chosen(config: OffloadConfig, shapes: Mapping[str, Sequence[int]], *, stacks: bool) -> Collection[str] | None:
+_LARGE, _FAR = 1000, 4
+"""A dimension of at least ``_LARGE`` elements that is ``_FAR`` times as large as all others is a vocabulary's."""
+
+
+def chosen(
+    config: OffloadConfig,
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    stacks: bool,
+    left_out: Collection[str] = (),
+    vocabulary: int | None = None,
+) -> Collection[str] | None:
     """Return the names of the parameters that the configured rule updates; None: all of them.
 
     Args:
         shapes: of a model's parameters.
         stacks: True if parameters of three dimensions are stacks of matrices.
+        left_out: names of parameters that are known to be no hidden matrices.
+        vocabulary: rows of the model's largest embedding; None: that follows from names and shapes.
 
     Raises:
-        ConfigError: ``muon_params`` names what the model has not, or there is no matrix.
+        ConfigError: ``muon_params`` names what the model has not, there is no matrix, or names and shapes do not say
+            which parameters are hidden matrices.
     """
     if len(config.groups()) == 1:
         return None
     if config.muon_params is not None:
         return named([*shapes], config.muon_params)
-    found = {n for n, shape in shapes.items() if is_matrix(shape, stacks=stacks) and not (is_table(n) or is_head(n))}
-    check_some(config, found)
-    return found
-
-
-def check_some(config: OffloadConfig, found: Collection[str]) -> None:
-    """Raise :class:`ConfigError` if no parameter was found."""
+    found = hidden_matrices(shapes, stacks=stacks, left_out=left_out, vocabulary=vocabulary)
     if not found:
         raise ConfigError(
             f"optimizer={config.optimizer!r}: the model has no matrix besides embeddings and heads; expected "
             "muon_params=[...] with the names of some, or another optimizer"
         )
+    return found
+
+
+def hidden_matrices(
+    shapes: Mapping[str, Sequence[int]],
+    *,
+    stacks: bool,
+    left_out: Collection[str] = (),
+    vocabulary: int | None = None,
+) -> Collection[str]:
+    """Return the names of a model's hidden matrices by their names and shapes. Arguments are those of :func:`chosen`.
+
+    Raises:
+        ConfigError: the choice would leave every stack of matrices out, or take a matrix of a vocabulary.
+    """
+    tables = {name for name in shapes if is_table(name)}
+    layers = set() if stacks else _of_layers(shapes)
+    stacked = {name for name in layers if len(shapes[name]) == 3 and min(shapes[name][1:]) > 1}
+    free = {name for name in shapes if name not in left_out and name not in tables}
+    found = {
+        name
+        for name in free
+        if name in stacked or (name not in layers and is_matrix(shapes[name], stacks=stacks) and not is_head(name))
+    }
+    if not any(len(shapes[name]) > 2 for name in found):
+        unclear = [n for n in shapes if n in free - layers and is_matrix(shapes[n], stacks=True) and len(shapes[n]) > 2]
+        _refuse([n for n in unclear if not _is_one_kernel(n, shapes)], shapes, found, _STACKS)
+    matrices = {name: shapes[name] for name in shapes if name not in tables | layers and len(shapes[name]) > 1}
+    widths = {min(shapes[name]) for name in shapes if name not in free and len(shapes[name]) == 2}
+    size = _rows(shapes) if vocabulary is None else vocabulary
+    root = _common(map(_parts, shapes))
+    doubtful = [
+        n for n in shapes if n in found - layers and _is_vocabularys(n, matrices, found, size, widths, root=root)
+    ]
+    _refuse(doubtful, shapes, found, _HEADS)
+    return found
+
+
+_STACKS = "arrays of three dimensions may be stacks of matrices, and all of them would be left to AdamW"
+_HEADS = "a dimension is as large as a vocabulary, as embeddings and heads have it, and Muon would update"
+
+
+def _refuse(unclear: Sequence[str], shapes: Mapping[str, Sequence[int]], found: Collection[str], why: str) -> None:
+    """Raise :class:`ConfigError` with the names and shapes of parameters of which it is unclear if they are hidden
+    matrices, and with the names that Muon would take beside them."""
+    if unclear:
+        which = ", ".join(f"{name!r} {tuple(shapes[name])}" for name in unclear[:8])
+        more = f" and {len(unclear) - 8} more" if len(unclear) > 8 else ""
+        rest = [name for name in shapes if name in found and name not in unclear]
+        raise ConfigError(
+            f"optimizer='muon': {why}: {which}{more}; expected muon_params=[...] with the name, or its last parts, of "
+            "each parameter that Muon is to update (the last two dimensions are a matrix, one before them counts "
+            f"matrices). The others that it would update: {some_of(rest) or 'none'}"
+        )
+
+
+def _of_layers(shapes: Mapping[str, Sequence[int]]) -> set[str]:
+    """Return the parameters of layers that are stacked along their first dimension, as ``lax.scan`` takes them.
+
+    All parameters of such a part of the tree have the same first dimension. One of them has three dimensions, of which
+    the first is the smallest, and one has two: a stack of vectors.
+    """
+    parts: dict[tuple[str, ...], list[str]] = {}
+    for name in shapes:
+        path = _parts(name)
+        for end in range(len(path)):
+            parts.setdefault(tuple(path[:end]), []).append(name)
+    found: set[str] = set()
+    for names in parts.values():
+        own = [shapes[name] for name in names]
+        has_vectors, is_one = any(len(shape) == 2 for shape in own), len({tuple(shape[:1]) for shape in own}) == 1
+        if is_one and has_vectors and any(len(shape) == 3 and shape[0] == min(shape) for shape in own):
+            found.update(names)
+    return found
+
+
+def _is_one_kernel(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
+    """True if a parameter of three dimensions has a bias beside it that has its last ones: a stack's has its first."""
+    module, shape = _parts(name)[:-1], tuple(shapes[name])
+    beside = [tuple(own) for other, own in shapes.items() if is_table(other) and _parts(other)[:-1] == module]
+    return any(own and own == shape[-len(own) :] for own in beside)
+
+
+def _rows(shapes: Mapping[str, Sequence[int]]) -> int | None:
+    """Return the rows of the largest table of a vocabulary by names; None: there is none."""
+    tables = [name for name in shapes if len(shapes[name]) == 2 and is_table(name) and not _is_place(name)]
+    return max((shapes[name][0] for name in tables if shapes[name][0] > shapes[name][1]), default=None)
+
+
+def _is_place(name: str) -> bool:
+    """True if a table is by its name one of positions, or of vectors of several layers."""
+    return any(map(_PLACE.fullmatch, map(_spelled, _parts(name)))) or bool(
+        _VECTOR.fullmatch(_spelled(_parts(name)[-1]))
+    )
+
+
+def _is_near(n: int, size: int) -> bool:
+    """True if a dimension may be that of a vocabulary of this size, with rows for padding or without special ones."""
+    return 15 * size <= 16 * n and 3 * n <= 4 * size
+
+
+def _is_vocabularys(
+    name: str,
+    matrices: Mapping[str, Sequence[int]],
+    found: Collection[str],
+    size: int | None,
+    widths: Collection[int],
+    *,
+    root: int,
+) -> bool:
+    """True if a matrix has a dimension about as large as a vocabulary, or far larger than all others, and it is no
+    width of hidden layers: one of a matrix in a layer or of a square one, or one that a matrix beside it has at the
+    other end.
+
+    Args:
+        matrices: the model's, without tables and stacks of layers.
+        found: those of them that Muon would take.
+        size: of the vocabulary, if it is known.
+        widths: of embeddings.
+        root: how many of their first parts all names have in common.
+    """
+    shape = tuple(matrices[name][-2:])
+    n = max(shape)
+    rest = [
+        m for other in found if other in matrices for m in matrices[other][-2:] if not _is_near(max(m, n), min(m, n))
+    ]
+    far = n >= _LARGE and bool(rest) and n > _FAR * max(rest)
+    if not (far or (size is not None and _is_near(n, size))) or n in widths:
+        return False
+    path = _parts(name)[root:]
+    if any(part.isdigit() or _LAYER.fullmatch(_spelled(part)) for part in path[:-2]):
+        return False
+    for other, own in matrices.items():
+        others = _parts(other)[root:]
+        ends = tuple(own[-2:])
+        is_beside = others[:1] == path[:1] or max(len(others), len(path)) <= 2
+        if ends == (n, n) or (is_beside and ends[shape[0] == n] == n and not (far and ends == shape[::-1])):
+            return False
+    return True
+
+
+def _common(paths: Iterable[Sequence[str]]) -> int:
+    """Return how many of their first parts all paths have in common."""
+    return sum(1 for _ in itertools.takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False)))
 
 
 def tell(names: Sequence[str], matrices: Collection[str]) -> None:

@@ -279,6 +279,8 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
+            if name == "optimizer" and _is_optimizer(value):
+                raise ConfigError(f"optimizer: got {_name_of(value)}, expected a word{_MADE}")
             if not (name == "op_order" and value is None):
                 checks.choice(name, value, choices)
         for name, built in _BUILT.items():
@@ -431,10 +433,10 @@ class OffloadConfig:
         elif isinstance(config, Mapping) or config is None:
             given, source = dict(config or {}), None
         else:
-            made = "; wrap() makes the optimizer: give its settings, such as lr=1e-3" * _is_optimizer(config)
+            rate = f"; a learning rate is lr={checks.shown(config)}" * isinstance(config, int | float)
             raise ConfigError(
-                f"config: got {type(config).__name__}, expected an OffloadConfig, a dict of its fields, a DeepSpeed "
-                f"configuration (a dict or the path of its file) or None{made}"
+                f"config: got {checks.kind_of(config)}, expected an OffloadConfig, a dict of its fields, a DeepSpeed "
+                f"configuration (a dict or the path of its file) or None{rate}{_MADE * _is_optimizer(config)}"
             )
         _check_names(overrides)
         if source is not None or translation.is_deepspeed(given, FIELDS):
@@ -643,6 +645,15 @@ def _dtype_name(value: Any) -> Any:
     return name if name in BY_NAME else value
 
 
+_MADE = '; wrap() makes the optimizer: give its name and settings, such as optimizer="adamw", lr=1e-3'
+
+
 def _is_optimizer(value: Any) -> bool:
-    """True for optimizers of torch and of optax."""
-    return hasattr(value, "param_groups") or (hasattr(value, "init") and hasattr(value, "update"))
+    """True for optimizers of torch and of optax, and for what makes them."""
+    made = hasattr(value, "param_groups") or (hasattr(value, "init") and hasattr(value, "update"))
+    return made or hasattr(value, "zero_grad") or getattr(value, "__module__", "").startswith("optax")
+
+
+def _name_of(value: Any) -> str:
+    """Return the name of an optimizer's class or function, or that of its own type."""
+    return getattr(value, "__name__", None) or checks.kind_of(value)

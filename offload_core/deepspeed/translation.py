@@ -101,9 +101,15 @@ def load(path: str | os.PathLike[str]) -> dict[str, Any]:
         config = hjson.load(file, object_pairs_hook=lambda pairs: _without_duplicates(source, pairs))
     except ConfigError:
         raise
+    except OSError as error:
+        text = " (a configuration itself is given as a dict: json.loads(text))" * source.lstrip().startswith("{")
+        raise ConfigError(
+            f"config: {source!r} cannot be read ({error.strerror or error}); expected the path of a DeepSpeed "
+            f"configuration{text}"
+        ) from error
     except Exception as error:  # hjson also raises IndexError, OverflowError (1e999) and RecursionError
         raise ConfigError(
-            f"config: {source!r} cannot be read ({error}); expected the path of a DeepSpeed configuration"
+            f"config: {source!r} cannot be read as JSON ({error}); expected a DeepSpeed configuration: {{...}}"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(f"{source}: got {type(config).__name__}, expected an object: {{...}}")

@@ -13,13 +13,23 @@ _SHOWN = 500
 
 
 def shown(value: object) -> str:
-    """A value as an error shows it: its ``repr``, cut short. It may be a number of thousands of digits, which Python
-    refuses to write, or nested so deep that its ``repr`` fails."""
+    """A value as an error shows it: its ``repr``, cut short, or its type if that has several lines or an address.
+
+    It may be a number of thousands of digits, which Python refuses to write, or nested so deep that its ``repr`` fails.
+    """
     try:
         text = repr(value)
     except Exception:
-        text = f"a {type(value).__name__} that is too large to be shown"
+        text = f"{kind_of(value)} that is too large to be shown"
+    if "\n" in text or " at 0x" in text:
+        text = kind_of(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def kind_of(value: object) -> str:
+    """The type of a value with its article: ``an int``, ``a list``; None is None."""
+    name = type(value).__name__
+    return "None" if value is None else f"{'an' if name[:1].lower() in 'aeiou' else 'a'} {name}"
 
 
 def named(key: object) -> str:
@@ -88,6 +98,7 @@ def nearest(name: object, known: Collection[str], also: Collection[str] = ()) ->
 
 
 def some_of(names: Sequence[str], most: int = 3) -> str:
-    """The first names, and how many others there are."""
+    """The first names, and how many others there are: one other is named."""
+    most += len(names) == most + 1
     rest = len(names) - most
     return ", ".join(map(repr, names[:most])) + (f" and {rest} others" if rest > 0 else "")

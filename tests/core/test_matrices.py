@@ -3,7 +3,7 @@
 import pytest
 
 from offload_core import ConfigError, OffloadConfig
-from offload_core.config.matrices import chosen, is_head, is_table, named
+from offload_core.config.matrices import chosen, hidden_matrices, is_head, is_table, named
 
 TABLES = """
     wte.weight  wpe.weight  transformer.wte.weight  ['wte']['w']  tok_emb  pos_emb  ['params']['pos_emb']  ['emb']['w']
@@ -67,7 +67,8 @@ def test_a_model_has_its_hidden_matrices_chosen_or_an_error():
     }
     config = OffloadConfig(optimizer="muon")
     assert chosen(config, shapes, stacks=True) == {"up.weight", "experts"}
-    assert chosen(config, shapes, stacks=False) == {"up.weight"}
+    with pytest.raises(ConfigError, match=r"would be left to AdamW: 'experts' \(2, 4, 4\); expected muon_params="):
+        chosen(config, shapes, stacks=False)
     with pytest.raises(ConfigError, match="the model has no matrix besides embeddings and heads"):
         chosen(config, {"head.weight": (9, 4)}, stacks=True)
     for empty in ([], ()):
@@ -75,3 +76,52 @@ def test_a_model_has_its_hidden_matrices_chosen_or_an_error():
             ConfigError, match="muon_params: got .*, expected a list of .* that is not empty, or None for"
         ):
             OffloadConfig(optimizer="muon", muon_params=empty)
+
+
+BLOCK = {"ln.scale": (6, 32), "qkv.kernel": (6, 32, 96), "qkv.bias": (6, 96), "fc.kernel": (6, 32, 128)}
+SCANNED = {f"layers.{name}": shape for name, shape in BLOCK.items()}
+HEADS_OF_ATTENTION = {"attn.query.kernel": (32, 4, 8), "attn.query.bias": (4, 8), "conv.kernel": (3, 32, 32)}
+CLEAR = {
+    "a scanned stack": ({"embed": (300, 32), **SCANNED}, ["layers.fc.kernel", "layers.qkv.kernel"]),
+    "one layer in it": (
+        {"embed": (300, 32), **{name: (1, *shape[1:]) for name, shape in SCANNED.items()}},
+        ["layers.fc.kernel", "layers.qkv.kernel"],
+    ),
+    "a width as large as the vocabulary": (
+        {"embed": (128, 32), "mlp.up.kernel": (32, 128), "mlp.down.kernel": (128, 32), "lm_head.kernel": (32, 128)},
+        ["mlp.down.kernel", "mlp.up.kernel"],
+    ),
+    "kernels of several axes": (
+        {**HEADS_OF_ATTENTION, "conv.bias": (32,), "mlp.kernel": (32, 64), "mlp.bias": (64,)},
+        ["mlp.kernel"],
+    ),
+    "layers by number": ({"wte": (300, 100), "h.0.qkv.w": (300, 100), "h.0.o.w": (100, 100)}, ["h.0.o.w", "h.0.qkv.w"]),
+    "large inputs": ({"fc_0.w": (784, 128), "fc_1.w": (128, 64), "fc_2.w": (64, 10)}, ["fc_0.w", "fc_1.w", "fc_2.w"]),
+}
+UNCLEAR = {
+    "an untied head": ({"embed": (300, 32), **SCANNED, "logits_dense": (32, 300)}, ["logits_dense"]),
+    "a padded one": ({"wte": (300, 32), **SCANNED, "decode.kernel": (32, 320)}, ["decode.kernel"]),
+    "both ends of no name": (
+        {"lookup": (5000, 32), **SCANNED, "unlookup": (32, 5120)},
+        ["lookup", "unlookup"],
+    ),
+    "a stack alone": ({"embed": (300, 32), "layers.w": (6, 32, 32)}, ["layers.w"]),
+    "experts": ({"embed": (300, 32), "up": (8, 32, 64), "router": (32, 8), "down": (8, 64, 32)}, ["up", "down"]),
+}
+
+
+@pytest.mark.parametrize(("shapes", "expected"), CLEAR.values(), ids=CLEAR)
+@pytest.mark.parametrize("prefix", ["", "params."])
+def test_a_clear_choice_takes_layers_that_are_stacked_and_no_vector_of_theirs(shapes, expected, prefix):
+    found = hidden_matrices({prefix + name: shape for name, shape in shapes.items()}, stacks=False)
+    assert sorted(found) == [prefix + name for name in expected]
+
+
+@pytest.mark.parametrize(("shapes", "doubtful"), UNCLEAR.values(), ids=UNCLEAR)
+@pytest.mark.parametrize("prefix", ["", "params."])
+def test_an_unclear_choice_is_an_error_that_names_what_is_unclear(shapes, doubtful, prefix):
+    with pytest.raises(ConfigError) as error:
+        hidden_matrices({prefix + name: shape for name, shape in shapes.items()}, stacks=False)
+    said = str(error.value).split("expected")[0]
+    assert [name for name in shapes if f"'{prefix}{name}' " in said] == doubtful
+    assert "expected muon_params=[...]" in str(error.value)

@@ -117,7 +117,7 @@ def test_a_store_of_states_is_closed_when_its_parameters_are_gone_or_wrap_has_fa
         ({"a": jnp.arange(3)}, ["no leaf is a trainable floating-point array", "got ['a']: int32[3]"]),
         ({"a": None, "b": "relu", "c": 0.5, "d": 1}, ["no leaf", "['b']: a str, ['c']: a float, …"]),
         ({}, ["no leaf", "got an empty tree"]),
-        (None, ["no leaf", "got the whole tree: a NoneType"]),
+        (None, ["no leaf", "got the whole tree: None"]),
     ],
     ids=["complex", "float64", "float8", "integers", "no arrays", "empty", "None"],
 )
@@ -468,3 +468,94 @@ def test_the_optax_adapter_refuses_jit_and_other_parameters():
     state = tx.init(params)
     with refused(offloaded, ParameterError, "as_optax(): params"):
         tx.update(grads, state, {"w": params["w"]})
+
+
+@pytest.mark.parametrize("where", ["alone", "mesh", "stage 3"])
+def test_gradients_that_jax_has_not_summed_yet_are_summed(where):
+    mesh = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])
+    whole, rows = NamedSharding(mesh, PartitionSpec(None, None)), NamedSharding(mesh, PartitionSpec("dp", None))
+    to_come = NamedSharding(mesh, PartitionSpec(None, None, unreduced={"dp"}))
+    x, w = jax.device_put(jnp.arange(32.0).reshape(8, 4), rows), jax.device_put(jnp.ones((4, 4)), whole)
+    gradient = jax.jit(lambda x: jax.lax.dot_general(x, x, (((0,), (0,)), ((), ())), out_sharding=to_come))(x)
+    assert gradient.sharding.spec.unreduced
+    fields = {"alone": {}, "mesh": {"mesh": mesh}, "stage 3": {"mesh": mesh, "stage": 3}}[where]
+    found = wrap({"w": w}, optimizer="sgd", lr=0.5, **fields).update({"w": gradient})
+    rows_of = np.arange(32, dtype=np.float32).reshape(8, 4)
+    np.testing.assert_array_equal(np.asarray(found["w"]), 1 - 0.5 * (rows_of.T @ rows_of))
+    with pytest.raises(ParameterError, match=r"params\['w'\] is .* unreduced; expected its sum: jax.sharding.reshard"):
+        wrap({"w": gradient})
+    with pytest.raises(ParameterError, match=r"params\['w'\] is .* unreduced, expected float32\[4, 4\]"):
+        wrap({"w": w}).load_params({"w": gradient})
+
+
+NOTHING = {
+    "multi_transform": lambda adam: optax.multi_transform({"a": adam, "z": optax.sgd(1.0)}, {"w": "z", "b": "z"}),
+    "partition": lambda adam: optax.partition(
+        {"a": adam, "z": optax.sgd(1.0)}, lambda p: jax.tree.map(lambda _: "z", p)
+    ),
+    "masked": lambda adam: optax.masked(adam, {"w": False, "b": False}),
+    "selective": lambda adam: optax.selective_transform(adam, freeze_mask={"w": True, "b": True}),
+}
+
+
+@pytest.mark.parametrize("around", NOTHING.values(), ids=NOTHING)
+def test_a_label_of_no_parameter_is_an_error_that_says_so(around):
+    params = {"w": jnp.ones((2, 2)), "b": jnp.ones(2)}
+    with pytest.raises(ParameterError, match=r"in place of every parameter: the label .* expected at least one, or"):
+        around(wrap(params).as_optax()).init(params)
+
+
+AROUND = {
+    "schedule_free": (lambda adam: optax.contrib.schedule_free(adam, 1e-2, b1=0.9), "schedule_free"),
+    "lookahead": (lambda adam: optax.lookahead(adam, 2, 0.5), "optax.lookahead"),
+    "mechanize": (optax.contrib.mechanize, "mechanize"),
+    "sam": (lambda adam: optax.contrib.sam(adam, optax.sgd(0.1)), "sam goes back to the first state"),
+    "conditionally_transform": (
+        lambda adam: optax.conditionally_transform(adam, lambda step, **_: step % 2 == 0),
+        "conditionally_transform trace",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", AROUND)
+def test_what_moves_parameters_around_an_exact_update_is_refused_by_name(name):
+    around, said = AROUND[name]
+    params = {"w": jnp.ones((2, 2))}
+    tx = around(wrap(params).as_optax())
+    given = optax.LookaheadParams.init_synced(params) if name == "lookahead" else params
+
+    def train(given):
+        state = tx.init(given)
+        for _ in range(3):
+            updates, state = tx.update({"w": jnp.ones((2, 2))}, state, given)
+            given = optax.apply_updates(given, updates)
+
+    with pytest.raises(StateError, match=re.escape(said)):
+        train(given)
+
+
+def test_a_tree_that_is_one_array_is_called_params():
+    offloaded = wrap(jnp.ones((2, 2)))
+    wrong = jnp.ones((3, 2))
+    calls = {
+        "load_params: params is float32": lambda: offloaded.load_params(wrong),
+        "as_optax(): params is float32": lambda: offloaded.as_optax().init(wrong),
+        "mask: params has 'x', expected": lambda: wrap(wrong, mask="x"),
+        "load_pytree: params is [3], expected": lambda: offloaded.load_pytree(
+            {**offloaded.to_pytree(), "params": jnp.ones(3)}
+        ),
+    }
+    for said, call in calls.items():
+        with pytest.raises((ParameterError, StateError), match=re.escape(said)):
+            call()
+
+
+@pytest.mark.parametrize(
+    "given", [optax.adamw(0.1), optax.adamw, optax.chain(optax.sgd(0.1))], ids=["made", "fn", "chain"]
+)
+def test_an_optimizer_of_optax_is_told_that_wrap_makes_its_own(given):
+    with pytest.raises(
+        ConfigError, match=r"optimizer: got .*expected a word; wrap\(\) makes the optimizer.*lr=1e-3"
+    ) as error:
+        wrap({"w": jnp.ones(2)}, optimizer=given)
+    assert " at 0x" not in str(error.value)

@@ -34,14 +34,23 @@ def tree(seed):
     )
 
 
-def test_the_choice_is_told_once_and_stacks_are_left_out_unless_they_are_named(capsys):
+def test_the_choice_is_told_once_and_has_stacks_of_layers(capsys):
     shapes = {"embed": (9, 8), "layers": {"w": (3, 8, 8), "b": (3, 8), "ln_scale": (3, 8)}, "out": {"w": (8, 8)}}
     params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
-    for fields, expected in (({}, "['out']['w']"), ({"muon_params": ["layers.w"]}, "['layers']['w']")):
+    both = "\"['layers']['w']\", \"['out']['w']\""
+    for fields, expected in (({}, both), ({"muon_params": ["layers.w"]}, "\"['layers']['w']\"")):
         wrap(params, **SETTINGS, **fields).update(params)
-        assert capsys.readouterr().err.count(f'Muon updates "{expected}"; AdamW updates "[\'embed\']", ') == 1
+        assert capsys.readouterr().err.count(f"Muon updates {expected}; AdamW updates \"['embed']\", ") == 1
     wrap(params).update(params)
     assert "updates" not in capsys.readouterr().err
+
+
+def test_a_head_beside_stacks_is_an_error_that_says_how_to_name_the_matrices():
+    shapes = {"embed": (90, 8), "layers": {"w": (3, 8, 8), "b": (3, 8)}, "logits_dense": {"kernel": (8, 90)}}
+    params = jax.tree.map(jnp.ones, shapes, is_leaf=lambda leaf: isinstance(leaf, tuple))
+    with pytest.raises(ConfigError, match=r"logits_dense.*\(8, 90\); expected muon_params=.*update: .*layers"):
+        wrap(params, **SETTINGS)
+    wrap(params, muon_params=["layers.w"], **SETTINGS)
 
 
 def trained(offloaded, n, first=0):

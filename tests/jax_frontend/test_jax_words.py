@@ -80,8 +80,8 @@ def test_a_setting_in_jax_words_is_the_same_setting(theirs, ours):
         ({"nu_dtype": jnp.bfloat16}, "'nu_dtype'; expected 'exp_avg_sq_dtype'"),
         ({"every_k_schedule": 2}, "'every_k_schedule'; expected 'gradient_accumulation_steps'"),
         ({"axis_name": "dp"}, "'axis_name'; expected axis=, beside mesh="),
-        ({"tx": optax.adamw(0.1)}, "'tx'; wrap() makes the optimizer: give its settings, such as lr=1e-3"),
-        ({"config": optax.adamw(0.1)}, "wrap() makes the optimizer: give its settings, such as lr=1e-3"),
+        ({"tx": optax.adamw(0.1)}, "'tx'; wrap() makes the optimizer: give its name and settings, such as"),
+        ({"config": optax.adamw(0.1)}, "wrap() makes the optimizer: give its name and settings, such as"),
     ],
     ids=lambda value: ADDRESS.sub("", str(value)),
 )

@@ -309,6 +309,40 @@ def test_files_are_used_and_links_lead_somewhere(page):
         assert (page.parent / target).exists(), target
 
 
+ANCHOR = re.compile(r"\]\(([^)#:\s]*)#([^)\s]+)\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and Sphinx make them."""
+    headings = re.findall(r"^#+ (.*)$", without_blocks(page), flags=re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").strip().lower() for heading in headings]
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in plain}
+
+
+def without_blocks(page: Path) -> str:
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_anchor_of_a_link_is_a_heading_there(page):
+    links = [
+        (page.parent / target if target else page, anchor) for target, anchor in ANCHOR.findall(without_blocks(page))
+    ]
+    assert [(str(to), anchor) for to, anchor in links if to.suffix == ".md" and anchor not in anchors(to)] == []
+
+
+FUSED = re.compile(r"AdamW\(fused=True\)|fused AdamW|adamw_torch_fused")
+PROMISE = re.compile(r"\b(bits|bit for bit|equals)\b")
+PARTS = re.compile(r"\n\s*\n|\n(?=\s*[-|*] )")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_who_promises_the_bits_of_fused_adamw_says_for_which_tensors(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    promises = [part for part in PARTS.split(text) if FUSED.search(part) and PROMISE.search(part)]
+    assert [part for part in promises if "multiple of 8 elements" not in " ".join(part.split())] == []
+
+
 # --- docs/troubleshooting.md -------------------------------------------------------------------------
 
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"

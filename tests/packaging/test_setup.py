@@ -261,3 +261,24 @@ def test_an_interrupted_compilation_leaves_no_process_and_no_kernels(checkout, b
     said, _ = process.communicate(timeout=LIMIT)  # to the end of what all of its processes write
     assert process.returncode != 0
     assert not [*(checkout / "offload_core" / "native").glob("_offload*.so")], said
+
+
+@needs_make
+@pytest.mark.slow
+@pytest.mark.parametrize("system", ["", "1"])
+def test_a_python_that_is_in_an_environment_lends_that_environments_packages(checkout, system):
+    given = checkout / "given"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(given)], check=True, env=ENVIRONMENT)
+    [packages] = given.glob("lib/python*/site-packages")
+    (packages / "lent.py").write_text("value = 3\n")
+    done = make(checkout, ".venv/.python", "BUILD_REQUIRES=pip", f"SYSTEM={system}", f"PYTHON={given}/bin/python")
+    assert done.returncode == 0, done.stderr
+    ask = [".venv/bin/python", "-c", "import lent, sys; print(lent.value, sys.prefix)"]
+    found = subprocess.run(ask, cwd=checkout, capture_output=True, text=True, env=ENVIRONMENT)
+    assert found.stdout.split() == (["3", str(checkout / ".venv")] if system else []), found.stderr
+
+
+def test_the_environment_of_the_readme_is_ignored_by_git():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    [made] = [line.split()[3] for line in lines if line.startswith("python3 -m venv")]
+    assert f"/{made}/" in (ROOT / ".gitignore").read_text().splitlines()

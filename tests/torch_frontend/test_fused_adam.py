@@ -56,3 +56,26 @@ def test_tests_compare_with_the_definition_where_torchs_own_adamw_is_not(monkeyp
                 optimizer.step()
             found.append([*params, *(state[key] for state in optimizer.state.values() for key in state)])
         assert all(map(torch.equal, *found))
+
+
+@pytest.mark.skipif("avx2" not in kernels.kernel_info().supported, reason="torch's vectors have no FMA")
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+def test_tensors_of_a_multiple_of_8_elements_have_the_bits_of_torch(name):
+    """Others need not: torch computes the last elements of a tensor in another order."""
+    torch = pytest.importorskip("torch")
+    import frontends.torch
+
+    draw = torch.Generator().manual_seed(13)
+    sizes = [8 * n for n in range(1, 9)] * 4
+    theirs = [torch.nn.Parameter(torch.randn(size, generator=draw)) for size in sizes]
+    ours = [torch.nn.Parameter(param.detach().clone()) for param in theirs]
+    fields = {"momentum": 0.9} if name == "SGD" else {}
+    torchs = getattr(torch.optim, name)(theirs, lr=1e-2, fused=True, **fields)
+    optimizer = getattr(frontends.torch, f"Offloaded{name}")(ours, lr=1e-2, **fields)
+    for _ in range(5):
+        for param, own in zip(theirs, ours, strict=True):
+            param.grad = torch.randn(param.shape, generator=draw)
+            own.grad = param.grad.clone()
+        torchs.step()
+        optimizer.step()
+    assert all(torch.equal(own, param) for own, param in zip(ours, theirs, strict=True))

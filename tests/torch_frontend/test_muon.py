@@ -427,7 +427,9 @@ MODELS = {
     ),
     "or is none": (lambda: nn.Sequential(nn.Embedding(50, 8), nn.Embedding(8, 8), nn.Linear(8, 8)), ["2.weight"]),
     "raw tables": (
-        lambda: nn.ParameterDict({name: torch.zeros(9, 8) for name in ("tok_emb", "pos_emb", "shared", "w")}),
+        lambda: nn.ParameterDict(
+            {n: torch.zeros(9, 8) for n in ("tok_emb", "pos_emb", "shared")} | {"w": torch.ones(8, 8)}
+        ),
         ["w"],
     ),
 }
@@ -437,6 +439,34 @@ MODELS = {
 def test_the_last_linear_layer_is_the_head_where_none_is_named(model, expected):
     made = model()
     assert sorted(hidden_matrices(made, [*made.named_parameters()])) == expected
+
+
+UNCLEAR = {
+    "an untied head that is not the last": (
+        lambda: nn.ModuleDict({"wte": nn.Embedding(50, 8), "decode": nn.Linear(8, 50), "fc": nn.Linear(8, 8)}),
+        "decode.weight",
+    ),
+    "a padded one": (
+        lambda: nn.ModuleDict({"wte": nn.Embedding(50, 8), "fc": nn.Linear(8, 8), "decode": nn.Linear(8, 56)}),
+        "decode.weight",
+    ),
+    "raw tensors of a vocabulary": (
+        lambda: nn.ParameterDict({"lookup": torch.ones(2000, 8), "w": torch.ones(8, 8)}),
+        "lookup",
+    ),
+    "a stack by the name of a head": (
+        lambda: nn.ParameterDict({"outputs": torch.ones(3, 8, 8), "w": torch.ones(8, 8)}),
+        "outputs",
+    ),
+}
+
+
+@pytest.mark.parametrize(("model", "doubtful"), UNCLEAR.values(), ids=UNCLEAR)
+def test_a_choice_that_is_not_clear_is_an_error_that_names_what_is_unclear(model, doubtful):
+    made = model()
+    with pytest.raises(ConfigError, match=rf"'{re.escape(doubtful)}' \([0-9, ]+\); expected muon_params="):
+        wrap(made, optimizer="muon")
+    wrap(made, optimizer="muon", muon_params=[doubtful])
 
 
 WRONG = [

@@ -198,7 +198,7 @@ def test_tensors_that_do_not_fit_are_one_error_before_anything_is_written():
         with pytest.raises(ParameterError, match=said):
             engine.named_weights(into=good | {name: tensor})
     assert all(bool((tensor == 7).all()) for tensor in good.values())
-    with pytest.raises(ConfigError, match="into: got a int"):
+    with pytest.raises(ConfigError, match="into: got an int"):
         engine.named_weights(into=1)
     with pytest.raises(ConfigError, match="dtype: got 'int8'"):
         engine.named_weights(dtype="int8")
@@ -320,7 +320,7 @@ def test_a_report_of_another_engine_or_an_accumulating_one():
     engine, other = wrap(Sparse(), gradient_accumulation_steps=2), wrap(Sparse())
     with pytest.raises(ConfigError, match="since: got the report of another engine"):
         engine.named_weights(since=sparse_step(other, [0]))
-    with pytest.raises(ConfigError, match="since: got a int, expected a report"):
+    with pytest.raises(ConfigError, match="since: got an int, expected a report"):
         engine.named_weights(since=1)
     assert sparse_step(engine, [0]).skipped
     updated = sparse_step(engine, [0])

@@ -364,7 +364,7 @@ def test_what_cannot_be_saved_is_named_and_nothing_is_left(tmp_path):
     engine = wrap(make(), lr=1e-2)
     with pytest.raises(CheckpointError, match=r"state\['extras'\]\['model'\] is a torch.nn"):
         engine.save_checkpoint(tmp_path, extras={"model": engine.module})
-    with pytest.raises(CheckpointError, match=r"stateful\['x'\] is a int"):
+    with pytest.raises(CheckpointError, match=r"stateful\['x'\] is an int"):
         engine.save_checkpoint(tmp_path, stateful={"x": 1})
     engine.backward(loss_of(engine, 0))
     with pytest.raises(StateError, match="between backward"):

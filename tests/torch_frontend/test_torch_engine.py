@@ -773,7 +773,7 @@ def test_parameters_that_are_replaced_after_wrap_are_an_error_that_says_so():
     engine = wrap(make())
     fully_shard(engine, mesh=dist.init_device_mesh("cpu", (1,)))
     engine.backward(engine(batch(0)).sum())
-    said = r"'0\.weight' and 3 others have been replaced in the module since wrap.*fully_shard around the engine"
+    said = r"'0\.weight' and 3 others has been replaced in the module since wrap.*fully_shard around the engine"
     with pytest.raises(StateError, match=said):
         engine.step()
 
@@ -807,7 +807,7 @@ DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
         ("lr: got '1e-3', expected a number", {"lr": "1e-3"}),
         ("weight_decay: got True, expected a number", {"weight_decay": True}),
         ("config: 'ds_config.json' cannot be read", {"config": "ds_config.json"}),
-        ("config: got list", {"config": [1]}),
+        ("config: got a list", {"config": [1]}),
         ("offload_optimizer='nvme' without nvme_path; expected nvme_path='/folder", {"offload_optimizer": "nvme"}),
         ("offload_optimizer=None is not built yet in .*'cpu' and 'nvme'", {"offload_optimizer": None}),
         (r"nvme_path=\('/a',\) has no place beside offload_optimizer='cpu'; .*or nvme_path=None", {"nvme_path": "/a"}),
@@ -872,7 +872,7 @@ def test_a_setting_by_the_name_of_another_library_is_named_as_it_is_here(name, f
 
 def test_an_optimizer_is_no_configuration():
     model = nn.Linear(2, 2)
-    with pytest.raises(ConfigError, match=r"got AdamW, .*; wrap\(\) makes the optimizer: give its settings"):
+    with pytest.raises(ConfigError, match=r"got an AdamW, .*; wrap\(\) makes the optimizer: give its name"):
         wrap(model, torch.optim.AdamW(model.parameters()))
 
 
@@ -907,7 +907,7 @@ def test_a_closed_engine_says_so_and_its_model_can_be_wrapped_anew():
 
 
 def test_something_that_is_no_module_is_refused():
-    with pytest.raises(ParameterError, match=r"model: got list, expected a torch.nn.Module"):
+    with pytest.raises(ParameterError, match=r"model: got a list, expected a torch.nn.Module; .*OffloadedAdamW"):
         wrap([1, 2])
 
 

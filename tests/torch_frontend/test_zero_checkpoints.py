@@ -254,7 +254,7 @@ def damages(stage):
         lost: r"has states 'exp_avg', and .* 'exp_avg', 'exp_avg_sq'",
         added: "keeps 'max_exp_avg_sq', which none of ours does",
         fewer: "groups of states, expected|parts, expected",
-        no_groups: "'param_groups' is a int",
+        no_groups: "'param_groups' is an int",
     }
 
 

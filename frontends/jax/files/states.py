@@ -21,7 +21,7 @@ from ..memory_kinds import in_host_memory, lies_as
 from ..optax_bridge.rule_words import WORDS
 from ..optax_bridge.state import state_of, states_of
 from ..placement.placement import Placement
-from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, to_numpy
+from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, of_params, to_numpy
 from ..tree.wrapped_tree import Leaf, WrappedTree
 
 
@@ -271,8 +271,8 @@ class TreeStates:
                 dtype = np.dtype(getattr(value, "dtype", np.float32))
                 if dtype not in BY_NUMPY:
                     raise StateError(
-                        f"{what}: {name}{self._tree.paths[position]} is of {dtype}, and would be rounded; expected "
-                        "float32: convert it, if that is what you want"
+                        f"{what}: {of_params(self._tree.paths[position], name)} is of {dtype}, and would be "
+                        "rounded; expected float32: convert it, if that is what you want"
                     )
         try:
             return [checked_count(value) for value in counts]
@@ -290,12 +290,14 @@ class TreeStates:
             value = leaves[position]
             if value is None or np.shape(value) != shape:
                 got = "None" if value is None else list(np.shape(value))
-                raise StateError(f"{what}: {name}{self._tree.paths[position]} is {got}, expected shape {list(shape)}")
+                raise StateError(
+                    f"{what}: {of_params(self._tree.paths[position], name)} is {got}, expected shape {list(shape)}"
+                )
             here = not isinstance(value, jax.Array) or value.is_fully_addressable or value.is_fully_replicated
             if not here and not lies_as(value, self._tree.leaves[position]):
                 raise StateError(
-                    f"{what}: {name}{self._tree.paths[position]} is cut over several processes, and not as its "
-                    "parameter; expected the sharding of the parameter, as to_pytree(sharded=True) has it"
+                    f"{what}: {of_params(self._tree.paths[position], name)} is cut over several processes, and "
+                    "not as its parameter; expected the sharding of the parameter, as to_pytree(sharded=True) has it"
                 )
         return {position: leaves[position] for position in shapes}
 

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from offload_core.errors import ConfigError
+from offload_core.support.checks import kind_of
 
 from ..tree.trees import put
 
@@ -82,7 +83,7 @@ class MeshAxis:
 
     def __init__(self, mesh: Mesh, axis: str | None) -> None:
         if not isinstance(mesh, Mesh):
-            raise ConfigError(f"mesh: got a {type(mesh).__name__}, expected a jax.sharding.Mesh")
+            raise ConfigError(f"mesh: got {kind_of(mesh)}, expected a jax.sharding.Mesh")
         names = ", ".join(map(repr, mesh.axis_names))
         if axis is None and len(mesh.axis_names) != 1:
             raise ConfigError(f"axis: got None for a mesh with the axes {names}; expected the name of one")

@@ -9,6 +9,7 @@ import numpy as np
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import StateError
 from offload_core.rules import Rule
+from offload_core.support.checks import kind_of
 
 from .rule_words import WORDS
 
@@ -64,7 +65,7 @@ def states_of(state: Any, rule: Rule) -> tuple[dict[str, Any], int, int]:
     if len(nodes) != bool(rule.states):
         what = words.node if rule.states else "optimizers with states"
         raise StateError(
-            f"load_optax_state: {len(nodes)} {what} in a {type(state).__name__}, expected "
+            f"load_optax_state: {len(nodes)} {what} in {kind_of(state)}, expected "
             + (f"one: the state of {words.whose}, or of a chain that has it" if rule.states else "none, as here")
         )
 

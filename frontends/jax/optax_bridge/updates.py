@@ -12,18 +12,22 @@ from offload_core.errors import ParameterError, StateError
 
 from ..context import refuse_jit
 from ..placement.placement import Placement
-from ..tree.trees import check_form, is_array, is_key
+from ..tree.trees import check_form, is_array, is_key, of_params
 from ..tree.wrapped_tree import WrappedTree
 
 _UNDER_JIT = (
-    "the states are in host memory. jax.jit the loss and its gradients only; optax.MultiSteps and "
-    "optax.apply_if_finite trace what they wrap: wrap(..., gradient_accumulation_steps=N) and "
-    "wrap(..., skip_nonfinite=True) do what they do"
+    "the states are in host memory. jax.jit the loss and its gradients only; optax.MultiSteps, "
+    "optax.apply_if_finite and optax.conditionally_transform trace what they wrap: wrap(..., "
+    "gradient_accumulation_steps=N) and wrap(..., skip_nonfinite=True) do what the first two do"
 )
 _MASKED = (
     "as_optax(): params: there is an optax.MaskedNode at {path}: optax.masked and optax.multi_transform hide what "
     "others train; expected it in the wrapped tree, too: "
     "wrap(jax.tree.map(lambda mine, p: p if mine else optax.MaskedNode(), mask, params))"
+)
+_NONE_OF_THEM = (
+    "as_optax(): params: optax.MaskedNode is in place of every parameter: the label in optax.multi_transform, or the "
+    "mask, chooses none for offload-core; expected at least one, or as_optax() left out"
 )
 _WIDENED = "; optax.apply_updates keeps dtypes, where equinox.apply_updates widens: go on from offloaded.params there"
 _NONE = (
@@ -31,15 +35,17 @@ _NONE = (
     "for these parameters alone"
 )
 _STRICT = (
-    "as_optax().update with jax_numpy_dtype_promotion='strict': params{path} is {dtype}, and its exact update is "
+    "as_optax().update with jax_numpy_dtype_promotion='strict': {path} is {dtype}, and its exact update is "
     "float32, so that optax.apply_updates could not add the two; expected both calls inside "
     "`with jax.numpy_dtype_promotion('standard'):`, or offloaded.update(grads) in the loop"
 )
 _OTHERS = (
-    "as_optax().update: params{path} is not what the last update made of it: an update takes the parameters to their "
+    "as_optax().update: {path} is not what the last update made of it: an update takes the parameters to their "
     "new values, exactly. Expected params = optax.apply_updates(params, updates), with nothing after as_optax() in an "
     "optax.chain (what scales gradients comes before it; the learning rate is lr= of wrap(), or "
-    "as_optax(learning_rate=)). Where they were changed on purpose: offloaded.load_params(params) first"
+    "as_optax(learning_rate=)), and nothing around it that moves parameters itself, as optax.lookahead, "
+    "optax.contrib.schedule_free, sam and mechanize do. Where they were changed on purpose: "
+    "offloaded.load_params(params) first"
 )
 
 
@@ -65,6 +71,8 @@ def transformation(
             leaves, treedef = tree.leaves_like(params, ParameterError, "as_optax(): params")
         except ParameterError:
             nodes = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda node: isinstance(node, optax.MaskedNode))
+            if nodes and all(isinstance(node, optax.MaskedNode) for _, node in nodes):
+                raise ParameterError(_NONE_OF_THEM) from None
             for path, node in nodes:
                 if isinstance(node, optax.MaskedNode):
                     raise ParameterError(_MASKED.format(path=jax.tree_util.keystr(path))) from None
@@ -84,7 +92,8 @@ def transformation(
             raise StateError(
                 f"as_optax().update with the state of update {int(state.step)}, expected that of update {count()}, "
                 "where the states in host memory are: the state that the last update returned, or tx.init(params) "
-                "anew; load_pytree() and load_checkpoint() take the states back to the update of a saved optax state"
+                "anew (optax.contrib.sam goes back to the first state, and cannot be around as_optax()); "
+                "load_pytree() and load_checkpoint() take the states back to the update of a saved optax state"
             )
         if params is None:
             raise ParameterError(_NONE)
@@ -118,7 +127,7 @@ def _check_promotion(tree: WrappedTree) -> None:
     if jax.config.jax_numpy_dtype_promotion == "strict":  # type: ignore[attr-defined]
         for leaf in tree.trained:
             if leaf.dtype != np.float32:
-                raise StateError(_STRICT.format(path=leaf.path, dtype=np.dtype(leaf.dtype).name))
+                raise StateError(_STRICT.format(path=of_params(leaf.path), dtype=np.dtype(leaf.dtype).name))
 
 
 def _check_own(tree: WrappedTree, given: Sequence[Any]) -> None:
@@ -127,7 +136,7 @@ def _check_own(tree: WrappedTree, given: Sequence[Any]) -> None:
     others = [(path, _same(_beside(old, own), own)) for path, old, own in pairs if old is not own]
     for path, same in others:  # by now all comparisons have been started
         if not same:
-            raise StateError(_OTHERS.format(path=path))
+            raise StateError(_OTHERS.format(path=of_params(path)))
 
 
 def _beside(value: Any, like: jax.Array) -> Any:

@@ -8,10 +8,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError
+from offload_core.support.checks import kind_of
 
 from ..memory_kinds import start_to_host
 
@@ -20,6 +21,12 @@ Mask = Any
 
 ROOT = "the whole tree"
 """The path of a tree that is a single leaf."""
+
+
+def of_params(path: str, name: str = "params") -> str:
+    """Return the name of a leaf in an error: ``params['w']``, or ``params`` if the tree is a single leaf."""
+    return name if path == ROOT else name + path
+
 
 ARRAY = jax.Array | np.ndarray | np.generic
 """The types of leaves that are arrays."""
@@ -79,14 +86,16 @@ def check_paths(expected: Sequence[str], flat: Sequence[tuple[str, Any]], error:
 
 def form(value: Any) -> str:
     """Return the words for a leaf in an error: dtype and shape, or its type."""
-    return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else f"a {type(value).__name__}"
+    if not hasattr(value, "dtype"):
+        return kind_of(value)
+    return f"{value.dtype}{list(value.shape)}" + " that JAX has marked unreduced" * is_unreduced(value)
 
 
 def check_form(what: str, path: str, value: Any, like: Any, hint: str = "") -> None:
     """Raise :class:`ParameterError` unless a value has the shape and dtype of the parameter that it stands for."""
     got, expected = form(value), form(like)
     if got != expected:
-        raise ParameterError(f"{what}: params{path} is {got}, expected {expected}, as in offloaded.params{hint}")
+        raise ParameterError(f"{what}: {of_params(path)} is {got}, expected {expected}, as in offloaded.params{hint}")
 
 
 def is_parameter(path: str, leaf: Any) -> bool:
@@ -162,7 +171,7 @@ def mask_leaves(mask: Mask | None, params: Any, name: str) -> list[bool]:
     for (path, leaf), flag in zip(flatten(params)[0], flags, strict=True):
         if not (_is_boolean(flag) or leaf is None):
             hint = "; compare labels first: jax.tree.map(lambda label: label == ..., labels)" * isinstance(flag, str)
-            raise ParameterError(f"{name}: params{path} has {flag!r}, expected True or False{hint}")
+            raise ParameterError(f"{name}: {of_params(path)} has {flag!r}, expected True or False{hint}")
     return [bool(flag) for flag in flags]
 
 
@@ -173,6 +182,22 @@ def _is_boolean(flag: Any) -> bool:
 def is_key(leaf: Any) -> bool:
     """True if the leaf is an array of ``jax.random.key`` (flax.nnx state has them). NumPy cannot hold it."""
     return is_array(leaf) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def is_unreduced(leaf: Any) -> bool:
+    """True if an array stands for the sum of its devices' parts, which JAX has not made yet."""
+    spec = getattr(getattr(leaf, "sharding", None), "spec", None)
+    return bool(getattr(spec, "unreduced", None))
+
+
+def summed(array: Any) -> Any:
+    """Return an array that is unreduced as the sum of its devices' parts; others as they are."""
+    if not is_unreduced(array):
+        return array
+    mesh, kind = array.sharding.mesh, array.sharding.memory_kind
+    with jax.set_mesh(mesh):
+        whole = NamedSharding(mesh, PartitionSpec(*array.sharding.spec.partitions), memory_kind=kind)
+        return jax.sharding.reshard(array, whole)
 
 
 def to_numpy(leaf: Any) -> Any:

@@ -6,11 +6,11 @@ from typing import Any
 
 import jax
 
-from offload_core.errors import OffloadError, StateError
+from offload_core.errors import OffloadError, ParameterError, StateError
 
 from .shard_layout import ShardLayout
 from .shards import Shard
-from .trees import check_paths, flatten
+from .trees import check_paths, flatten, form, is_unreduced, of_params
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,17 @@ class WrappedTree:
     """A pytree whose leaves are replaced as training goes on."""
 
     def __init__(self, tree: Any) -> None:
+        """Flatten the tree. Raise :class:`ParameterError` if a leaf is unreduced."""
         flat, self.treedef = flatten(tree)
         self.paths = [path for path, _ in flat]
         self.leaves = [leaf for _, leaf in flat]
         self.trained: list[Leaf] = []
+        for path, leaf in flat:
+            if is_unreduced(leaf):
+                raise ParameterError(
+                    f"{of_params(path)} is {form(leaf)}; expected its sum: jax.sharding.reshard(array, "
+                    "NamedSharding(mesh, PartitionSpec()))"
+                )
 
     def now(self) -> Any:
         """Return the tree with its present leaves."""
@@ -54,8 +61,8 @@ class WrappedTree:
         for path, leaf in zip(self.paths, self.leaves, strict=True):
             if isinstance(leaf, jax.Array) and leaf.is_deleted():
                 raise StateError(
-                    f"{what}: params{path} was donated or deleted; expected offloaded.load_params(params) first, with "
-                    "the parameters that the loop has now"
+                    f"{what}: {of_params(path)} was donated or deleted; expected "
+                    "offloaded.load_params(params) first, with the parameters that the loop has now"
                 )
 
     def leaves_like(self, tree: Any, error: type[OffloadError], what: str) -> tuple[list[Any], Any]:

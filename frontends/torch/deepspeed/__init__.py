@@ -18,7 +18,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed import translation
 from offload_core.deepspeed.names import VERSION, is_theirs, refuse
 from offload_core.errors import ConfigError, ConfigWarning, ParameterError
-from offload_core.support.checks import shown
+from offload_core.support.checks import kind_of, shown
 from offload_core.support.user_line import UserLine
 
 from ..casting import round_to_types
@@ -123,7 +123,7 @@ def initialize(
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise MisuseError(f"initialize: model is a {type(model).__name__}; expected model=..., a torch.nn.Module")
+        raise MisuseError(f"initialize: model is {kind_of(model)}; expected model=..., a torch.nn.Module")
     for name, module in model.named_modules():
         kind = type(module)
         if kind.__module__.partition(".")[0] == "deepspeed" and kind.__name__ in ("PipelineModule", "MoE"):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError
+from offload_core.support.checks import shown
 from offload_core.support.launchers import refuse_if_launched
 
 from ..tensors import TORCH_DTYPES
@@ -97,7 +98,9 @@ def checked_group(group: Any) -> Any:
         ConfigError: it is none; or a launcher started several processes, and this one has joined no others.
     """
     if isinstance(group, str) and group != ALONE:
-        raise ConfigError(f"process_group: got {group!r}, expected a group of torch.distributed, None or {ALONE!r}")
+        raise ConfigError(
+            f"process_group: got {shown(group)}, expected a group of torch.distributed, None or {ALONE!r}"
+        )
     if group is None and not (dist.is_available() and dist.is_initialized()):
         refuse_if_launched(_JOIN)
     return None if isinstance(group, str) else group

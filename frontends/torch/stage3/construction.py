@@ -34,6 +34,7 @@ from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.host_memory import HostMemory, give_back_freed
 from offload_core.memory.plan import PARAMETER_SHARDS
 from offload_core.ranks.consistency import combine, fingerprint
+from offload_core.support.checks import kind_of
 
 from ..internals import grad_mode_kept, no_torch_function, storage_users
 from ..pending import METADATA, forget, forget_at_end, is_moving_model, make_pending
@@ -86,7 +87,7 @@ def init(
         StateError: inside an ``init()`` of another configuration; in the context, if ranks do not do the same.
     """
     if module is not None and not isinstance(module, nn.Module):
-        raise ParameterError(f"init: got a {type(module).__name__}, expected a torch.nn.Module, or init(config=...)")
+        raise ParameterError(f"init: got {kind_of(module)}, expected a torch.nn.Module, or init(config=...)")
     if remote_device not in (None, "cpu", "nvme"):
         raise ConfigError(f"remote_device: got {remote_device!r}, expected 'cpu', 'nvme' or None")
     if not enabled:

@@ -15,6 +15,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 from offload_core.support.blocks import Blocks
+from offload_core.support.checks import kind_of
 from offload_core.support.hints import hinted
 
 from ..data_writes import set_data
@@ -241,7 +242,7 @@ def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_
 def _gathered(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
     for param in params:
         if not isinstance(param, torch.Tensor):
-            raise ParameterError(f"gathered_parameters: got a {type(param).__name__}, expected parameters")
+            raise ParameterError(f"gathered_parameters: got {kind_of(param)}, expected parameters")
     gathering = next((g for g in map(_gathering_of, params) if g is not None), None)
     if gathering is None:
         with gathered_shards(params, modifier_rank):

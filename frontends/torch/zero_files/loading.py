@@ -16,7 +16,7 @@ from offload_core.config.schedules import GroupSchedule
 from offload_core.errors import CheckpointError
 from offload_core.rules import MASTER, Rule
 from offload_core.step.loss_scale import LossScaler
-from offload_core.support.checks import shown
+from offload_core.support.checks import kind_of, shown
 
 from ..engine import Engine
 from ..files.checkpoint import TENSORS, ModelCheckpoints
@@ -51,7 +51,7 @@ def load_deepspeed(
     if not isinstance(model, Engine):
         if states:
             raise CheckpointError(
-                f"states=True into a {type(model).__name__}, which has no optimizer states; expected an engine: "
+                f"states=True into {kind_of(model)}, which has no optimizer states; expected an engine: "
                 "wrap(model, ...)"
             )
         _load_each(_matched(model, read_contents(Path(folder), tag)), _load_device)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from offload_core.errors import CheckpointError, CheckpointWarning
+from offload_core.support import checks
 from offload_core.support.user_line import UserLine
 
 from ..tensors import NUMPY_DTYPES
@@ -44,7 +45,7 @@ def as_zero_lays_out(folder: Path) -> Iterator[None]:
 def load(path: Path) -> dict[str, Any]:
     state = load_any(path)
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__}, expected a dict; {REMEDY}")
+        raise CheckpointError(f"{path}: holds {kind_of(state)}, expected a dict; {REMEDY}")
     theirs = {key: value for key, value in state.items() if "module" not in state or key in _OWN_KEYS}
     foreign = {name for key, value in theirs.items() if key not in _MAY_HOLD_OTHERS for name in _foreign(value)}
     if foreign:
@@ -113,7 +114,7 @@ def entry_of(state: Mapping[str, Any], path: Path, name: str, kind: type | tuple
 
 
 def kind_of(value: Any) -> str:
-    return "missing" if value is None else f"a {type(value).__name__}"
+    return "missing" if value is None else checks.kind_of(value)
 
 
 def some(names: Any) -> str:

@@ -937,7 +937,7 @@ def two_batch_sizes():
 
 
 WRONG = {
-    "no model": (lambda: {"model": None}, AssertionError, r"model is a NoneType; expected model=\.\.\."),
+    "no model": (lambda: {"model": None}, AssertionError, r"model is None; expected model=\.\.\."),
     "a class": (lambda: {"model": nn.Linear}, AssertionError, "model is a type"),
     "no configuration": (lambda: {"config": None}, ConfigError, "got no configuration; expected one: config="),
     "two": (
@@ -977,7 +977,11 @@ WRONG = {
         "lr_scheduler: its optimizer was not given",
     ),
     "data": (lambda: {"training_data": 3}, ConfigError, "training_data: got 3, expected a torch Dataset"),
-    "parameters": (lambda: {"model_parameters": 3}, ParameterError, "params: got int, expected parameters or groups"),
+    "parameters": (
+        lambda: {"model_parameters": 3},
+        ParameterError,
+        "params: got an int, expected parameters or groups",
+    ),
     "used up": (lambda: {"model_parameters": iter(())}, ParameterError, "got none, expected at least one parameter"),
     "of another": (lambda: {"model_parameters": make().parameters()}, ParameterError, "is no parameter of the model"),
     "on meta": (
