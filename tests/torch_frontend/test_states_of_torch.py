@@ -182,6 +182,17 @@ def test_master_weights_of_sgd_without_momentum_go_through_torchs_tools(way):
         assert torch.equal(run.state[mine]["master"], other.state[theirs]["master"])
 
 
+@pytest.mark.parametrize("rule", [*SETTINGS])
+def test_a_count_that_is_there_is_no_default(rule):
+    run = Trained(rule, "ours", sharded=False).update(range(3))
+    entry = run.optimizer.state[run.model[0]]
+    listed = [*entry]
+    assert entry.setdefault("step", 0) == entry.get("step", 0) == 3
+    assert [*entry] == listed
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    assert run.optimizer.state[run.model[0]]["step"] == 3
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_momentum_that_comes_with_a_count_of_0_is_used(listed):
     """As torch's tools merge it: into a state dict of an optimizer that has made no update."""
