@@ -345,23 +345,25 @@ def checked_values(g: int, group: Mapping[str, Any], saved: Any, optimizer: str)
 
 
 def differing(
-    group: Mapping[str, Any], saved: Mapping[str, Any], config: OffloadConfig, *, by_scheduler: bool
+    group: Mapping[str, Any], saved: Mapping[str, Any], config: OffloadConfig, firsts: Sequence[Any]
 ) -> list[tuple[str, Any, Any]]:
     """Return the hyperparameters of a saved group that differ from the group's: each name with the two values.
 
-    Of a rate that a scheduler of torch's changes, the values that it began with are compared. Values that a function
-    gives, or a scheduler of momenta, are not compared.
+    Of a rate that a scheduler of torch's changes, the values that it began with are compared. A rate that is no longer
+    the one that its optimizer began with, because a loop or ``ReduceLROnPlateau`` has set it, is not compared, nor are
+    values that a function gives, or a scheduler of momenta.
 
     Args:
-        by_scheduler: True if another object may have set the saved group's rate, without a note of its first value.
+        firsts: the rates that this optimizer and the saved one began with.
     """
     names = {*NAMES.get(group.get("optimizer", config.optimizer), ())} - {*scheduled(config, 0)}
-    if by_scheduler and "initial_lr" not in saved:
-        names.discard("lr")
     if {"base_momentum", "max_momentum"} & saved.keys():
         names -= {"betas", "momentum"}
     values = [{**each, "lr": each.get("initial_lr", each.get("lr"))} for each in (group, saved)]
     mine, theirs = ({name: numbers(name, number(name, each.get(name))) for name in names} for each in values)
+    for each, found, first in zip((group, saved), (mine, theirs), firsts, strict=True):
+        if "initial_lr" not in each and isinstance(first, float | int) and found.get("lr") != first:
+            names.discard("lr")
     return [(name, theirs[name], mine[name]) for name in sorted(names) if name in saved and theirs[name] != mine[name]]
 
 

@@ -480,6 +480,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
                 self._steps.parts.device_memory.settle()
+                if pipeline.health.usable and pipeline.buckets.terms.updates_early:
+                    pipeline.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
                 self._state_lock.change("close()", pipeline.last_step.abandon)
                 if pipeline.health.usable:
                     self._state_lock.change("close()", self._steps.parts.registration.flush)

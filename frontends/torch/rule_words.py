@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from offload_core.config.options import OffloadConfig, names_of
-from offload_core.rules import RULES, Rule
+from offload_core.rules import MASTER, RULES, Rule
 
 REFUSED = {
     "amsgrad": "there is no third moment",
@@ -63,7 +63,8 @@ OPTIONS = frozenset(option for words in WORDS.values() for option in words.optio
 
 
 def counted(entry: Mapping[str, Any], rule: Rule) -> Mapping[str, Any]:
-    """Return a parameter's states with a number of updates: 1 where there have been some that nobody counted.
+    """Return a parameter's states with a number of updates: 1 where there have been some that nobody counted. Of SGD
+    without momentum a master weight says so.
 
     A state that is an empty dict is left out: that is how torch's tools say that a flattened checkpoint lacks it.
     """
@@ -71,4 +72,5 @@ def counted(entry: Mapping[str, Any], rule: Rule) -> Mapping[str, Any]:
     first = WORDS[rule.name].counted_by
     if "step" in entry or first is None:
         return entry
-    return {**entry, "step": 1.0} if entry.get(first) is not None else {}
+    said = first if first in rule.state_names else MASTER
+    return {**entry, "step": 1.0} if entry.get(said) is not None or entry.get(first) is not None else {}

@@ -321,6 +321,7 @@ class Views(Kept):
 
     get = MutableMapping.get  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]
+    setdefault = MutableMapping.setdefault  # dict's own would list a number of updates that is not listed
     values = MutableMapping.values  # type: ignore[assignment]
 
     @property

@@ -105,3 +105,20 @@ def test_where_updates_are_made_in_backward_a_call_is_refused_on_all_ranks_and_t
         return said_of_each
 
     assert all({*said.values()} == {"StateError"} for said in found), found
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_an_engine_can_be_closed_after_a_backward_that_has_updated_states_on_one_rank_alone(stage):
+    @on_ranks(2)
+    def found(rank):
+        model = Apart()
+        engine = wrap(model, lr=1e-2, stage=stage, update_in_backward=True)
+        x = torch.ones(4, 8)
+        engine.backward((engine(x, 0) + model.own[1](x) if rank else model.own[1](x)).square().sum())
+        engine.close()
+        again = wrap(model, lr=1e-2, stage=stage)
+        again.backward(again(x, rank).square().sum())
+        return again.step().updated, bits(again.module)
+
+    assert found[0] == found[1]
+    assert found[0][0]

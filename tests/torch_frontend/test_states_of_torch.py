@@ -165,6 +165,34 @@ def test_entries_list_no_count_where_torch_has_none_and_a_resumed_run_has_the_sa
         assert all(run.optimizer.state[param]["step"] == updates + 1 for param in run.model)
 
 
+@pytest.mark.parametrize("way", ["set_optimizer_state_dict", "flattened"])
+def test_master_weights_of_sgd_without_momentum_go_through_torchs_tools(way):
+    """They are its only states: nothing else says that there were updates."""
+    options = StateDictOptions(**WAYS[way])
+    models = [nn.ModuleDict({"layer": nn.Linear(8, 2)}).bfloat16() for _ in range(2)]
+    run, other = (OffloadedSGD(model.parameters(), lr=1e-3) for model in models)
+    for _ in range(3):
+        models[0]["layer"](torch.ones(2, 8).bfloat16()).sum().backward()
+        run.step()
+        run.zero_grad()
+    saved = copy.deepcopy(get_optimizer_state_dict(models[0], run, options=options))
+    models[1].load_state_dict(models[0].state_dict())
+    set_optimizer_state_dict(models[1], other, saved, options=options)
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(run.state[mine]["master"], other.state[theirs]["master"])
+
+
+@pytest.mark.parametrize("rule", [*SETTINGS])
+def test_a_count_that_is_there_is_no_default(rule):
+    run = Trained(rule, "ours", sharded=False).update(range(3))
+    entry = run.optimizer.state[run.model[0]]
+    listed = [*entry]
+    assert entry.setdefault("step", 0) == entry.get("step", 0) == 3
+    assert [*entry] == listed
+    run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+    assert run.optimizer.state[run.model[0]]["step"] == 3
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_momentum_that_comes_with_a_count_of_0_is_used(listed):
     """As torch's tools merge it: into a state dict of an optimizer that has made no update."""

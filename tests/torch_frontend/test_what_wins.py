@@ -101,6 +101,22 @@ def test_rates_that_a_scheduler_has_changed_are_no_difference(scheduler, claimed
     assert again.optimizer.param_groups[0]["lr"] == engine.optimizer.param_groups[0]["lr"] != 1e-2
 
 
+def test_rates_that_a_loop_has_set_are_no_difference(tmp_path):
+    """As ``ReduceLROnPlateau`` sets them, too: nothing in a group says with which rate it began."""
+    engine = wrap(model(), lr=1e-2)
+    for n in range(3):
+        engine.optimizer.param_groups[0]["lr"] = 1e-2 / (1 + n)
+        train(engine)
+    path = engine.save_checkpoint(tmp_path)
+    again = wrap(model(), lr=1e-2)
+    assert loaded(again, path) == []
+    assert again.optimizer.param_groups[0]["lr"] == 1e-2 / 3
+    engine.optimizer.param_groups[0]["lr"] = 1e-4
+    assert loaded(engine, path) == []  # a run that goes back
+    [said] = loaded(wrap(model(), lr=1e-2, weight_decay=0.5), path)
+    assert said.startswith("the run goes on with its hyperparameters, weight_decay=0.01 in place of 0.5 (group 0)")
+
+
 def test_a_function_of_wrap_wins_over_the_checkpoints_number_and_goes_on_from_its_updates(tmp_path):
     engine = wrap(model(), lr=1e-3)
     train(engine, 3)

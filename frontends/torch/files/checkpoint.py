@@ -35,7 +35,7 @@ from offload_core.support.checks import shown
 from offload_core.support.user_line import UserLine
 
 from ..compiled import uncompiled
-from ..groups import checked_values, differing, groups_of_params, paired, set_values
+from ..groups import checked_values, differing, groups_of_params, number, paired, set_values
 from ..internals import grad_mode_kept, no_read
 from ..optimizer import OffloadedOptimizer
 from ..placed import count_once, is_placed, local_of
@@ -116,6 +116,7 @@ class ModelCheckpoints:
         state = {
             "updates": optimizer.updates,
             "groups": groups,
+            "lr": number("lr", optimizer.defaults["lr"]),  # with which groups begin that have no other
             "modules": {name: module.get_extra_state() for name, module in _stateful_modules(self._model)},
             "stateful": states_of(stateful),
             "extras": extras,
@@ -300,10 +301,11 @@ def load_weights(model: nn.Module, path: Any) -> None:
 
 
 def _warn_of_other_values(optimizer: OffloadedOptimizer, values: Sequence[Mapping[str, Any]], loaded: Loaded) -> None:
-    """Warn of hyperparameters of a checkpoint that replace others here. Schedulers' own values are not compared."""
-    differences, by_scheduler = [], bool(loaded.state["stateful"])
+    """Warn of hyperparameters of a checkpoint that replace others here, but for rates that were set during a run."""
+    firsts = [number("lr", optimizer.defaults["lr"]), loaded.state.get("lr")]
+    differences = []
     for g, (own, saved) in enumerate(zip(optimizer.param_groups, values, strict=True)):
-        found = differing(own, saved, optimizer.config, by_scheduler=by_scheduler)
+        found = differing(own, saved, optimizer.config, firsts)
         differences += [f"{name}={theirs!r} in place of {mine!r} (group {g})" for name, theirs, mine in found]
     if differences:
         UserLine.now("torch").warn(
