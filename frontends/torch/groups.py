@@ -1,5 +1,6 @@
 """Torch's parameter groups: their hyper-parameters and other options."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -364,7 +365,18 @@ def differing(
     for each, found, first in zip((group, saved), (mine, theirs), firsts, strict=True):
         if "initial_lr" not in each and isinstance(first, float | int) and found.get("lr") != first:
             names.discard("lr")
-    return [(name, theirs[name], mine[name]) for name in sorted(names) if name in saved and theirs[name] != mine[name]]
+    return [
+        (name, theirs[name], mine[name])
+        for name in sorted(names)
+        if name in saved and not _are_close(theirs[name], mine[name])
+    ]
+
+
+def _are_close(one: Any, other: Any) -> bool:
+    """True if two values are equal, or as far apart as a tensor of float32 and the number that it was made of."""
+    if isinstance(one, float) and isinstance(other, float):
+        return math.isclose(one, other, rel_tol=1e-6)
+    return bool(one == other)
 
 
 def check_unwritten(written: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> None:

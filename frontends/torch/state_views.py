@@ -360,7 +360,7 @@ class Views(Kept):
         return dict(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return dict, (dict(self),)
+        return dict, ({**self.unlisted, **self},)
 
 
 def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Placed | None = None) -> Views:

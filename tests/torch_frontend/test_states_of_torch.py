@@ -193,6 +193,15 @@ def test_a_count_that_is_there_is_no_default(rule):
     assert run.optimizer.state[run.model[0]]["step"] == 3
 
 
+@pytest.mark.parametrize("updates", [0, 2])
+def test_a_copy_of_an_entry_has_its_count_and_is_what_it_was_if_assigned_again(updates):
+    run, other = (Trained("SGD", "ours", sharded=False).update(range(updates)) for _ in range(2))
+    for param in run.model:
+        run.optimizer.state[param] = copy.deepcopy(run.optimizer.state[param])
+        assert run.optimizer.state[param]["step"] == updates
+    assert all(map(torch.equal, run.update([7]).values(), other.update([7]).values()))
+
+
 @pytest.mark.parametrize("listed", [True, False])
 def test_a_momentum_that_comes_with_a_count_of_0_is_used(listed):
     """As torch's tools merge it: into a state dict of an optimizer that has made no update."""

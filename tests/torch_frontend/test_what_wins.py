@@ -77,7 +77,8 @@ def test_the_checkpoints_numbers_win_and_each_difference_is_told_once(tmp_path):
     )
     assert loaded(other, path) == []  # they are the same now
     assert train(other) == 1e-3
-    assert loaded(wrap(model(), lr=torch.tensor(1e-3, dtype=torch.float64), weight_decay=0.01), path) == []
+    for dtype in (torch.float64, torch.float32):
+        assert loaded(wrap(model(), lr=torch.tensor(1e-3, dtype=dtype), weight_decay=0.01), path) == []
 
 
 @pytest.mark.parametrize(
