@@ -123,7 +123,7 @@ def test_an_adapter_that_comes_after_wrap_is_an_error_until_the_optimizer_has_it
     added = adds(engine.module)
     engine.backward(engine(**batch(2)).loss)
     said = (
-        r"'[\w.]+o_proj.lora_A.second.weight' and 3 others came to the model after wrap\(\), .*add_param_group\(\), or"
+        r"'[\w.]+o_proj.lora_A.second.weight' and 3 others came to the model after wrap\(\) .*add_param_group\(\), or"
     )
     for _ in range(2):
         with pytest.raises(StateError, match=said):

@@ -14,7 +14,7 @@ from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.checkpoint.shard_writer import ShardWriter
-from offload_core.errors import CheckpointError, StateError
+from offload_core.errors import CheckpointError, CheckpointWarning, StateError
 from tests.support.checkpoints import Loader, Slow
 from tests.support.jax_models import (
     HYPER,
@@ -324,6 +324,14 @@ def test_what_cannot_be_taken_is_refused_before_anything_changes(tmp_path, forge
     assert "broke off" not in str(caught.value)
     assert_same(offloaded, twin)
     assert_same_tree(step(offloaded, 1), step(twin, 1))
+
+
+def test_a_state_that_no_object_takes_is_named(tmp_path):
+    offloaded, loader = new(), Loader(7)
+    offloaded.save_checkpoint(tmp_path, stateful={"loader": loader})
+    with pytest.warns(CheckpointWarning, match="its state of 'loader' is not loaded, because no object was given"):
+        offloaded.load_checkpoint(tmp_path)
+    offloaded.load_checkpoint(tmp_path, stateful={"loader": None})
 
 
 @pytest.mark.filterwarnings("ignore:.*its state of 'loader' is not loaded")

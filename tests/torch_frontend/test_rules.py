@@ -251,7 +251,7 @@ WRONG = [
     ({"optimizer": "adam"}, "optimizer: got 'adam', expected one of 'adamw', 'sgd', 'lion', 'adagrad'"),
     ({"config": {"optimizer": "SGD"}}, "optimizer: got 'SGD', expected one of 'adamw'"),
     ({"config": {"optimizer": None}}, "optimizer: got None, expected one of 'adamw'"),
-    ({"weight_decay": lambda updates: 0.1}, "weight_decay: got <function.*, expected a number"),
+    ({"weight_decay": lambda updates: 0.1}, "weight_decay: got a function, expected a number"),
     ({"optimizer": "adagrad", "maximize": True}, "maximize=True is not supported"),
 ]  # fmt: skip
 

@@ -3,12 +3,10 @@
 import copy
 import warnings
 
-import jax.numpy as jnp
 import pytest
 import torch
 from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
 
-from frontends.jax import wrap as wrap_tree
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core.errors import CheckpointWarning, ConfigError
 
@@ -55,13 +53,6 @@ def test_a_state_that_no_object_takes_is_named(tmp_path):
     assert loaded(again, path, stateful={"s": resumed, "t": None}) == []
     assert resumed.last_epoch == schedule.last_epoch
     assert loaded(again, path, optimizer_states=False) == []  # weights alone: nothing goes on
-
-
-def test_a_state_that_no_object_takes_is_named_in_jax(tmp_path):
-    offloaded = wrap_tree({"w": jnp.ones(4)})
-    path = offloaded.save_checkpoint(tmp_path, stateful={"data": StepLR(torch.optim.SGD([torch.ones(1)]), 1)})
-    with pytest.warns(CheckpointWarning, match="its state of 'data' is not loaded"):
-        offloaded.load_checkpoint(path)
 
 
 def test_the_checkpoints_numbers_win_and_each_difference_is_told_once(tmp_path):

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from offload_core.support.checks import kind_of
 from offload_core.support.files import open_regular
 
 from ..internals import SAVED_BYTES, SAVED_PARAMETERS, SAVED_SUBCLASS, SAVED_TENSORS
@@ -236,7 +237,7 @@ def _first(value: Any, *others: Any) -> Any:
 def _bytes(value: Any = "", encoding: Any = "latin1") -> bytes:
     """Bytes as protocol 2 holds them: text in Latin-1."""
     if not isinstance(value, str | bytes) or encoding != "latin1":
-        raise ValueError(f"bytes of a {type(value).__name__} in {encoding!r:.40}")
+        raise ValueError(f"bytes of {kind_of(value)} in {encoding!r:.40}")
     return value.encode("latin1") if isinstance(value, str) else value
 
 
