@@ -115,7 +115,6 @@ def test_an_address_that_breaks_off_is_followed_by_the_next(monkeypatch):
     assert on_threads(3, lambda rank, line: line.exchange(header("bucket 0"))) == [None] * 3
 
 
-@pytest.mark.filterwarnings("ignore:.*fork\\(\\)")  # Python's own warning, and JAX's where another test imported it
 @pytest.mark.parametrize("forks", [0, 1])
 def test_a_forked_process_neither_uses_the_ranks_connections_nor_ends_them(forks):
     """As a program's own child does at its exit."""
