@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,19 +117,22 @@ def is_wait(node: ast.AST) -> bool:
     return getattr(called, "attr", getattr(called, "id", None)) in WAITS
 
 
-def nodes_of(module: str) -> Iterator[tuple[ast.AST, ast.stmt, str]]:
+@cache
+def nodes_of(module: str) -> list[tuple[ast.AST, ast.stmt, str]]:
     """All of a module inside functions: a node, the statement that it is in, and the outermost function around it."""
+    found: list[Any] = []
 
-    def visit(node: ast.AST, statement: ast.stmt | None, path: tuple[str, ...]) -> Iterator[Any]:
+    def visit(node: ast.AST, statement: ast.stmt | None, path: tuple[str, ...]) -> None:
         if isinstance(node, ast.stmt) and not isinstance(node, ast.With | ast.If | ast.For | ast.While | ast.Try):
             statement = node
         if path:
-            yield node, statement, ".".join(path[: 2 if path[0].lstrip("_")[0].isupper() else 1])
+            found.append((node, statement, ".".join(path[: 2 if path[0].lstrip("_")[0].isupper() else 1])))
         for child in ast.iter_child_nodes(node):
             named = isinstance(child, ast.FunctionDef | ast.ClassDef)
-            yield from visit(child, statement, (*path, child.name) if named else path)
+            visit(child, statement, (*path, child.name) if named else path)
 
-    yield from visit(ast.parse(source_of(module)), None, ())
+    visit(ast.parse(source_of(module)), None, ())
+    return found
 
 
 def waits_of(module: str) -> Iterator[Wait]:
