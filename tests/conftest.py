@@ -1,6 +1,7 @@
 """Settings of the whole suite.
 
-All random draws come from one seed: ``pytest --seed 7``, or ``make test ARGS="--seed 7"``. A run prints it at its end.
+All random draws come from one seed: ``pytest --seed 7``, or ``make test ARGS="--seed 7"``. Which cases a run draws of
+the laws that have many comes from the commit (``sampling.py``), or ``--draw 3``. A run prints both at its end.
 """
 
 import gc
@@ -11,12 +12,15 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+
+from tests import sampling
 
 # Two files of tests at a time share the processors, where threads that spin while they wait cost the other half its
 # time: interrupts of torch steps took 40 s and take 22. OpenMP reads it when torch is imported, here and in children.
@@ -66,6 +70,9 @@ LONGEST = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="of every random draw in the tests; default: 0")
+    words = "which cases are checked of laws that have many; default: by the commit, so that ten in a row see all"
+    parser.addoption("--draw", type=int, choices=range(sampling.DRAWS), help=words)
+    parser.addoption("--whole", action="store_true", help="check all cases of those laws, which are marked slow then")
     stores = ["memory", "late", "disk", "nvme", "half nvme"]
     words = "that keeps the states; nvme: on disk, and parameters that stage 3 has on the host, too"
     parser.addoption("--store", choices=stores, default="memory", help=words)
@@ -79,8 +86,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support import late_stores
 
         late_stores.take_the_place_of_memory(store)
+    if config.option.draw is None:
+        config.option.draw = sampling.draw_of_commit()  # pytest-xdist hands it to its workers
+    sampling.draw, sampling.whole = config.option.draw, config.option.whole
     if config.getoption("hypothesis_seed", 0) is None:  # a pair of processes has no plugins
-        config.option.hypothesis_seed = seed
+        config.option.hypothesis_seed = sampling.DRAWS * seed + sampling.draw
     os.environ.setdefault("PYTHONHASHSEED", str(seed % 2**32))
 
 
@@ -99,7 +109,8 @@ def pytest_sessionstart() -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    terminalreporter.write_line(f"random draws: --seed {config.getoption('seed')}")
+    said = "all cases: --whole" if config.option.whole else f"cases of this commit: --draw {config.option.draw}"
+    terminalreporter.write_line(f"random draws: --seed {config.option.seed}; {said}")
 
 
 _file: Path | None = None
@@ -163,88 +174,37 @@ def needs_accelerator(item: pytest.Item) -> bool:
     return "accelerator" in getattr(item, "fixturenames", ()) or str(device).startswith("simulated")
 
 
-SAMPLED = {
-    "test_one_call_that_fails_is_one_error_at_most_and_changes_no_bit": 4,
-    "test_a_disk_that_goes_on_failing_breaks_the_training_until_a_checkpoint_is_loaded": 3,
-    "test_a_call_that_comes_back_short_is_gone_on_with_or_is_an_error": 3,
-    "test_twelve_steps_equal_those_in_place": 3,
-    "test_updating_in_backward_gives_the_same_bits": 4,
-    "test_thirty_steps_are_ten_saved_and_twenty_by_as_many_ranks_or_fewer": 1,
-    "test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits": 4,
-    "test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_second_step": 4,
-    "test_units_give_the_bits_of_the_model_as_it_is": 4,
-    "test_a_save_in_the_middle_of_a_step_is_whole_or_an_error": 3,
-    "test_a_run_that_saves_and_one_that_resumes_have_the_bits_of_one_at_a_stretch": 3,
-    "test_experts_without_tokens_change_no_bit": 4,
-    "test_a_mesh_that_the_caller_has_set_changes_nothing": 4,
-    "test_a_rank_that_goes_another_way_is_one_named_error_everywhere_or_changes_nothing": 6,
-    "test_in_every_way_experts_of_leaf_modules_have_the_bits_of_stage_2_and_their_gradients_leave_during_backward": 2,
-    "test_the_sound_front_end_passes": 15,
-    "test_what_is_damaged_is_refused_or_does_not_matter": 1,
-    "test_what_p_data_gave_once_is_followed_for_as_long_as_it_is_kept": 4,
-    "test_delayed_parameters_are_a_step_behind_until_they_are_flushed": 3,
-    "test_no_transfer_is_implicit": 4,
-    "test_on_any_mesh_the_bits_are_those_of_eager_optax": 3,
-    "test_a_read_by_hand_after_a_step_sees_finished_values": 14,
-    "test_weights_that_are_put_back_have_their_master_weights": 7,
-    "test_a_copy_to_one_ranks_device_that_fails_ends_the_engines_of_all_within_the_groups_time": 1,
-    "test_each_further_attempt_raises_the_first_error_again": 4,
-    "test_a_whole_loss_over_weights_is_one_graph_where_they_are_gathered": 2,
-    "test_with_strict_promotion_the_bits_are_the_same": 1,
-    "test_ranks_are_places_in_the_mesh_not_device_ids": 1,
-    "test_delayed_parameters_are_those_of_a_step_before_from_the_warm_up_on": 1,
-    "test_value_and_grad_may_be_part_of_a_compiled_function": 2,
-    "test_compiled_models_do_not_compile_again_and_see_finished_values": 3,
-    "test_experts_are_gathered_when_tokens_are_routed_to_them": 1,
-    "test_what_is_saved_while_others_are_in_place_changes_nothing": 8,
-    "test_ranks_that_route_to_other_experts_train_as_torch_does_with_the_mean_of_their_gradients": 1,
-    "test_narrow_states_have_the_bits_of_one_device": 1,
-    "test_explicit_axes_are_taken_like_auto_ones": 1,
-    "test_training_at_stage_3_is_training_at_stage_2": 1,
-    "test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it": 2,
-    "test_compiled_blocks_are_compiled_once_and_give_the_bits_of_the_model_as_it_is": 3,
-    "test_every_schedule_and_element_type_gives_the_bits_of_stage_2": 4,
-    "test_two_processes_and_one_that_resumes_what_they_have_saved_have_them_too": 1,
-    "test_the_bits_are_those_of_one_device_on_the_averaged_gradients": 2,
-    "test_a_resumed_run_is_the_uninterrupted_one": 4,
-    "test_who_resumes_on_other_devices_has_them_too": 3,
-    "test_a_schedule_does_step_by_step_what_it_does_to_torchs_optimizer": 30,
-    "test_weights_that_are_clipped_after_each_step_are_those_of_a_counted_write": 8,
-    "test_activations_on_the_host_change_no_bit_and_take_no_weight_along": 8,
-    "test_the_device_gets_the_bits_that_the_host_gets": 8,
-    "test_the_bits_are_those_of_the_direct_way": 9,
-    "test_fifty_steps_of_a_model_have_the_bits_of_eager_adamw": 2,
-    "test_an_adapter_on_a_base_that_is_loaded_quantised_gets_the_bits_of_torchs_optimizer": 2,
-    "test_optax_goes_on_from_the_export_with_the_same_bits_and_back": 4,
-    "test_functions_of_torch_func_take_an_engines_model": 21,
-    "test_a_graph_that_left_its_module_another_way_reads_whole_parameters": 14,
-    "test_a_parameter_that_took_anothers_place_is_named": 19,
-    "test_tensors_over_the_memory_of_a_trained_parameter_are_named": 14,
-    "test_code_runs_and_says_what_stands_there": 37,
-    "test_a_mesh_changes_no_bits": 3,
-    "test_whatever_follows_sees_the_update_made": 9,
-    "test_what_stands_before_as_optax_has_the_effect_that_it_has_on_adamw": 2,
-    "test_a_run_is_that_of_torchs_fused_adamw": 2,
-    "test_a_run_of_sft_trainer_is_that_of_torchs_fused_adamw_and_resumes": 2,
-    "test_a_function_that_the_user_has_compiled_follows_the_loss_scale": 2,
-    "test_a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole": 2,
-    "test_attention_in_evaluation_is_the_same_function_while_an_update_runs": 3,
-    "test_a_resumed_run_has_the_bits_of_an_uninterrupted_one": 6,
-    "test_each_way_of_running_gives_the_same_bits": 12,
-}
-"""Laws of which ``make test`` checks so many cases, from the first to the last; ``make test-all`` checks the others."""
+def law_of(item: pytest.Item) -> tuple[Path, str]:
+    return item.path, getattr(item, "originalname", item.name)
 
 
 def mark_others_slow(items: list[pytest.Item]) -> None:
+    """Mark the cases that this run does not draw; under ``--whole`` all cases of laws of which runs draw some."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if (name := getattr(item, "originalname", "")) in SAMPLED and not any(item.iter_markers("slow")):
-            cases.setdefault((item.path, name), []).append(item)
+        if any(item.iter_markers("slow")):
+            continue
+        if law_of(item)[1] in sampling.SAMPLED:
+            cases.setdefault(law_of(item), []).append(item)
+        elif sampling.whole and "drawn" in getattr(item, "fixturenames", ()):
+            item.add_marker("slow")
     for (_, name), each in cases.items():
-        kept = {len(each) * i // SAMPLED[name] for i in range(SAMPLED[name])}
-        for i, item in enumerate(each):
-            if i not in kept:
+        kept = [] if sampling.whole else sampling.chosen(each, sampling.SAMPLED[name], sampling.draw)
+        for item in each:
+            if item not in kept:
                 item.add_marker("slow")
+
+
+@pytest.fixture
+def drawn() -> Callable[..., list[Any]]:
+    """``drawn(cases, 2)``: two of a law's own cases, others with each commit; under ``--whole`` all of them."""
+
+    def draw(cases: Iterable[Any], count: int) -> list[Any]:
+        every = [*cases]
+        assert sampling.least(len(every)) <= count, f"ten draws of {count} do not see all {len(every)} cases"
+        return every if sampling.whole else sampling.chosen(every, count, sampling.draw)
+
+    return draw
 
 
 @pytest.hookimpl(wrapper=True)

@@ -92,7 +92,7 @@ def command_of(part: str, arguments: list[str]) -> list[str]:
         store, files = STORE_OF[part]
         chosen = ["--store", store, "-m", "not slow and not soak"]
     else:
-        files, chosen = FOLDERS[part], ["-m", "slow", *(f"--ignore=tests/{path}" for path in WITH_DEEPSPEED)]
+        files, chosen = FOLDERS[part], ["-m", "slow", "--whole", *(f"--ignore=tests/{path}" for path in WITH_DEEPSPEED)]
     return [sys.executable, "-m", "pytest", "-q", *chosen, *(f"tests/{path}" for path in files), *arguments]
 
 

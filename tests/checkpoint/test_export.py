@@ -13,7 +13,7 @@ import safetensors
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -26,6 +26,7 @@ from offload_core.testing.thread_ranks import run_ranks as run_threads
 from tests.support.exports import load
 from tests.support.partitioned_models import gpt, gpt_loss
 from tests.support.processes import on_ranks
+from tests.support.strategies import law
 
 BF16 = {"param_dtype": "bfloat16"}
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 40, "reduce_bucket_size": 1000}
@@ -49,7 +50,7 @@ def export(folder, arrays, max_shard_bytes=10**9):
     export_weights(folder, weights_of(arrays), max_shard_bytes=max_shard_bytes, collectives=SingleRank())
 
 
-@settings(max_examples=40)
+@law(40)
 @given(data=st.data())
 def test_shards_hold_every_tensor_once_within_the_bound_and_in_order(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("export")
@@ -93,7 +94,7 @@ def test_what_is_moved_into_place_is_on_the_disk_and_the_index_comes_last(tmp_pa
     ]  # fmt: skip
 
 
-@settings(max_examples=20)
+@law(20)
 @given(st.integers(1, 4), st.lists(st.integers(0, 3), max_size=20), st.integers(1, 25))
 def test_merging_gives_all_ranks_every_word_whatever_the_pieces(world_size, owners, piece):
     words = np.arange(len(owners), dtype=np.int64) * 2**40 - 5

@@ -7,11 +7,12 @@ from collections import Counter, OrderedDict, defaultdict
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.checkpoint.values import ArrayType, decode, encode
 from offload_core.errors import CheckpointError
+from tests.support.strategies import law
 
 TORCH = ArrayType("torch", lambda v: isinstance(v, torch.Tensor), lambda v: v.numpy(), torch.from_numpy)
 KEYS = st.text(max_size=3) | st.integers() | st.booleans() | st.floats(allow_nan=False) | st.tuples(st.integers())
@@ -44,7 +45,7 @@ def there_and_back(value, *types):
     return decode(json.loads(text), arrays, types)
 
 
-@settings(max_examples=300)
+@law(300)
 @given(VALUES)
 def test_values_come_back_with_their_types_and_bits(value):
     assert repr(there_and_back(value)) == repr(value)

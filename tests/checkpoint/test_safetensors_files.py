@@ -5,12 +5,13 @@ import pytest
 import safetensors.numpy
 import safetensors.torch
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.checkpoint.safetensors import NUMPY_OF, plan_file, read_header
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CheckpointError
+from tests.support.strategies import law
 
 TYPES = sorted(NUMPY_OF.values(), key=lambda dtype: (-dtype.itemsize, dtype.name))
 
@@ -25,7 +26,7 @@ def write(path, arrays, metadata=None):
         assert file.tell() == size
 
 
-@settings(max_examples=50)
+@law(50)
 @given(data=st.data())
 def test_the_formats_own_library_reads_what_is_written(tmp_path_factory, data):
     names = data.draw(st.lists(st.text(max_size=20).filter(lambda n: n != "__metadata__"), unique=True, max_size=5))

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
@@ -17,7 +16,7 @@ from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support.one_thread import Threads
 from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import STATES, Naive, Subject, formats, held_states
-from tests.support.strategies import element_types
+from tests.support.strategies import element_types, law
 
 SIZES = (1, 3, 16, 33, 70)
 HYPERS = [AdamHyper(1e-2, (0.9, 0.99), 1e-8, 0.1)]
@@ -287,5 +286,4 @@ class Anything(RuleBasedStateMachine):
         assert len(buckets.staging._free) == buckets.terms.staging_slots
 
 
-Anything.TestCase.settings = settings(max_examples=100, stateful_step_count=30)
-test_any_sequence_of_calls_equals_the_naive_loop = Anything.TestCase
+test_any_sequence_of_calls_equals_the_naive_loop = law(100, stateful_step_count=30)(Anything.TestCase)

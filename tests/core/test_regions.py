@@ -5,10 +5,11 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.layout.regions import Region, common
+from tests.support.strategies import law
 
 
 def elements_of(region):
@@ -45,7 +46,7 @@ def regions(draw, shape):
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 
 
-@settings(max_examples=300)
+@law(300)
 @given(data=st.data(), shape=SHAPES)
 def test_runs_are_the_elements(data, shape):
     region = data.draw(regions(shape))
@@ -55,7 +56,7 @@ def test_runs_are_the_elements(data, shape):
     assert (runs[:, 1] > 0).all()
 
 
-@settings(max_examples=300)
+@law(300)
 @given(data=st.data(), shape=SHAPES)
 def test_what_a_cut_view_and_a_region_have_in_common(data, shape):
     view = data.draw(views(shape))
@@ -77,7 +78,7 @@ def test_what_a_cut_view_and_a_region_have_in_common(data, shape):
     assert [tuple(row[:2]) for row in rows.tolist()] == sorted(tuple(row[:2]) for row in rows.tolist())
 
 
-@settings(max_examples=300)
+@law(300)
 @given(data=st.data(), shape=SHAPES)
 def test_a_region_is_a_few_boxes_of_the_parameter(data, shape):
     """Their elements lie in it one after another; NumPy cuts them out."""

@@ -1,18 +1,34 @@
 """Floats of every kind, arrays of them, and steps."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.native.kernels import RULES
+from tests import sampling
 from tests.support.kernel_calls import State
 from tests.support.oracles import Step
 from tests.support.rules import DRAWN
 
 
-def law(max_examples: int = 60) -> settings:
-    return settings(max_examples=max_examples)
+def law(max_examples: int = 60, **others: Any) -> Callable[[Any], Any]:
+    """Decorate a law of Hypothesis, or a state machine's test case. ``make test`` tries a part of its examples, and
+    ``make test-all`` all of them. Other arguments are those of ``settings``."""
+    chosen = settings(max_examples=sampling.examples(max_examples), **others)
+
+    def decorated(test: Any) -> Any:
+        if isinstance(test, type):
+            test.settings = chosen
+        else:
+            test = chosen(test)
+        return pytest.mark.slow(test) if sampling.whole else test
+
+    return decorated
 
 
 # Where formats change: zero, subnormals, limits and rounding ties of fp32, bf16 and fp16.

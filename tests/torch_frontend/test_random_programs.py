@@ -10,8 +10,17 @@ from tests.support.programs import Program, run_on_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
 
+NUMBERS = pytest.mark.parametrize(
+    "n",
+    [
+        6,
+        pytest.param(20, marks=pytest.mark.slow),
+        pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
+    ],
+)
 
-@pytest.mark.parametrize("n", [20, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
+
+@NUMBERS
 def test_a_program_over_an_engine_has_the_bits_of_plain_torch(n, tmp_path_factory):
     @settings(max_examples=n, report_multiple_bugs=False)
     @given(programs.settings(), programs.programs)
@@ -22,10 +31,10 @@ def test_a_program_over_an_engine_has_the_bits_of_plain_torch(n, tmp_path_factor
 
 
 @pytest.mark.parametrize("fsdp", [False, True], ids=["stages", "FSDP2"])
-@pytest.mark.parametrize("n", [20, pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(7200)])])
+@NUMBERS
 def test_a_program_on_two_ranks_has_the_bits_of_plain_torch(n, fsdp, tmp_path_factory):
     """In stages 1 and 2 ranks leave out different parameters. Over FSDP2 shards are uneven, empty, tied and frozen."""
-    each = 20  # in one start of processes
+    each = min(n, 20)  # in one start of processes
     drawn = st.lists(st.tuples(programs.settings(fsdp=fsdp), programs.programs), min_size=each, max_size=each)
 
     @settings(max_examples=n // each, phases=[Phase.generate])  # a smaller list of programs says no more

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, example, given, settings
+from hypothesis import Phase, example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -135,7 +135,7 @@ def trained(case, *, dtype, way, clipping):
 
 def runs_of_ranks(n):
     """So many examples, which are not made simpler when one fails: each starts processes."""
-    return settings(law(n), phases=[Phase.generate])
+    return law(n, phases=[Phase.generate])
 
 
 def assert_no_mesh_changes_an_update(cases, n_ranks):
