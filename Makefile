@@ -10,18 +10,20 @@ BIN := $(VENV)/bin
 PASSIVE := OMP_WAIT_POLICY=$${OMP_WAIT_POLICY:-passive}
 # Three files of tests at a time, for two processors: ranks wait for each other. ARGS="-n 0" for one.
 SIDE_BY_SIDE := -n 3 --dist loadfile --no-loadscope-reorder
-TEST := $(BIN)/python -m pytest -q $(SIDE_BY_SIDE)
+# Where it is set, each of the processes that tests start compiles all modules again: a second each.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -q
+TEST := $(PYTEST) $(SIDE_BY_SIDE)
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: help train demo demo-disk quick test test-all test-others with-deepspeed soak lint docs bench wheel setup pins check-pins clean
+.PHONY: help train demo demo-disk quick test test-times test-integrations test-all test-others with-deepspeed soak lint docs bench wheel setup integrations pins check-pins clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train       train a small GPT (FRONTEND=jax, PYTHON=python3.12, ARGS=--help)"
 	@echo "make demo        train GPT-2 124M, for a GPU"
 	@echo "make demo-disk   train 3 B parameters in 4 GiB of memory, on a disk"
-	@echo "make test        the tests, in eight minutes; make quick runs a few, test-all and soak more"
+	@echo "make test        every law once, in minutes; make quick runs a few, test-integrations, test-all and soak more"
 	@echo "make lint docs bench wheel pins check-pins clean: see CONTRIBUTING.md"
 
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
@@ -39,13 +41,22 @@ demo-disk: $(VENV)/.has-torch $(BUILD_STAMP)
 quick: setup
 	$(TEST) -m quick $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
 
-# Every law and behaviour once, in eight minutes.
+# Every law once: of those with many cases it draws some, others with each commit.
 test: setup
-	$(TEST) -m "not slow and not soak" $(ARGS)
+	$(TEST) -m "not slow and not soak and not integration" $(ARGS)
 
-# What is too slow for that, in parts; make test-all PART=waits runs one, PART=share the one that the commit's hash chooses.
-test-all: setup
-	$(BIN)/python -m tests.parts $(if $(PART),--part $(PART)) $(SIDE_BY_SIDE) $(ARGS)
+# The processor time of its files, into tests/ledger.tsv, which make lint checks; FILES="tests/core/test_ring.py": of these.
+test-times: setup
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.ledger measure $(SIDE_BY_SIDE) $(ARGS) $(FILES)
+
+# The same with other libraries: transformers, Lightning, TRL, flax, ray and so on, which it installs.
+test-integrations: integrations
+	$(TEST) -m "integration and not slow and not soak" $(ARGS) tests/integrations \
+	    $$(grep -rl --include='test_*.py' --exclude-dir=integrations 'mark\.integration' tests)
+
+# What is too slow for that, in parts; make test-all PART=waits runs one, PART=share the one that the commit chooses.
+test-all: integrations
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.parts $(if $(PART),--part $(PART)) $(SIDE_BY_SIDE) $(ARGS)
 
 # The core, the kernels and JAX's laws on other Pythons, each in an environment of its own; one that is not here is named.
 # pyenv's are taken from their folders, as its commands work for the chosen version alone.
@@ -66,18 +77,19 @@ with-deepspeed: setup $(PEERS_STAMP)
 	    echo "make: DeepSpeed is not installed (pip's words are above), and its tests would be skipped"; exit 1; }
 	DS_ACCELERATOR=cpu $(BIN)/python -m pytest -q -m "not soak" $(ARGS) $(FILES)
 
-soak: setup
+soak: integrations
 	$(TEST) -m soak $(ARGS)
 
-lint: setup $(VENV)/.has-lint
+lint: integrations $(VENV)/.has-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.ledger
 	$(BIN)/mypy
 	$(BIN)/mypy --platform darwin
 	$(BIN)/clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c tests/support/simulated/*.cpp
 
 # Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.
-docs: setup $(VENV)/.has-docs
+docs: integrations $(VENV)/.has-docs
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet docs build/docs
 
 # All parts, or some: make bench PARTS="update step" ARGS=--quick
@@ -97,6 +109,7 @@ wheel: setup $(VENV)/.has-package
 	cd build && tried/bin/python ../tests/packaging/wheel_check.py types $(ARGS)
 
 setup: $(VENV)/.has-test $(BUILD_STAMP)
+integrations: $(VENV)/.has-integrations $(BUILD_STAMP)
 
 # --- set-up: .venv, with what a command needs, installed once -------------------------------------------
 # SYSTEM=1 takes the torch or jax that PYTHON has, in a .venv that sees them; PYTHON=python3.12 takes another Python.
@@ -182,7 +195,7 @@ VERL := verl==0.9.1 tensordict==0.10.0 hydra-core==1.3.8 omegaconf==2.3.1 antlr4
     codetiming==1.4.0 pyvers==0.2.3 orjson==3.13.0 uvicorn==0.54.0 fastapi==0.165.0 starlette==1.10.0 \
     opentelemetry-api==1.45.2 cachetools==8.0.2
 
-SETS := $(addprefix $(VENV)/.has-,torch jax test lint docs package)
+SETS := $(addprefix $(VENV)/.has-,torch jax test integrations lint docs package)
 $(VENV)/.has-torch: private WHAT = torch and 15 small packages
 $(VENV)/.has-torch: private EXTRAS = torch
 $(VENV)/.has-torch: private MORE = tqdm
@@ -190,17 +203,21 @@ $(VENV)/.has-torch: $(VENV)/.torch
 $(VENV)/.has-jax: private WHAT = jax and 15 small packages (200 MB, 600 MB on disk)
 $(VENV)/.has-jax: private EXTRAS = jax,bench
 $(VENV)/.has-jax: $(VENV)/.python
-$(VENV)/.has-test: private WHAT = torch, jax and the libraries that tests combine them with (141 packages, 760 MB, 2.6 GB on disk)
-$(VENV)/.has-test: private EXTRAS = torch,jax,test,bench
-$(VENV)/.has-test: private BESIDE = TITAN VERL
+$(VENV)/.has-test: private WHAT = torch, jax and what tests need (38 packages, 1.5 GB on disk)
+$(VENV)/.has-test: private EXTRAS = torch,jax,laws,bench
 $(VENV)/.has-test: $(VENV)/.torch
+$(VENV)/.has-integrations: private WHAT = the libraries that tests combine with torch and jax (100 packages, 1.1 GB on disk)
+$(VENV)/.has-integrations: private EXTRAS = torch,jax,integrations,bench
+$(VENV)/.has-integrations: private BESIDE = TITAN VERL
+$(VENV)/.has-integrations: $(VENV)/.has-test
 $(VENV)/.has-lint: private WHAT = ruff, mypy and clang-format (50 MB)
 $(VENV)/.has-lint: private EXTRAS = lint
 $(VENV)/.has-docs: private WHAT = sphinx (20 MB)
 $(VENV)/.has-docs: private EXTRAS = docs
 $(VENV)/.has-package: private WHAT = what builds and checks wheels (100 MB)
 $(VENV)/.has-package: private EXTRAS = package
-$(VENV)/.has-lint $(VENV)/.has-docs $(VENV)/.has-package: $(VENV)/.has-test
+$(VENV)/.has-lint $(VENV)/.has-docs: $(VENV)/.has-integrations
+$(VENV)/.has-package: $(VENV)/.has-test
 
 # The requirements of the installed checkout. With its version, so that pip takes no other project of this name.
 $(SETS): pyproject.toml constraints.txt | $(BUILD_STAMP)
@@ -224,13 +241,13 @@ pins: $(VENV)/.python
 # What each command installs can be had for each Python, in wheels, as pinned: resolved, and not installed.
 check-pins: $(VENV)/.python
 	@$(PIP) --quiet uv
-	@for version in 3.11.0 3.12 3.13 3.14; do for set in "torch log" "jax bench" "torch jax test bench" lint docs package; do \
+	@for version in 3.11.0 3.12 3.13 3.14; do for set in "torch log" "jax bench" "torch jax laws bench" "torch jax integrations bench" lint docs package; do \
 	    $(BIN)/uv pip compile --quiet --python-version $$version --constraint constraints.txt --only-binary :all: \
 	        $$(printf -- '--extra %s ' $$set) --output-file /dev/null pyproject.toml >/dev/null || exit 1; done; \
 	    echo "make: Python $$version: every set resolves"; done
 
 # One that cannot be installed is tried again the next time, and the results say why it is missing.
-$(PEERS_STAMP): $(VENV)/.has-test $(BUILD_STAMP)
+$(PEERS_STAMP): $(VENV)/.has-integrations $(BUILD_STAMP)
 	if $(BIN)/python -m bench.peers install; then touch $@; fi
 
 clean:

@@ -51,6 +51,7 @@ OPTIONAL = {
     "torchtitan",
 }
 """Without one of these, the tests that need it are skipped: so the rest runs on a Python for which it has no wheel."""
+INTEGRATIONS = Path(__file__).parent / "integrations"
 LONGEST = (
     "torch_frontend/test_compiled_blocks.py",
     "jax_frontend/mesh/test_bits.py",
@@ -69,26 +70,33 @@ LONGEST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seed", type=int, default=0, help="of every random draw in the tests; default: 0")
+    parser.addoption("--seed", default="0", help="of every random draw in the tests; default: 0")
     words = "which cases are checked of laws that have many; default: by the commit, so that ten in a row see all"
-    parser.addoption("--draw", type=int, choices=range(sampling.DRAWS), help=words)
+    parser.addoption("--draw", help=words)
     parser.addoption("--whole", action="store_true", help="check all cases of those laws, which are marked slow then")
     stores = ["memory", "late", "disk", "nvme", "half nvme"]
     words = "that keeps the states; nvme: on disk, and parameters that stage 3 has on the host, too"
     parser.addoption("--store", choices=stores, default="memory", help=words)
 
 
+def number_of(config: pytest.Config, option: str) -> int:
+    text = str(config.getoption(option))
+    if not text.isdecimal():
+        raise pytest.UsageError(f"--{option} {text}: expected a number, 0 or more")
+    return int(text)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the seed to Hypothesis, whose own option wins, and to the order of sets in all processes that start now."""
-    seed = config.getoption("seed")
+    seed = config.option.seed = number_of(config, "seed")
+    if config.option.draw is None:
+        config.option.draw = sampling.draw_of_commit()  # pytest-xdist hands it to its workers
+    sampling.draw, sampling.whole = number_of(config, "draw") % sampling.DRAWS, config.option.whole
     if (store := config.getoption("store")) != "memory":
         from tests.support import late_stores
 
         late_stores.take_the_place_of_memory(store)
-    if config.option.draw is None:
-        config.option.draw = sampling.draw_of_commit()  # pytest-xdist hands it to its workers
-    sampling.draw, sampling.whole = config.option.draw, config.option.whole
     if config.getoption("hypothesis_seed", 0) is None:  # a pair of processes has no plugins
         config.option.hypothesis_seed = sampling.DRAWS * seed + sampling.draw
     os.environ.setdefault("PYTHONHASHSEED", str(seed % 2**32))
@@ -210,6 +218,9 @@ def drawn() -> Callable[..., list[Any]]:
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     mark_others_slow(items)
+    for item in items:
+        if INTEGRATIONS in item.path.parents:
+            item.add_marker("integration")
     for item in filter(needs_accelerator, items):
         item.add_marker("gpu")
     yield

@@ -7,14 +7,12 @@ import math
 import pickle
 import threading
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import psutil
 import pytest
-from flax import nnx
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.experimental.layout import Format, Layout
@@ -34,7 +32,6 @@ from tests.support.jax_models import (
     on_the_cpu,  # noqa: F401 (a fixture)
     random_tree,
 )
-from tests.support.jax_modules import Net, Perceptron, regression, regression_data
 from tests.support.late_stores import over_all_stores
 from tests.support.strategies import law
 
@@ -830,69 +827,6 @@ def test_a_stale_optax_state_is_refused():
     assert_same_tree(offloaded.to_pytree(), before)
     tx.update(random_tree(291), second, params)
     assert offloaded.count == 2
-
-
-# --- other libraries' trees --------------------------------------------------------------------------
-
-
-def test_a_flax_nnx_model_trains():
-    """Dropout's random keys and counters are the loop's: they go in as an argument, and come back as aux."""
-    x, y = regression_data()
-    graphdef, state, others = nnx.split(Net(nnx.Rngs(0)), nnx.Param, ...)
-    offloaded = wrap(state, lr=3e-2)
-
-    def loss_of(params, others, x, y):
-        model = nnx.merge(graphdef, params, others, copy=True)
-        loss = regression(model, x, y)
-        return loss, nnx.state(model, nnx.Not(nnx.Param))
-
-    value_and_grad = offloaded.value_and_grad(loss_of, has_aux=True)
-    losses = []
-    for step in range(30):
-        (loss, others), grads = value_and_grad(offloaded.params, others, x, y)
-        assert int(others["dropout"]["rngs"]["count"].get_value()) == step + 1
-        assert isinstance(offloaded.update(grads), nnx.State)
-        losses.append(float(loss))
-    assert losses[-1] < 0.3 * losses[0]
-    trained = nnx.merge(graphdef, offloaded.params, others)
-    trained.eval()
-    assert regression(trained, x, y) < losses[0]
-    resumed = wrap(state)
-    resumed.load_pytree(offloaded.to_pytree())
-    assert_same_tree(resumed.to_pytree(), offloaded.to_pytree())
-
-
-def test_flax_nnx_parameters_have_the_bits_of_optax():
-    x, y = regression_data()
-    model = Net(nnx.Rngs(1))
-    params = nnx.state(model, nnx.Param)
-    offloaded, eager = wrap(params, **HYPER), Eager(optax.adamw(1e-2, weight_decay=0.1), params)
-    gradients = nnx.jit(nnx.grad(regression))
-    for _ in range(3):
-        grads = gradients(model, x, y)
-        eager.update(grads)
-        nnx.update(model, offloaded.update(grads))
-        assert_same_tree(nnx.state(model, nnx.Param), eager.params)
-
-
-def test_an_equinox_module_trains_with_the_bits_of_optax():
-    x, y = regression_data()
-    keys = jax.random.split(jax.random.key(0))
-    model = Perceptron(eqx.nn.Linear(3, 8, key=keys[0]), eqx.nn.Linear(8, 1, key=keys[1]), jnp.tanh, "mlp")
-    only_weights = jax.tree.map(lambda leaf: eqx.is_array(leaf) and leaf.ndim > 1, model)
-    offloaded = wrap(model, **HYPER, mask=only_weights)  # a module of booleans, which can be called, is a mask too
-    decay = optax.adamw(1e-2, weight_decay=0.1, mask=lambda tree: jax.tree.map(lambda leaf: leaf.ndim > 1, tree))
-    eager = Eager(decay, eqx.filter(model, eqx.is_inexact_array))
-    filtered = eqx.filter_jit(eqx.filter_value_and_grad(regression))
-    ours = offloaded.value_and_grad(regression)
-    for i in range(4):
-        loss, grads = (filtered if i % 2 else ours)(offloaded.params, x, y)
-        eager.update(eqx.filter(grads, eqx.is_array))
-        updated = offloaded.update(grads)
-        assert isinstance(updated, Perceptron)
-        assert (updated.activation, updated.name) == (jnp.tanh, "mlp")
-        assert_same_tree(eqx.filter(updated, eqx.is_array), eager.params)
-    assert loss < regression(model, x, y)
 
 
 def test_discarded_gradients_are_forgotten():

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
 
 from frontends.jax import ScaledGradients, wrap
@@ -202,37 +201,6 @@ def test_any_boolean_is_one_of_a_mask():
     for true in (True, np.True_, jnp.array(True)):
         flags = {"w": true, "layers": [{"b": not true, "n": True}]}
         assert wrap(make_params(), trainable=flags, mask=flags).memory_report()
-
-
-class Normed(nnx.Module):
-    def __init__(self, *, dropout=False):
-        self.linear, self.norm = nnx.Linear(3, 4, rngs=nnx.Rngs(0)), nnx.BatchNorm(4, rngs=nnx.Rngs(0))
-        self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0)) if dropout else None
-
-
-@pytest.mark.parametrize(
-    ("tree", "words"),
-    [
-        (lambda: Normed(), "params is an nnx.Module (Normed)"),
-        (lambda: {"gen": [nnx.Linear(3, 4, rngs=nnx.Rngs(0))]}, "params['gen'][0] is an nnx.Module (Linear)"),
-        (lambda: nnx.state(Normed()), "params['norm']['mean'] is an nnx.BatchStat"),
-        (lambda: nnx.state(Normed(dropout=True), nnx.Any(nnx.Param, nnx.RngState)), "is an nnx.RngCount"),
-    ],
-    ids=["module", "modules", "statistics", "random state"],
-)
-def test_what_an_nnx_model_changes_in_its_forward_is_refused(tree, words):
-    with pytest.raises(ParameterError, match=re.escape(words)) as raised:
-        wrap(tree())
-    assert "nnx.state(model, nnx.Param)" in str(raised.value)
-
-
-def test_the_parameters_of_an_nnx_model_are_taken_and_the_rest_where_trainable_says_so():
-    model = Normed(dropout=True)
-    of_param = jax.tree.map(
-        lambda leaf: isinstance(leaf, nnx.Param), nnx.state(model), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable)
-    )
-    for offloaded in (wrap(nnx.state(model, nnx.Param)), wrap(nnx.state(model), trainable=of_param)):
-        assert offloaded.memory_report().numel == 3 * 4 + 4 + 4 + 4
 
 
 def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(monkeypatch):

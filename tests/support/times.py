@@ -1,10 +1,10 @@
 """A plugin of pytest that measures each case: ``pytest -p tests.support.times --times FOLDER`` (``make test-times``).
 
-Processor time is that of the process and of all its descendants, also those that go on: servers of forks, ranks.
+Each worker writes a file of rows: processor seconds, seconds, the case. Processor time is that of the worker and of all
+its descendants, also of those that go on after the case: servers of forks, the second process of a pair.
 """
 
 import os
-import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +14,7 @@ import pytest
 
 
 def processor_seconds() -> float:
-    """What this process and its descendants have spent so far, with those that have ended."""
+    """Return what this process and its descendants have spent so far, with those that have ended."""
     me, total = psutil.Process(), 0.0
     for process in [me, *me.children(recursive=True)]:
         try:
@@ -30,30 +30,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 class Times:
     def __init__(self, path: Path) -> None:
-        self.rows = path.open("w")
-        self.at = self.begun()
+        self._rows = path.open("w")
+        self._at = self._now()
 
-    def begun(self) -> tuple[float, float]:
-        return time.monotonic(), processor_seconds()
+    def _now(self) -> tuple[float, float]:
+        return processor_seconds(), time.monotonic()
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[object]:
         result = yield
-        was, self.at = self.at, self.begun()
-        wall, spent = (now - then for now, then in zip(self.at, was, strict=True))
-        self.rows.write(f"{spent:.2f}\t{wall:.2f}\t{item.nodeid}\n")
+        before, self._at = self._at, self._now()
+        spent, passed = (now - then for now, then in zip(self._at, before, strict=True))
+        self._rows.write(f"{spent:.2f}\t{passed:.2f}\t{item.nodeid}\n")
+        self._rows.flush()
         return result
-
-    def pytest_sessionfinish(self) -> None:
-        used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-        self.rows.write(
-            f"# {sum(u.ru_nvcsw for u in used)} {sum(u.ru_nivcsw for u in used)} {processor_seconds():.1f}\n"
-        )
-        self.rows.close()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if (folder := session.config.getoption("times")) and not session.config.getoption("collectonly"):
-        worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
-        if worker != "alone" or not session.config.getoption("numprocesses", None):
-            session.config.pluginmanager.register(Times(Path(folder) / f"{worker}.tsv"))
+    """Begin where the cases run: in the workers of pytest-xdist, if there are any."""
+    options, worker = session.config.option, os.environ.get("PYTEST_XDIST_WORKER")
+    if options.times and (worker or not getattr(options, "numprocesses", None)):
+        session.config.pluginmanager.register(Times(Path(options.times) / f"{worker or 'alone'}.tsv"))

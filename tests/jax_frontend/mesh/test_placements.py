@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as orbax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -498,9 +497,12 @@ def values(seed):
     return {name: value for name, value in tree_of(seed).items() if value.size}  # orbax saves no empty arrays
 
 
+@pytest.mark.integration
 @processes(1, 2)
 @pytest.mark.parametrize("kind", ["placed", "offload_param", slow("bfloat16"), slow("stage 3"), slow("stage 2")])
 def test_a_sharded_tree_of_states_is_saved_by_orbax_and_nobody_has_it_whole(kind, folder, processes):
+    from orbax import checkpoint as orbax
+
     def refuse(*_, **__):
         raise AssertionError("a whole array")
 

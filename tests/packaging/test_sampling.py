@@ -1,0 +1,106 @@
+"""``make test`` draws cases of laws that have many: ten commits in a row see all, and a run can be repeated."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests import sampling
+from tests.sampling import DRAWS, ROOT, SAMPLED, chosen, draw_of_commit, least
+from tests.support.strategies import law
+
+
+@given(st.integers(1, 400), st.data())
+@law(100)
+def test_ten_draws_see_all_cases_and_one_sees_as_many_as_it_should(n, data):
+    count, begin = data.draw(st.integers(least(n), n)), data.draw(st.integers(0, 30))
+    draws = [chosen(range(n), count, number) for number in range(begin, begin + DRAWS)]
+    assert all(len(set(draw)) == count for draw in draws)
+    assert set().union(*draws) == set(range(n))
+
+
+def git(folder, *arguments):
+    who = ("-c", "user.name=a", "-c", "user.email=a@b")
+    done = subprocess.run(["git", *who, *arguments], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_commits_in_a_row_have_draws_in_a_row(tmp_path):
+    assert draw_of_commit(tmp_path) == 0  # without git
+    whole, shallow = tmp_path / "whole", tmp_path / "shallow"
+    whole.mkdir()
+    git(whole, "init", "-q")
+    seen = []
+    for _ in range(12):
+        git(whole, "commit", "-q", "--allow-empty", "-m", "one more")
+        seen.append(draw_of_commit(whole))
+    assert seen == [i % DRAWS for i in range(1, 13)]
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{whole}", str(shallow))
+    assert draw_of_commit(shallow) == int(git(whole, "rev-parse", "HEAD"), 16) % DRAWS
+
+
+LAWS = """
+import pytest
+from tests.support.strategies import law
+from hypothesis import given, strategies as st
+
+@pytest.mark.parametrize("case", range(20))
+def test_{sampled}(case):
+    print("case", case)
+
+def test_inside(drawn):
+    print("inside", drawn(range(20), 2))
+
+@given(st.integers())
+@law(40)
+def test_of_hypothesis(x):
+    print("example")
+"""
+
+
+def run(folder, *options):
+    """What laws print under these options of pytest, in a folder beside this suite's own settings."""
+    sampled = next(name for name in SAMPLED if SAMPLED[name] == 2)
+    (folder / "test_laws.py").write_text(LAWS.replace("test_{sampled}", sampled))
+    (folder / "conftest.py").write_text("from tests.conftest import *\n")
+    (folder / "pytest.ini").write_text(
+        "[pytest]\nmarkers =\n    slow\n    integration\n    gpu\n    states_in_memory\n"
+    )
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", "-c", "pytest.ini"]
+    environment = {**__import__("os").environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [*command, *options], cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    said = done.stdout
+    inside = re.search(r"inside \[(.*)\]", said)
+    return (
+        [int(case) for case in re.findall(r"case (\d+)", said)],
+        [int(case) for case in inside[1].split(",")] if inside else None,
+        said.count("example\n"),
+        said + done.stderr,
+    )
+
+
+def test_a_run_draws_and_test_all_checks_everything(tmp_path):
+    cases, inside, examples, said = run(tmp_path, "-m", "not slow", "--draw", "3")
+    assert (cases, inside, examples) == (chosen(range(20), 2, 3), chosen(range(20), 2, 3), 10), said
+    assert "random draws: --seed 0; cases of this commit: --draw 3" in said
+    cases, inside, examples, said = run(tmp_path, "-m", "slow", "--whole")
+    assert (cases, inside, examples) == ([*range(20)], [*range(20)], 40), said
+
+
+@pytest.mark.parametrize("options", [["--seed", "x"], ["--draw", "-1"]])
+def test_a_number_that_is_none_is_one_line(tmp_path, options):
+    *_, said = run(tmp_path, *options)
+    assert said.strip() == f"ERROR: {options[0]} {options[1]}: expected a number, 0 or more"
+
+
+def test_each_law_of_the_table_is_there():
+    names = set()
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        names |= set(re.findall(r"def (test_\w+)", path.read_text()))
+    assert not SAMPLED.keys() - names
+    assert sampling.THINNED > 1
