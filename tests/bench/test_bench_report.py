@@ -89,6 +89,7 @@ def test_the_readmes_figures_are_all_there_and_lead_to_their_parts():
     assert {re.search(r"performance.md#([\w-]+)", line)[1] for line in lines} <= titles
 
 
+@pytest.mark.integration
 def test_the_readmes_picture_is_what_the_plan_says(monkeypatch, tmp_path):
     monkeypatch.setattr(fits, "PICTURE", tmp_path / "fits.svg")
     drawn = Path(__file__).parents[2] / "docs" / "pictures" / "fits.svg"

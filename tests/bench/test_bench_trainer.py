@@ -10,6 +10,8 @@ from bench.harness.processes import ContenderError
 from bench.parts import trainer
 from bench.parts.trainer_run import CPU, DS_2, DS_3, OURS, OURS_3, SIMULATED, TORCH, Run
 
+pytestmark = pytest.mark.integration
+
 
 def compared(monkeypatch, tmp_path, changed):
     """The exit status and the record, of runs that are alike but for what is ``changed`` of some."""

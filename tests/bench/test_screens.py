@@ -3,6 +3,8 @@
 import json
 import re
 
+import pytest
+
 from bench import screens
 from offload_core.device.trace import COMPUTE, LANES, UPDATE, Span, Trace
 
@@ -11,6 +13,7 @@ def words(picture):
     return set(re.findall(r">([^<>]+)</text>", picture.read_text()))
 
 
+@pytest.mark.integration
 def test_a_trace_is_drawn_with_all_its_lanes_phases_and_buckets(tmp_path):
     trace = Trace(rank=0, processes=1)
     with trace.to_file(tmp_path / "step.json"):
@@ -21,6 +24,7 @@ def test_a_trace_is_drawn_with_all_its_lanes_phases_and_buckets(tmp_path):
     assert {*LANES, "forward", "bucket 3", "waiting"} <= words(tmp_path / "trace.svg")
 
 
+@pytest.mark.integration
 def test_the_picture_of_losses_says_how_many_differ(tmp_path):
     losses = [(2.0, 2.0), (1.5, 1.25), (1.0, 1.0)]
     records = [{"step": i + 1, "loss": ours, "plain_loss": plain} for i, (ours, plain) in enumerate(losses)]

@@ -358,6 +358,7 @@ def transformer(kind, tied):
     return hf.T5ForConditionalGeneration(config)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True), ("gpt2", False),
                                             ("t5", True), ("llama, head first", True)])  # fmt: skip
 @pytest.mark.parametrize("fields", [{}, {**STAGE_3, **BF16}], ids=["stage 2", "stage 3"])

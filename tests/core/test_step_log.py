@@ -109,6 +109,7 @@ def test_a_value_that_is_no_number_is_named():
         log(done(3), step=17)
 
 
+@pytest.mark.integration
 def test_one_rank_writes_or_each_a_file_of_its_own(tmp_path, monkeypatch):
     pytest.importorskip("tensorboardX")
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
@@ -261,6 +262,7 @@ def scalars(folder):
     }
 
 
+@pytest.mark.integration
 def test_tensorboard_reads_what_is_written_and_forgets_what_is_done_again(tmp_path):
     pytest.importorskip("tensorboardX")
     with StepLog(TensorBoard(tmp_path)) as log:
@@ -280,6 +282,7 @@ def test_tensorboard_reads_what_is_written_and_forgets_what_is_done_again(tmp_pa
     assert math.isnan(scalars(tmp_path)["loss"][2][1])
 
 
+@pytest.mark.integration
 def test_tensorboard_forgets_what_is_done_again_in_one_process(tmp_path):
     pytest.importorskip("tensorboardX")
     with StepLog(TensorBoard(tmp_path)) as log:
@@ -406,6 +409,7 @@ def test_a_report_sets_what_is_held_beside_what_was_planned():
     ]
 
 
+@pytest.mark.integration
 def test_a_report_is_drawn_to_scale(tmp_path, monkeypatch):
     figures = pytest.importorskip("matplotlib.figure")
     drawn, save = [], figures.Figure.savefig

@@ -670,7 +670,14 @@ PLAYED = {
 }
 
 
-@pytest.mark.parametrize("scenario", PLAYED, ids=str)
+@pytest.mark.parametrize(
+    "scenario",
+    [
+        pytest.param(name, marks=pytest.mark.integration if name == "a_model_that_trainer_saves" else ())
+        for name in PLAYED
+    ],
+    ids=str,
+)
 def test_the_sound_front_end_passes(scenario):
     PLAYED[scenario]()
 

@@ -85,14 +85,29 @@ def jobs(page: Path) -> Iterator[Job]:
 JOBS = [job for page in PAGES for job in jobs(page)]
 
 
-LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "flax.nnx", "optax")
+LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "flax.nnx")
 """Imports of several blocks, at most 4 s each. The process that blocks are forks of has done them already."""
+OF_INTEGRATIONS = re.compile(
+    r"\b(transformers|accelerate|lightning|flax|equinox|orbax|grain|peft|trl|ray|verl|torchtitan|datasets|matplotlib"
+    r"|tensorboard|torchao|bitsandbytes|plot)\b"
+)
+
+
+def is_integration(job: Job) -> bool:
+    """True if a job, or one before it in its session, needs what ``make test-integrations`` installs."""
+    code = [" ".join(job.arguments)]
+    if job.output is not None:
+        code += [*files(job.page).values(), *(session for _, session in blocks(job.page, "console"))]
+    return any(map(OF_INTEGRATIONS.search, code))
+
+
+MARKED = [pytest.param(job, id=job.name, marks=pytest.mark.integration if is_integration(job) else ()) for job in JOBS]
 
 
 @pytest.fixture(scope="module")
 def outcome_of(tmp_path_factory) -> Iterator[Callable[[Job], tuple[int, str]]]:
     """Runs a job after those before it on its page; returns its exit status and its output."""
-    server = ForkServer("jax", "frontends.jax", *TORCH, *LIBRARIES, options=OPTIONS)
+    servers: dict[bool, ForkServer] = {}
     folders: dict[Path, Path] = {}
     done: dict[Job, tuple[int, str]] = {}
 
@@ -105,15 +120,22 @@ def outcome_of(tmp_path_factory) -> Iterator[Callable[[Job], tuple[int, str]]]:
         for each in [*before[: before.index(job)], job] if job in before else [job]:
             if each not in done:
                 folder = tmp_path_factory.mktemp("block") if each.output is None else folders[each.page]
-                [ran] = server.run(each.arguments, folder=folder, merge=True)
+                [ran] = server_of(job).run(each.arguments, folder=folder, merge=True)
                 done[each] = ran.returncode, ran.stdout
         return done[job]
 
+    def server_of(job: Job) -> ForkServer:
+        if (needs := is_integration(job)) not in servers:
+            libraries = LIBRARIES if needs else ()
+            servers[needs] = ForkServer("jax", "frontends.jax", "optax", *TORCH, *libraries, options=OPTIONS)
+        return servers[needs]
+
     yield run
-    server.close()
+    for server in servers.values():
+        server.close()
 
 
-@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+@pytest.mark.parametrize("job", MARKED)
 def test_code_runs_and_says_what_stands_there(job, outcome_of):
     status, output = outcome_of(job)
     if job.output is None:

@@ -1,6 +1,5 @@
 """The ledger of processor time holds its budget, and says what to do where it does not."""
 
-
 import pytest
 
 from tests import ledger

@@ -9,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 
 
+@pytest.mark.integration
 def test_the_public_surface_is_as_users_know_it():
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(HERE / "public_surface.py")]

@@ -276,6 +276,7 @@ def test_shards_of_parameters_that_are_no_more_are_freed():
     assert (len(construction._SHARDS), len(pending._WAITS)) == before
 
 
+@pytest.mark.integration
 def test_hugging_face_models_are_loaded_into_shards(tmp_path):
     from transformers import LlamaForCausalLM
 

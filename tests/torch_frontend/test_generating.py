@@ -42,6 +42,7 @@ def step(engine, seed):
     engine.step()
 
 
+@pytest.mark.integration
 @rarely
 @everywhere
 def test_a_generation_gathers_each_parameter_once():
@@ -103,6 +104,7 @@ def test_ranks_generate_to_other_lengths_and_prefetch_alike_later():
     assert len({*found[0], *found[1]}) == 1
 
 
+@pytest.mark.integration
 def test_ranks_generate_with_transformers_to_other_lengths():
     @on_ranks(2)
     def found(rank):
@@ -121,6 +123,7 @@ def test_ranks_generate_with_transformers_to_other_lengths():
     assert found[0] == found[1]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("fields", [{}, STAGE_3], ids=["whole", "shards"])
 def test_parameters_are_read_inside_and_a_graph_made_there_has_its_backward_after(fields):
     engine, plain = wrap(llama(), lr=1e-2, **fields), wrap(llama(), lr=1e-2)
@@ -136,6 +139,7 @@ def test_parameters_are_read_inside_and_a_graph_made_there_has_its_backward_afte
     assert whole_bits(engine) == whole_bits(plain)
 
 
+@pytest.mark.integration
 def test_inside_no_update_is_made_and_no_change_that_other_ranks_lack():
     engine = wrap(llama(), lr=1e-2, **STAGE_3)
     before = whole_bits(engine)
@@ -153,6 +157,7 @@ def test_inside_no_update_is_made_and_no_change_that_other_ranks_lack():
     assert whole_bits(engine) != before
 
 
+@pytest.mark.integration
 def test_an_error_inside_releases_all_parameters():
     engine = wrap(llama(), lr=1e-2, **STAGE_3)
     with pytest.raises(ZeroDivisionError), engine.generating():

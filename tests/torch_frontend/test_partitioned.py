@@ -627,6 +627,7 @@ def test_torch_s_own_modules_train_and_evaluate_alike():
         assert loss_of(plain.eval(), 9) == loss_of(parted.eval(), 9)
 
 
+@pytest.mark.integration
 @rarely
 @everywhere
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated")

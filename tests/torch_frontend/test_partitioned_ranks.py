@@ -16,7 +16,6 @@ from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks
 from frontends.torch.stage3 import partitioned as partitioned_module
 from tests.support.experts import Experts, mixture, rows
-from tests.support.hugging_face import llama
 from tests.support.late_stores import STATES_ON_DISK
 from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
 from tests.support.processes import on_ranks
@@ -241,8 +240,10 @@ def test_a_gradient_that_one_rank_lacks_is_no_matter_in_a_leaf_module_and_an_err
     assert len({*found[0], *found[1]}) == 1, found
 
 
+@pytest.mark.integration
 def test_ranks_generate_to_other_lengths_with_synced_gpus_and_are_told_of_each_other_without():
     """Without, rank 1 makes another token while rank 0 trains on."""
+    from tests.support.hugging_face import llama
 
     @on_ranks(2)
     def _(rank):

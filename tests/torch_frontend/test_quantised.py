@@ -16,6 +16,7 @@ from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.processes import on_ranks
 from tests.support.quantised import KINDS, Adapted, loss_of, model
 
+pytestmark = pytest.mark.integration
 PARTITIONED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
 ON_DISK = {**PARAMETERS_ON_DISK, "param_persistence_threshold": 0}
 IDS = ["stage 2", "stage 3", "stage 3, serial", "stage 3, on disk"]

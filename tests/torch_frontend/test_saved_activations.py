@@ -140,6 +140,7 @@ def test_a_backward_after_an_update_of_what_its_forward_used_is_an_error(device)
         engine.backward(early)
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_transformers_own_checkpointing_beside_activations_on_the_host(reentrant, device):

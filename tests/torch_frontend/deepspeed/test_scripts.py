@@ -139,6 +139,7 @@ def test_a_vision_transformer_learns_from_the_loader_that_it_gets(tmp_path, argu
     assert any(not same_bits(value, value.bfloat16().float()) for value in weights.values())
 
 
+@pytest.mark.integration
 def test_adapters_are_trained_in_stage_3_and_saved_whole(tmp_path):
     pytest.importorskip("peft")
     run(command_of("lora", tmp_path / "3"), command_of("lora", tmp_path / "2", "--zero_stage=2"))
