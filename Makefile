@@ -169,8 +169,15 @@ $(BUILD_STAMP): $(VENV)/.python pyproject.toml setup.py offload_core/native/_ffi
 	$(READY)
 	@echo "make: compiling the kernels: $(words $(wildcard c_src/*.c)) files," \
 	    "$$($(BIN)/python -c 'import os; print(len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))') at a time"
-	@start=$$(date +%s); PYTHONWARNINGS=ignore $(PIP) --quiet --no-deps --no-build-isolation -e . || { \
-	    echo "make: the kernels could not be compiled (the reason is above)"; exit 1; }; \
+# setup.py's line for each file is shown as it ends, and the rest of pip's words only if pip fails.
+	@start=$$(date +%s); \
+	{ PYTHONWARNINGS=ignore $(PIP) --verbose --no-deps --no-build-isolation -e . 2>&1; echo "pip: $$?"; } | { \
+	    end=$$(printf '\n.'); said=; while read -r line; do case $$line in \
+	        *.c:\ [0-9]*\ s) echo "make: $$line" ;; \
+	        pip:\ 0) exit ;; \
+	        pip:\ *) ;; \
+	        *) said=$$said$$line$${end%.} ;; \
+	    esac; done; printf %s "$$said"; echo "make: the kernels could not be compiled (the reason is above)"; exit 1; } && \
 	echo "make: compiled, in $$(($$(date +%s) - start)) s"
 	@touch $@
 

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import setup
@@ -28,7 +29,8 @@ def require_compiler():
 
 
 class BuildKernels(build_ext):
-    """Compiles the sources side by side, because those of the vector kernels take seconds each."""
+    """Compiles the sources side by side, because those of the vector kernels take seconds each. Prints a line for each
+    file as it ends: pip shows these with ``-v`` alone, and make shows nothing else of pip's words."""
 
     def run(self):
         require_compiler()
@@ -38,9 +40,14 @@ class BuildKernels(build_ext):
         compile_in_turn = self.compiler.compile
 
         def compile_side_by_side(sources, **options):
+            def compile_one(source):
+                start = time.monotonic()
+                made = compile_in_turn([source], **options)
+                print(f"{os.path.basename(source)}: {time.monotonic() - start:.0f} s", flush=True)
+                return made
+
             with ThreadPoolExecutor(JOBS) as pool:
-                made = pool.map(lambda source: compile_in_turn([source], **options), sources)
-                return [path for paths in made for path in paths]
+                return [path for paths in pool.map(compile_one, sources) for path in paths]
 
         self.compiler.compile = compile_side_by_side
         super().build_extension(ext)

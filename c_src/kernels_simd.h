@@ -116,78 +116,49 @@ INLINE v32 new_master(v32 p, const v32 *moments, v32 carry, const rule_constants
     return p;
 }
 
-/* All loops over moments have a constant length, so that the compiler unrolls them and the arrays become registers. */
+/* Whole vectors. All loops over moments have a constant length, so that the compiler unrolls them and the arrays become
+ * registers. */
 
 INLINE void update_range(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *constants, int rule,
                          int grad_dtype, int param_dtype, int stream, int keep_states) {
     const rule_constants c = *constants;
-    float *all_masters = a->master, *all_moments[OC_MOMENTS];
+    const oc_segment s = *a;
     v32 moments[OC_MOMENTS];
-    int64_t i = begin;
-    for (int k = 0; k < OC_MOMENTS; k++) {
-        all_moments[k] = a->moments[k];
+    for (int k = 0; k < OC_MOMENTS; k++)
         moments[k] = v_set(0);
-    }
-    /* main loop */
-    for (; i + LANES <= end; i += LANES) {
-        fetch(a->grad, grad_dtype, i + FETCH_AHEAD);
-        fetch(a->master, OC_FLOAT32, i + FETCH_AHEAD);
+    for (int64_t i = begin; i < end; i += LANES) {
+        fetch(s.grad, grad_dtype, i + FETCH_AHEAD);
+        fetch(s.master, OC_FLOAT32, i + FETCH_AHEAD);
         for (int k = 0; k < OC_MOMENTS; k++)
             if (has_moment(&c, rule, k)) {
-                fetch(a->moments[k], OC_FLOAT32, i + FETCH_AHEAD);
-                moments[k] = v_load(all_moments[k] + i);
+                fetch(s.moments[k], OC_FLOAT32, i + FETCH_AHEAD);
+                moments[k] = v_load((const float *)s.moments[k] + i);
             }
-        v32 g = load_as_f32(a->grad, grad_dtype, i), p = v_load(all_masters + i);
+        v32 g = load_as_f32(s.grad, grad_dtype, i), p = v_load((const float *)s.master + i);
         v32 carry = new_moments(g, p, moments, &c, rule);
         p = new_master(p, moments, carry, &c, rule);
         if (!keep_states) {
-            v_store(all_masters + i, p);
+            v_store((float *)s.master + i, p);
             for (int k = 0; k < OC_MOMENTS; k++)
                 if (has_moment(&c, rule, k))
-                    v_store(all_moments[k] + i, moments[k]);
+                    v_store((float *)s.moments[k] + i, moments[k]);
         }
-        store_from_f32(a->param, param_dtype, i, p, stream);
+        store_from_f32(s.param, param_dtype, i, p, stream);
     }
-    /* tail */
-    if (i < end) {
-        lanes grad, master, param, padded[OC_MOMENTS];
-        int64_t n = end - i;
-        to_lanes(&grad, a->grad, grad_dtype, i, n);
-        to_lanes(&master, a->master, OC_FLOAT32, i, n);
-        for (int k = 0; k < OC_MOMENTS; k++)
-            if (has_moment(&c, rule, k)) {
-                to_lanes(padded + k, a->moments[k], OC_FLOAT32, i, n);
-                moments[k] = v_load((float *)padded[k].bytes);
-            }
-        v32 g = load_as_f32(grad.bytes, grad_dtype, 0), p = v_load((float *)master.bytes);
-        v32 carry = new_moments(g, p, moments, &c, rule);
-        p = new_master(p, moments, carry, &c, rule);
-        if (!keep_states) {
-            v_store((float *)master.bytes, p);
-            from_lanes(&master, a->master, OC_FLOAT32, i, n);
-            for (int k = 0; k < OC_MOMENTS; k++)
-                if (has_moment(&c, rule, k)) {
-                    v_store((float *)padded[k].bytes, moments[k]);
-                    from_lanes(padded + k, a->moments[k], OC_FLOAT32, i, n);
-                }
-        }
-        if (param_dtype != OC_NO_PARAM) {
-            store_from_f32(param.bytes, param_dtype, 0, p, 0);
-            from_lanes(&param, a->param, param_dtype, i, n);
-        }
-    }
-    if (stream)
-        v_fence();
 }
 
 #include "kernels_formats.h"
 
 /* Each pair of element types has a function for each rule. They are constants in it, so its switches fold away. One
- * function of all pairs would be slow to compile: the compiler's time grows faster than a function's length. */
+ * function of all pairs would be slow to compile: the compiler's time grows faster than a function's length. Muon's
+ * first pass writes bf16, and its second reads bf16: for other types it has none, and update_blocks does it. */
 #define EACH_PARAM(DO, RULE, G)                                                                                        \
     DO(RULE, G, OC_FLOAT32) DO(RULE, G, OC_BFLOAT16) DO(RULE, G, OC_FLOAT16) DO(RULE, G, OC_NO_PARAM)
 #define EACH_PAIR(DO, RULE)                                                                                            \
     EACH_PARAM(DO, RULE, OC_FLOAT32) EACH_PARAM(DO, RULE, OC_BFLOAT16) EACH_PARAM(DO, RULE, OC_FLOAT16)
+#define EACH_DIRECTION(DO)                                                                                             \
+    DO(OC_MUON_DIRECTION, OC_FLOAT32, OC_BFLOAT16)                                                                     \
+    DO(OC_MUON_DIRECTION, OC_BFLOAT16, OC_BFLOAT16) DO(OC_MUON_DIRECTION, OC_FLOAT16, OC_BFLOAT16)
 
 #define DEFINE_RANGE(RULE, G, P)                                                                                       \
     static void range_##RULE##_##G##_##P(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *c,     \
@@ -195,29 +166,64 @@ INLINE void update_range(const oc_segment *a, int64_t begin, int64_t end, const 
         update_range(a, begin, end, c, RULE, G, P, stream, keep_states);                                               \
     }
 #define DEFINE_RANGES(RULE, ...) EACH_PAIR(DEFINE_RANGE, RULE)
-OC_EACH_RULE(DEFINE_RANGES)
+OC_EACH_ELEMENTWISE_RULE(DEFINE_RANGES)
+EACH_DIRECTION(DEFINE_RANGE)
 
 typedef void range_fn(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *c, int stream,
                       int keep_states);
 #define RANGE_ENTRY(RULE, G, P) [RULE][G][P] = range_##RULE##_##G##_##P,
 #define RANGE_ENTRIES(RULE, ...) EACH_PAIR(RANGE_ENTRY, RULE)
-static range_fn *const ranges[OC_RULES][3][4] = {OC_EACH_RULE(RANGE_ENTRIES)};
+static range_fn *const ranges[OC_RULES][3][4] = {OC_EACH_ELEMENTWISE_RULE(RANGE_ENTRIES) EACH_DIRECTION(RANGE_ENTRY)};
+
+static range_fn *find_range(const oc_kind *kind) {
+    int narrow = kind->master_format != OC_FLOAT32;
+    for (int k = 0; k < oc_moments(kind->rule); k++)
+        narrow |= kind->moment_formats[k] != OC_FLOAT32;
+    return narrow ? NULL : ranges[kind->rule][kind->grad_dtype][kind->param_dtype];
+}
+
+/* Elements [begin, end), which are fewer than a vector, in arrays padded with zeros. */
+static void update_tail(const oc_segment *a, int64_t begin, int64_t end, const rule_constants *c, const oc_kind *kind,
+                        range_fn *run_range) {
+    lanes grad, master, moments[OC_MOMENTS], param;
+    oc_segment tail = {.grad = grad.bytes, .master = master.bytes, .param = param.bytes};
+    const int64_t n = end - begin;
+    to_lanes(&grad, a->grad, kind->grad_dtype, begin, n);
+    to_lanes(&master, a->master, OC_FLOAT32, begin, n);
+    for (int k = 0; k < c->n_moments; k++) {
+        to_lanes(moments + k, a->moments[k], OC_FLOAT32, begin, n);
+        tail.moments[k] = moments[k].bytes;
+    }
+    run_range(&tail, 0, LANES, c, 0, kind->keep_states);
+    if (!kind->keep_states) {
+        from_lanes(&master, a->master, OC_FLOAT32, begin, n);
+        for (int k = 0; k < c->n_moments; k++)
+            from_lanes(moments + k, a->moments[k], OC_FLOAT32, begin, n);
+    }
+    if (kind->param_dtype != OC_NO_PARAM)
+        from_lanes(&param, a->param, kind->param_dtype, begin, n);
+}
 
 static void update(const oc_segment *a, int64_t begin, int64_t end, const oc_rounded_scalars *s, const oc_kind *kind,
                    int stream) {
     rule_constants c; /* not cleared first: a call may be on a few elements */
-    int narrow = kind->master_format != OC_FLOAT32;
     set_constants(&c, s, kind->rule);
-    for (int k = 0; k < oc_moments(kind->rule); k++)
-        narrow |= kind->moment_formats[k] != OC_FLOAT32;
     if (kind->param_dtype != OC_NO_PARAM) { /* streaming stores need whole aligned vectors */
         int64_t size = oc_itemsize(kind->param_dtype);
         stream = stream && ((uintptr_t)a->param + (uintptr_t)(begin * size)) % (uintptr_t)(LANES * size) == 0;
     }
-    if (narrow)
+    range_fn *run_range = find_range(kind);
+    if (run_range) {
+        const int64_t whole = end - (end - begin) % LANES;
+        if (begin < whole)
+            run_range(a, begin, whole, &c, stream, kind->keep_states);
+        if (whole < end)
+            update_tail(a, whole, end, &c, kind, run_range);
+    } else {
         update_blocks(a, begin, end, &c, s->update, kind, stream);
-    else
-        ranges[kind->rule][kind->grad_dtype][kind->param_dtype](a, begin, end, &c, stream, kind->keep_states);
+    }
+    if (stream)
+        v_fence();
 }
 
 /* --- sum of squares ------------------------------------------------------------------------------ */

@@ -61,15 +61,19 @@ enum {
 };
 
 /* For each rule: the name of its functions, its number of moments, the scalar that is 0 if it has none of them (or
- * OC_ALWAYS), and a bit for each moment that has a sign, the lowest for the first. */
-#define OC_EACH_RULE(DO)                                                                                               \
+ * OC_ALWAYS), and a bit for each moment that has a sign, the lowest for the first. The vector kernels have a function
+ * of an elementwise rule for each common pair of types and formats. Muon's passes have few: a device does their work.
+ */
+#define OC_EACH_ELEMENTWISE_RULE(DO)                                                                                   \
     DO(OC_ADAM_TORCH, adam, 2, OC_ALWAYS, 1)                                                                           \
     DO(OC_ADAM_OPTAX, adam, 2, OC_ALWAYS, 1)                                                                           \
     DO(OC_SGD_TORCH, sgd, 1, SGD_MOMENTUM, 1)                                                                          \
     DO(OC_SGD_OPTAX, sgd, 1, SGD_MOMENTUM, 1)                                                                          \
     DO(OC_LION, lion, 1, OC_ALWAYS, 1)                                                                                 \
     DO(OC_ADAGRAD_TORCH, adagrad, 1, OC_ALWAYS, 0)                                                                     \
-    DO(OC_ADAGRAD_OPTAX, adagrad, 1, OC_ALWAYS, 0)                                                                     \
+    DO(OC_ADAGRAD_OPTAX, adagrad, 1, OC_ALWAYS, 0)
+#define OC_EACH_RULE(DO)                                                                                               \
+    OC_EACH_ELEMENTWISE_RULE(DO)                                                                                       \
     DO(OC_MUON_DIRECTION, muon, 1, OC_ALWAYS, 1)                                                                       \
     DO(OC_MUON, muon, 2, OC_ALWAYS, 3)
 

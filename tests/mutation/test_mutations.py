@@ -138,17 +138,18 @@ MUTANTS = [
         VECTOR_SETS,
         (
             "update does nothing",
-            "v32 moments[OC_MOMENTS];\n    int64_t i = begin;",
-            "v32 moments[OC_MOMENTS];\n    int64_t i = end;",
+            "for (int64_t i = begin; i < end; i += LANES) {",
+            "for (int64_t i = end; i < end; i += LANES) {",
         ),
-        ("main loop does nothing", "v_store(all_masters + i, p);", ";"),
+        ("main loop stores no master", "v_store((float *)s.master + i, p);", ";"),
         (
             "main loop does not keep states",
-            "if (!keep_states) {\n            v_store(all_",
-            "if (1) {\n            v_store(all_",
+            "if (!keep_states) {",
+            "if (1) {",
         ),
-        ("tail does not keep states", "if (!keep_states) {\n            v_store((", "if (1) {\n            v_store(("),
-        ("tail skipped", "if (i < end) {\n        lanes grad,", "if (0) {\n        lanes grad,"),
+        ("tail stores no states", "if (!kind->keep_states) {", "if (0) {"),
+        ("tail skipped", "if (whole < end)", "if (0)"),
+        ("tail stores no moments", "from_lanes(moments + k, a->moments[k], OC_FLOAT32, begin, n);", ";"),
         ("gradient scale dropped", "g = v_mul(g, c->grad_scale);", ";"),
         ("norm misses its tail", "block = memcpy(padded, block, (size_t)(count * size));", "block = padded;"),
         (
@@ -273,9 +274,9 @@ MUTANTS = [
     *mutants(
         "kernels_formats.h",
         VECTOR_SETS,
-        ("a run in two blocks has one key", "source.next_key, 0,", "source.key, 0,"),
-        ("a run's first of two blocks is not counted on", "source.key, source.number,", "source.key, 0,"),
-        ("a run's one block is not counted on", "source->key, source->number", "source->key, 0"),
+        ("a run in two blocks has one key", "source->next_key, 0,", "source->key, 0,"),
+        ("a run's first of two blocks is not counted on", "source->key, source->number,", "source->key, 0,"),
+        ("a run's one block is not counted on", "source->key, source->number)", "source->key, 0)"),
         (
             "half of the key is not used",
             "v_bits_xor(v_bits_xor(x, v_bits_right(x, 15)), s->upper)",
@@ -284,8 +285,8 @@ MUTANTS = [
         ("vectors share random bits", "s->count = v_bits_add(s->count, v_bits_set(LANES));", ";"),
         (
             "bf16 truncates",
-            "v_bits_add(v_bits_load(values + i), random_16(random + i, whose))",
-            "v_bits_load(values + i)",
+            "v_bits_add(whose == FOR_MASTER ? quiet(x) : v_bits_of(x), random_16(random, whose))",
+            "whose == FOR_MASTER ? quiet(x) : v_bits_of(x)",
         ),
         (
             "a NaN becomes something else",
@@ -308,7 +309,11 @@ MUTANTS = [
             "vbits exact = v_max32(bits,",
             "vbits exact = v_max32(half_least,",
         ),
-        ("8 bits lose the sign", "has_sign ? v_bits_or(v_bits_and(bits, sign), offset) : offset", "offset"),
+        (
+            "8 bits lose the sign",
+            "has_sign ? v_bits_or(v_bits_and(bits, v_bits_set(0x80000000)), offset) : offset",
+            "offset",
+        ),
         ("NaNs are not looked for", "if (largest > 0x7f800000)", "if (0)"),
         ("a pair takes another's moments", "i - LANES, second_before)", "i - LANES, first_before)"),
         (
@@ -370,7 +375,7 @@ MUTANTS = [
 # How many mutants each source has; a row that is lost or dropped with a renamed file shows here.
 COUNTS = {
     "kernels_scalar.c": 53,
-    "kernels_simd.h": 21,
+    "kernels_simd.h": 22,
     "rule_adam.h": 7,
     "rule_sgd.h": 8,
     "rule_lion.h": 4,

@@ -182,6 +182,24 @@ def test_kernels_are_compiled_once_for_all_sets_and_again_only_for_new_sources(p
 
 
 @needs_make
+@pytest.mark.parametrize("status", [0, 1])
+def test_make_names_each_compiled_file_and_repeats_pip_only_if_it_fails(checkout, status):
+    said = rf"printf '%s\n' 'some words' '  a.c: 9 s' '  a.c:3: error in \t'; exit {status}"
+    program(checkout / ".venv" / "bin" / "python", PYTHON_WITHOUT_PIP.replace('echo "$*" >>pips', said))
+    (checkout / ".venv" / ".python").touch()
+    done = make(checkout, ".venv/.built")
+    first, second, *rest = done.stdout.splitlines()
+    assert first.startswith("make: compiling the kernels: 1 files")
+    assert second == "make: a.c: 9 s"
+    if status:
+        why = "make: the kernels could not be compiled (the reason is above)"
+        assert rest == ["some words", r"a.c:3: error in \t", why]
+    else:
+        assert [line.startswith("make: compiled, in ") for line in rest] == [True]
+    assert (done.returncode == 0) == (status == 0) == (checkout / ".venv" / ".built").exists()
+
+
+@needs_make
 def test_a_package_that_pip_was_interrupted_at_is_installed_again(checkout, pips):
     packages = checkout / ".venv" / "lib" / "python3.11" / "site-packages"
     for file in ("half-1.dist-info/METADATA", "whole-1.dist-info/METADATA", "whole-1.dist-info/INSTALLER"):
@@ -203,11 +221,11 @@ def test_a_full_folder_for_temporary_files_is_named(checkout, pips):
 
 @pytest.fixture
 def build(checkout):
-    """Starts setup.py, whose compiler first runs this for ``c_src/a.c``."""
+    """Starts setup.py, whose compiler first runs this for ``c_src/a.c``, and ``z`` for ``c_src/z.c``."""
     started = []
 
-    def start(first: str, **options) -> subprocess.Popen:
-        cases = f'*" c_src/a.c "*) {first} ;; *" c_src/z.c "*) touch began ;;'
+    def start(first: str, z: str = "touch began", **options) -> subprocess.Popen:
+        cases = f'*" c_src/a.c "*) {first} ;; *" c_src/z.c "*) {z} ;;'
         compiler = program(checkout / "cc", f'#!/bin/sh\ncase "$*" in {cases} esac\nexec gcc "$@"\n')
         command = [sys.executable, "setup.py", "build_ext", "--inplace"]
         options |= {"cwd": checkout, "env": ENVIRONMENT | {"CC": str(compiler)}, "text": True}
@@ -232,6 +250,20 @@ def test_sources_are_compiled_side_by_side(checkout, build):
     said, _ = process.communicate(timeout=LIMIT)
     assert process.returncode == 0, said
     assert [*(checkout / "offload_core" / "native").glob("_offload*.so")]
+
+
+@needs_gcc
+def test_a_line_names_each_file_while_others_are_compiled(checkout, build):
+    """The compiler of z.c waits for the line of a.c, which nobody has before it is flushed."""
+    (checkout / "c_src" / "z.c").write_text("int z;\n")
+    process = build(":", z="until [ -e heard ]; do sleep 0.01; done")
+    for line in process.stdout:
+        if line.startswith("a.c: "):
+            (checkout / "heard").touch()
+            break
+    said, _ = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, said
+    assert any(line.startswith("z.c: ") for line in said.splitlines()), said
 
 
 @needs_gcc
