@@ -43,7 +43,7 @@ quick: setup
 
 # Every law once: of those with many cases it draws some, others with each commit.
 test: setup
-	$(TEST) -m "not slow and not soak and not integration" $(ARGS)
+	$(TEST) -m "not slow and not soak and not integration" --ignore=tests/integrations $(ARGS)
 
 # The processor time of its files, into tests/ledger.tsv, which make lint checks; FILES="tests/core/test_ring.py": of these.
 test-times: setup

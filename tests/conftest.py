@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests import sampling
+from tests import ledger, sampling
 
 # Two files of tests at a time share the processors, where threads that spin while they wait cost the other half its
 # time: interrupts of torch steps took 40 s and take 22. OpenMP reads it when torch is imported, here and in children.
@@ -52,27 +52,24 @@ OPTIONAL = {
 }
 """Without one of these, the tests that need it are skipped: so the rest runs on a Python for which it has no wheel."""
 INTEGRATIONS = Path(__file__).parent / "integrations"
-LONGEST = (
-    "torch_frontend/test_compiled_blocks.py",
-    "jax_frontend/mesh/test_bits.py",
-    "jax_frontend/mesh/test_placements.py",
-    "integrations/test_offload_trainer.py",
-    "integrations/test_jax_integrations.py",
-    "torch_frontend/test_torch_overlap.py",
-    "jax_frontend/test_jax.py",
-    "packaging/test_docs.py",
-    "mutation/test_device_waits.py",
-    "jax_frontend/mesh/test_states.py",
-    "jax_frontend/mesh/test_differentiation.py",
-    "torch_frontend/test_partitioned.py",
-)
-"""Files that take the longest. They begin first, so that no process is left alone with one of them at the end."""
+
+
+def seconds_of_files() -> dict[Path, float]:
+    """Read from the ledger what files take; of one that it lacks nothing is known."""
+    found = {}
+    if (path := ledger.ROOT / ledger.FILE).exists():
+        for row in path.read_text().splitlines()[1:]:
+            seconds, _, name = row.split("\t")
+            found[ledger.ROOT / name] = float(seconds)
+    return found
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", default="0", help="of every random draw in the tests; default: 0")
     words = "which cases are checked of laws that have many; default: by the commit, so that ten in a row see all"
     parser.addoption("--draw", help=words)
+    words = "the cases of one of N equal stretches of those that are chosen, counted from 0: 0/3, 1/3, 2/3"
+    parser.addoption("--slice", default="0/1", metavar="I/N", help=words)
     parser.addoption("--whole", action="store_true", help="check all cases of those laws, which are marked slow then")
     stores = ["memory", "late", "disk", "nvme", "half nvme"]
     words = "that keeps the states; nvme: on disk, and parameters that stage 3 has on the host, too"
@@ -86,12 +83,20 @@ def number_of(config: pytest.Config, option: str) -> int:
     return int(text)
 
 
+def slice_of(config: pytest.Config) -> tuple[int, int]:
+    text = config.option.slice
+    if not (found := re.fullmatch(r"(\d+)/(\d+)", text)) or int(found[1]) >= int(found[2]):
+        raise pytest.UsageError(f"--slice {text}: expected I/N with I below N, such as 0/3")
+    return int(found[1]), int(found[2])
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Hand the seed to Hypothesis, whose own option wins, and to the order of sets in all processes that start now."""
     seed = config.option.seed = number_of(config, "seed")
     if config.option.draw is None:
-        config.option.draw = sampling.draw_of_commit()  # pytest-xdist hands it to its workers
+        config.option.draw = sampling.commit_number() % sampling.DRAWS  # pytest-xdist hands it to its workers
+    slice_of(config)
     sampling.draw, sampling.whole = number_of(config, "draw") % sampling.DRAWS, config.option.whole
     if (store := config.getoption("store")) != "memory":
         from tests.support import late_stores
@@ -216,7 +221,7 @@ def drawn() -> Callable[..., list[Any]]:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
     mark_others_slow(items)
     for item in items:
         if INTEGRATIONS in item.path.parents:
@@ -224,8 +229,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Iterator[None]:
     for item in filter(needs_accelerator, items):
         item.add_marker("gpu")
     yield
-    place = {str(Path(__file__).parent / file): i for i, file in enumerate(LONGEST)}
-    items.sort(key=lambda item: place.get(str(item.path), len(LONGEST)))
+    i, n = slice_of(config)
+    items[:] = items[len(items) * i // n : len(items) * (i + 1) // n]
+    seconds = seconds_of_files()  # the longest begin first, so that no process is left alone with one at the end
+    items.sort(key=lambda item: -seconds.get(item.path, 0))
     if any(needs_accelerator(item) for item in items):
         from tests.support import simulated
 

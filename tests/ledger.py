@@ -22,7 +22,7 @@ LONG = 2.0
 """Seconds of a case, above which it has a row of its own, and a reason in ``longest.tsv``."""
 LONGEST = 60
 """How many such cases there may be."""
-KINDS = ["-m", "not slow and not soak and not integration"]
+KINDS = ["-m", "not slow and not soak and not integration", "--ignore=tests/integrations"]
 
 
 class Ledger(NamedTuple):

@@ -1,16 +1,18 @@
 """The parts of ``make test-all``: what is too slow for every run of ``make test``.
 
-``python -m tests.parts`` runs all of them and ``--part NAME`` runs one. ``--part share`` runs the one that the commit's
-hash chooses, so that a series of commits runs them all. Other arguments are pytest's.
+``python -m tests.parts`` runs all of them and ``--part NAME`` runs one. ``--part share`` runs a slice of one, of a few
+minutes, which the commit chooses: each commit runs the slice after that of the commit before, and a series of them runs
+all. Other arguments are pytest's.
 """
 
 import argparse
-import hashlib
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+from tests.sampling import commit_number
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
@@ -58,7 +60,7 @@ STAGE_3 = [
     *(
         f"torch_frontend/test_{name}.py"
         for name in (
-            *("partitioned", "partitioned_ranks", "construction", "quantised", "put_back", "data_writes", "muon"),
+            *("partitioned", "partitioned_ranks", "construction", "put_back", "data_writes", "muon"),
             *("rules", "split_masters", "taking_over", "casting", "deepspeed_weights", "torch_ranks", "signals"),
             *("torch_checkpoint", "torch_checkpoint_ranks", "simulated_ranks", "simulated_device", "devices"),
             *("inputs_and_sizes", "device_failures", "graphs_that_leave", "saved_activations", "torch_trace"),
@@ -67,6 +69,7 @@ STAGE_3 = [
     "checkpoint/test_export.py",
     "integrations/test_mixtures.py",
     "integrations/test_peft.py",
+    "integrations/test_quantised.py",
 ]
 """The laws that part ``parameters`` checks again, with parameters of stage 3 on disk."""
 STORE_OF = {"store": ("late", LATE), "disk": ("disk", LATE), "parameters": ("nvme", STAGE_3)}
@@ -80,6 +83,10 @@ WITH_DEEPSPEED = [
 ]
 """The tests of part ``deepspeed``, which installs DeepSpeed first. They are in no other part, where they would skip."""
 PARTS = [*FOLDERS, "deepspeed", *STORE_OF, *PYTHONS]
+LONG = {"kernels": 2, "core": 6, "torch": 10, "jax": 6, "integrations": 4, "store": 3, "disk": 3, "parameters": 3}
+"""Into how many slices a part is cut that takes more than a few minutes."""
+SLICES = [(part, i, LONG.get(part, 1)) for part in PARTS for i in range(LONG.get(part, 1))]
+"""All that ``--part share`` chooses from: a part, the slice's number, and of how many."""
 
 
 def command_of(part: str, arguments: list[str]) -> list[str]:
@@ -96,16 +103,16 @@ def command_of(part: str, arguments: list[str]) -> list[str]:
     return [sys.executable, "-m", "pytest", "-q", *chosen, *(f"tests/{path}" for path in files), *arguments]
 
 
-def share() -> str:
-    """The part that the hash of the commit chooses; without git, the hash of this file's neighbours."""
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
-    text = asked.stdout.strip() or hashlib.sha256((ROOT / "CHANGELOG.md").read_bytes()).hexdigest()
-    return PARTS[int(text, 16) % len(PARTS)]
+def share() -> tuple[str, list[str]]:
+    """Return the part that the commit chooses, and the option of pytest that takes a slice of it."""
+    part, i, count = SLICES[commit_number() % len(SLICES)]
+    return part, [f"--slice={i}/{count}"] if count > 1 else []
 
 
 def run(part: str, arguments: list[str]) -> bool:
     """Run one part; True if it passed."""
-    print(f"\npart {PARTS.index(part) + 1} of {len(PARTS)}: make test-all PART={part}", flush=True)
+    said = "".join(f' ARGS="{each}"' for each in arguments if each.startswith("--slice"))
+    print(f"\npart {PARTS.index(part) + 1} of {len(PARTS)}: make test-all PART={part}{said}", flush=True)
     start = time.monotonic()
     status = subprocess.run(command_of(part, arguments), cwd=ROOT, check=False).returncode
     passed = status in (0, 5)  # 5: these arguments choose no test of this part
@@ -117,7 +124,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.parts", description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=[*PARTS, "share"])
     options, arguments = parser.parse_known_args()
-    parts = [share() if options.part == "share" else options.part] if options.part else PARTS
+    parts = [options.part] if options.part else PARTS
+    if options.part == "share":
+        part, chosen = share()
+        parts, arguments = [part], [*chosen, *arguments]
     failed = [part for part in parts if not run(part, arguments)]
     if failed:
         sys.exit(f"failed: {', '.join(failed)}. To run one alone: make test-all PART={failed[0]}")

@@ -26,10 +26,10 @@ draw = 0
 Case = TypeVar("Case")
 
 
-def draw_of_commit(root: Path = ROOT) -> int:
-    """Return the number of the draw of the commit that is checked out: how many commits lead to it, modulo ten.
+def commit_number(root: Path = ROOT) -> int:
+    """Return how many commits lead to the one that is checked out: one more with each.
 
-    Where git does not know them all it is a digit of the commit's hash, and 0 without git.
+    Where git does not know them all it is the commit's hash, and 0 without git.
     """
 
     def git(*arguments: str) -> str:
@@ -37,8 +37,8 @@ def draw_of_commit(root: Path = ROOT) -> int:
 
     try:
         if git("rev-parse", "--is-shallow-repository") == "true":
-            return int(git("rev-parse", "HEAD"), 16) % DRAWS
-        return int(git("rev-list", "--count", "HEAD")) % DRAWS
+            return int(git("rev-parse", "HEAD"), 16)
+        return int(git("rev-list", "--count", "HEAD"))
     except (OSError, subprocess.CalledProcessError):
         return 0
 

@@ -2,7 +2,8 @@
 
 import re
 
-from tests.parts import FOLDERS, PARTS, ROOT, STORE_OF, WITH_DEEPSPEED, command_of, share
+from tests import parts
+from tests.parts import FOLDERS, PARTS, ROOT, SLICES, STORE_OF, WITH_DEEPSPEED, command_of, share
 
 TESTS = ROOT / "tests"
 
@@ -30,5 +31,13 @@ def test_tests_that_import_deepspeed_are_in_its_part_and_in_no_other():
     assert files == "FILES=" + " ".join(f"tests/{path}" for path in WITH_DEEPSPEED)
 
 
-def test_the_share_of_a_commit_is_a_part():
-    assert share() in PARTS
+def test_a_series_of_commits_runs_each_slice_of_each_part(monkeypatch):
+    chosen = []
+    for number in range(1000, 1000 + len(SLICES)):
+        monkeypatch.setattr(parts, "commit_number", lambda number=number: number)
+        part, options = share()
+        chosen.append((part, *options))
+    assert len(set(chosen)) == len(SLICES)
+    assert {part for part, *_ in chosen} == set(PARTS)
+    assert {("torch", f"--slice={i}/{parts.LONG['torch']}") for i in range(parts.LONG["torch"])} <= set(chosen)
+    assert "--slice=1/2" in command_of("kernels", ["--slice=1/2"])

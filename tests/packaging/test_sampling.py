@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import sampling
-from tests.sampling import DRAWS, ROOT, SAMPLED, chosen, draw_of_commit, least
+from tests.sampling import DRAWS, ROOT, SAMPLED, chosen, commit_number, least
 from tests.support.strategies import law
 
 
@@ -28,18 +28,18 @@ def git(folder, *arguments):
     return done.stdout.strip()
 
 
-def test_commits_in_a_row_have_draws_in_a_row(tmp_path):
-    assert draw_of_commit(tmp_path) == 0  # without git
+def test_commits_in_a_row_have_numbers_in_a_row(tmp_path):
+    assert commit_number(tmp_path) == 0  # without git
     whole, shallow = tmp_path / "whole", tmp_path / "shallow"
     whole.mkdir()
     git(whole, "init", "-q")
     seen = []
-    for _ in range(12):
+    for _ in range(3):
         git(whole, "commit", "-q", "--allow-empty", "-m", "one more")
-        seen.append(draw_of_commit(whole))
-    assert seen == [i % DRAWS for i in range(1, 13)]
+        seen.append(commit_number(whole))
+    assert seen == [1, 2, 3]
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{whole}", str(shallow))
-    assert draw_of_commit(shallow) == int(git(whole, "rev-parse", "HEAD"), 16) % DRAWS
+    assert commit_number(shallow) == int(git(whole, "rev-parse", "HEAD"), 16)
 
 
 LAWS = """
@@ -92,10 +92,24 @@ def test_a_run_draws_and_test_all_checks_everything(tmp_path):
     assert (cases, inside, examples) == ([*range(20)], [*range(20)], 40), said
 
 
-@pytest.mark.parametrize("options", [["--seed", "x"], ["--draw", "-1"]])
-def test_a_number_that_is_none_is_one_line(tmp_path, options):
+def test_slices_are_all_cases_once(tmp_path):
+    found = [run(tmp_path, "-m", "slow", "--whole", f"--slice={i}/3") for i in range(3)]
+    assert [case for cases, *_ in found for case in cases] == [*range(20)]
+    assert [bool(inside) for _, inside, _, _ in found].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--seed", "x"], "a number, 0 or more"),
+        (["--draw", "-1"], "a number, 0 or more"),
+        (["--slice", "3/3"], "I/N with I below N, such as 0/3"),
+        (["--slice", "a"], "I/N with I below N, such as 0/3"),
+    ],
+)
+def test_a_number_that_is_none_is_one_line(tmp_path, options, expected):
     *_, said = run(tmp_path, *options)
-    assert said.strip() == f"ERROR: {options[0]} {options[1]}: expected a number, 0 or more"
+    assert said.strip() == f"ERROR: {options[0]} {options[1]}: expected {expected}"
 
 
 def test_each_law_of_the_table_is_there():
