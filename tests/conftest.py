@@ -25,7 +25,7 @@ from tests import ledger, sampling
 # Two files of tests at a time share the processors, where threads that spin while they wait cost the other half its
 # time: interrupts of torch steps took 40 s and take 22. OpenMP reads it when torch is imported, here and in children.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# One thread each, here and in children: tests' tensors are too small to be shared, and ranks already fill the processors.
+# One thread each, here and in children: the tensors of tests are too small to be shared, and ranks fill the processors.
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
