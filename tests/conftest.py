@@ -117,10 +117,9 @@ NEEDED_BYTES = 2 << 30
 def pytest_sessionstart() -> None:
     folder = tempfile.gettempdir()
     if (free := shutil.disk_usage(folder).free) < NEEDED_BYTES:
-        pytest.exit(
+        raise pytest.UsageError(
             f"{folder} has {free >> 20} MiB free and the tests need {NEEDED_BYTES >> 20}: make room, or name another "
             "folder: TMPDIR=/path make test",
-            returncode=1,
         )
 
 
