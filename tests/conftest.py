@@ -195,7 +195,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def drawn() -> Callable[..., list[Any]]:
     """``drawn(cases, 2)``: two of a law's own cases, others with each commit; under ``--whole`` all of them."""
 
