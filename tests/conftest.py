@@ -182,7 +182,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
     """Mark the cases that this run does not draw; under ``--whole`` all cases of laws of which runs draw some."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if any(item.iter_markers("slow")):
+        if any(item.iter_markers("slow")) or any(item.iter_markers("soak")):
             continue
         if law_of(item)[1] in sampling.SAMPLED:
             cases.setdefault(law_of(item), []).append(item)

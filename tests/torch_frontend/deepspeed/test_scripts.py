@@ -155,13 +155,17 @@ def test_adapters_are_trained_in_stage_3_and_saved_whole(tmp_path):
     assert (tmp_path / "3" / "adapter_config.json").exists()
 
 
-def test_a_run_that_was_killed_and_started_again_has_the_bits_of_one_that_was_not(tmp_path):
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "torchrun"])
+def test_a_run_that_was_killed_and_started_again_has_the_bits_of_one_that_was_not(tmp_path, torchrun):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(command_of("resume", whole), ranks=2)
     run(command_of("resume", killed, "--killed_at=7"), ranks=2, fails=True)
     assert (killed / "latest").read_text().strip() == "global_step6"
     assert not (killed / "weights.pt").exists()
-    launched([*TORCHRUN, *command_of("resume", killed)])
+    if torchrun:
+        launched([*TORCHRUN, *command_of("resume", killed)])
+    else:
+        run(command_of("resume", killed), ranks=2)
     expected, found = log_of(whole), log_of(killed)
     assert [line["step"] for line in expected] == [*range(10)]
     assert [line["step"] for line in found] == [*range(7), *range(6, 10)]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, example, given
+from hypothesis import Phase, assume, example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -164,6 +164,7 @@ FIXED = [
 @given(cases=st.lists(drawn(WORLD), min_size=8, max_size=8))
 @runs_of_ranks(1)
 def test_no_mesh_changes_the_norm_the_clipping_or_the_update(cases):
+    assume(any(case != cases[0] for case in cases))  # Hypothesis begins with the simplest one alone
     assert_no_mesh_changes_an_update(FIXED + cases, WORLD)
 
 
