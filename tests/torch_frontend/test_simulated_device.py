@@ -2,8 +2,6 @@
 
 import gc
 import signal
-import subprocess
-import sys
 import threading
 from functools import partial
 from itertools import cycle, product
@@ -18,6 +16,7 @@ from frontends.torch import wrap
 from frontends.torch.ranks.device import told_by_allocator
 from offload_core import HostMemoryWarning
 from tests.support import simulated
+from tests.support.processes import torch_server
 from tests.support.torch_models import batch, make, same_bits
 from tests.support.wait_mutants import Change, made, waits_of
 
@@ -41,7 +40,7 @@ def test_a_host_that_touches_device_memory_dies():
         "print('reads', flush=True)\n"
         "print(ctypes.c_float.from_address(x.data_ptr()))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    [ended] = torch_server().run(["-c", program])
     assert (ended.returncode, ended.stdout) == (-signal.SIGSEGV, "reads\n"), ended.stderr
 
 
