@@ -197,7 +197,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
     """Mark the cases that this run does not draw; under ``--whole`` all cases of laws of which runs draw some."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if any(item.iter_markers("slow")):
+        if any(item.iter_markers("slow")) or any(item.iter_markers("soak")):
             continue
         if law_of(item)[1] in sampling.SAMPLED:
             cases.setdefault(law_of(item), []).append(item)
@@ -210,7 +210,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def drawn() -> Callable[..., list[Any]]:
     """``drawn(cases, 2)``: two of a law's own cases, others with each commit; under ``--whole`` all of them."""
 

@@ -73,23 +73,30 @@ def test_the_device_gets_the_bits_that_the_host_gets(dtype, fields, accelerator)
 def test_muons_matrices_are_computed_on_the_device_as_torch_does(accelerator):
     """The bits are those of either schedule. On a GPU torch's own element-wise kernels may round otherwise."""
 
+    def small():  # Newton-Schulz multiplies matrices of bfloat16, which is slow on some processors
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(64, 96), torch.nn.GELU(), torch.nn.Linear(96, 64)).to(accelerator)
+
+    def inputs(seed):
+        return rows(seed, "cpu")[:, :64].to(accelerator)
+
     def trained(**fields):
-        model = make(accelerator)
-        engine = wrap(model, optimizer="muon", lr=0.02, reduce_bucket_size=9999, muon_params=["weight"], **fields)
+        model = small()
+        engine = wrap(model, optimizer="muon", lr=0.02, reduce_bucket_size=999, muon_params=["weight"], **fields)
         for seed in range(5):
-            engine.backward(engine(rows(seed, accelerator)).pow(2).mean())
+            engine.backward(engine(inputs(seed)).pow(2).mean())
             engine.step()
         engine.flush()
         return [p.detach().cpu() for p in model.parameters()]
 
-    reference = make(accelerator)
+    reference = small()
     weights = [p for p in reference.parameters() if p.dim() == 2]
     optimizers = [
         torch.optim.Muon(weights, lr=0.02),
         torch.optim.AdamW([p for p in reference.parameters() if p.dim() == 1], lr=1e-3),
     ]
     for seed in range(5):
-        reference(rows(seed, accelerator)).pow(2).mean().backward()
+        reference(inputs(seed)).pow(2).mean().backward()
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -134,12 +141,13 @@ DISK = {
 }
 
 
+@pytest.mark.parametrize(("layers", "steps"), [(12, 3), pytest.param(48, 6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [{}, LIVE, {**LIVE, **DISK}], ids=["", "few live", "on disk"])
-def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fields, accelerator):
+def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fields, layers, steps, accelerator):
     options = {"lr": 1e-3, "param_dtype": "bfloat16", "gradient_clipping": 1.0}
-    plain = wrap(deep(48, accelerator), **options)
-    parted = wrap(deep(48, accelerator), **options, **{**STREAMED, **fields})
-    for seed in range(6):
+    plain = wrap(deep(layers, accelerator), **options)
+    parted = wrap(deep(layers, accelerator), **options, **{**STREAMED, **fields})
+    for seed in range(steps):
         for engine in (plain, parted):
             engine.backward(engine(rows(seed, accelerator)).float().pow(2).mean())
             assert engine.step().updated

@@ -228,13 +228,14 @@ class Killed(dcp.FileSystemWriter):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_each_goes_on_from_what_another_has_saved(tmp_path):
+def test_each_goes_on_from_what_another_has_saved(tmp_path, drawn):
     """In one start of processes; the law above has more of them."""
+    pairs = drawn((("stage 2", "fsdp x tp"), ("fsdp x tp", "stage 3"), ("stage 3", "stage 1")), 1)
 
     @on_ranks(4)
     def _(rank):
         expected = straight(5, torch.bfloat16)
-        for saver, loader in (("stage 2", "fsdp x tp"), ("fsdp x tp", "stage 3"), ("stage 3", "stage 1")):
+        for saver, loader in pairs:
             Run(saver, torch.bfloat16).train(range(3)).save(tmp_path / saver)
             run = Run(loader, torch.bfloat16).train([7]).load(tmp_path / saver).train(range(3, 5))
             assert not differing(run.bits(), expected), (saver, loader)
@@ -263,22 +264,22 @@ def test_a_killed_save_leaves_the_one_before(tmp_path):
         assert not differing(run.load(tmp_path / "1").bits(), straight(SAVED, torch.bfloat16))
 
 
-def test_states_that_are_encoded_and_copies_of_a_save_in_the_background(tmp_path):
+def test_states_that_are_encoded_and_copies_of_a_save_in_the_background(tmp_path, drawn):
     """DCP's two ways to copy what it saves; training goes on at once."""
+    cases = drawn([(kind, folder) for kind in ("8-bit", "stage 2", "fsdp") for folder in ("1", "2")], 1)
 
     @on_ranks(2)
     def _(rank):
         group = dist.new_group()
-        for kind in ("8-bit", "stage 2", "fsdp"):
+        for kind, folder in cases:
             run = Run(kind, torch.bfloat16).train(range(3))
-            for folder in ("1", "2"):
-                path = tmp_path / kind / folder
-                how = {"checkpoint_id": path} if folder == "1" else {"storage_writer": dcp.FileSystemWriter(path)}
-                expected, state = run.bits(), dict(zip(("model", "optimizer"), run.states(), strict=True))
-                running = dcp.async_save(state, process_group=group, **how)
-                run.train([3])
-                running.result()
-                assert not differing(Run(kind, torch.bfloat16).load(path).bits(), expected), (kind, folder)
+            path = tmp_path / kind / folder
+            how = {"checkpoint_id": path} if folder == "1" else {"storage_writer": dcp.FileSystemWriter(path)}
+            expected, state = run.bits(), dict(zip(("model", "optimizer"), run.states(), strict=True))
+            running = dcp.async_save(state, process_group=group, **how)
+            run.train([3])
+            running.result()
+            assert not differing(Run(kind, torch.bfloat16).load(path).bits(), expected), (kind, folder)
 
 
 def test_master_weights_that_a_checkpoint_lacks_follow_the_parameters(tmp_path):
@@ -313,8 +314,11 @@ def test_states_that_are_encoded_on_one_process(tmp_path):
             assert not differing(other.bits(), run.bits())
 
 
-def test_whole_and_flat_state_dicts(tmp_path):
+def test_whole_and_flat_state_dicts(tmp_path, drawn):
     """Gathered on rank 0 and sent from there, or in each rank; flat ones through DCP, between ours and torch's own."""
+    receivers = drawn(("fsdp", "stage 2", "torch fsdp"), 1)
+    ring = ("fsdp", "stage 1", "torch fsdp", "stage 3")
+    pairs = drawn([*zip(ring, (*ring[1:], ring[0]), strict=True)], 1)
 
     @on_ranks(2)
     def _(rank):
@@ -324,15 +328,14 @@ def test_whole_and_flat_state_dicts(tmp_path):
         model, optimizer = get_state_dict(run.model, run.optimizer, options=whole)
         assert bool(optimizer) is (rank == 0)
         sent = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        for kind in ("fsdp", "stage 2", "torch fsdp"):
+        for kind in receivers:
             other = Run(kind).train([9])
             given = pickle.loads(pickle.dumps(optimizer))
             set_model_state_dict(other.model, dict(model), options=sent)
             set_optimizer_state_dict(other.model, other.optimizer, given, options=sent)
             assert not differing(other.bits(), expected), kind
         flat = StateDictOptions(flatten_optimizer_state_dict=True)
-        kinds = ("fsdp", "stage 1", "torch fsdp", "stage 3")
-        for saver, loader in zip(kinds, (*kinds[1:], kinds[0]), strict=True):
+        for saver, loader in pairs:
             run, other = Run(saver).train(range(3)), Run(loader).train([9])
             dcp.save(get_optimizer_state_dict(run.model, run.optimizer, options=flat), checkpoint_id=tmp_path / saver)
             state = get_optimizer_state_dict(other.model, other.optimizer, options=flat)
@@ -344,12 +347,14 @@ def test_whole_and_flat_state_dicts(tmp_path):
             assert [key for key in states if found[key] != expected[key]] == [], loader
 
 
-def test_the_next_step_uses_what_was_loaded_in_place(tmp_path):
+def test_the_next_step_uses_what_was_loaded_in_place(tmp_path, drawn):
     """Without a call of set_state_dict: the tensors of state dicts are the parameters and states themselves."""
+    late = {"schedule": "delayed", "delay_warmup_steps": 1}
+    cases = drawn([("fsdp", {}), ("stage 2", {}), ("fsdp", late)], 1)
 
     @on_ranks(2)
     def _(rank):
-        for kind, fields in (("fsdp", {}), ("stage 2", {}), ("fsdp", {"schedule": "delayed", "delay_warmup_steps": 1})):
+        for kind, fields in cases:
             run = Run(kind, torch.bfloat16, **fields).train(range(5))
             run.optimizer.flush()
             folder = tmp_path / f"{kind}{len(fields)}"

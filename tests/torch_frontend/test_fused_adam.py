@@ -1,14 +1,12 @@
 """On which processors torch's fused AdamW has the bits of docs/numerics.md."""
 
 import platform
-import subprocess
-import sys
 
 import pytest
 
 from offload_core.native import kernels
 from tests.support import fused_adam
-from tests.support.processes import ROOT, environment_of
+from tests.support.processes import torch_server
 
 STEPS = """
 import torch
@@ -29,9 +27,9 @@ print(torch.backends.cpu.get_cpu_capability(), torch.equal(ours, theirs))
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="elsewhere torch's vectors have FMA, or are unknown")
 def test_torchs_fused_adamw_is_the_definition_where_its_vectors_have_fma_and_only_there():
     capabilities = ["default", *["avx2"] * ("avx2" in kernels.kernel_info().supported)]
-    environments = [environment_of(ROOT) | {"ATEN_CPU_CAPABILITY": capability} for capability in capabilities]
-    command = [sys.executable, "-c", STEPS]  # processes of their own: torch reads it once
-    done = [subprocess.run(command, env=each, capture_output=True, text=True, check=True) for each in environments]
+    environments = [{"ATEN_CPU_CAPABILITY": capability} for capability in capabilities]
+    done = torch_server().run(*[["-c", STEPS]] * len(environments), environments=environments)  # torch reads it once
+    assert [each.stderr for each in done] == [""] * len(done)
     assert [each.stdout.split() for each in done] == [["DEFAULT", "False"], ["AVX2", "True"]][: len(done)]
 
 

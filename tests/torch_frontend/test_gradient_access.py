@@ -72,13 +72,14 @@ def test_values_are_without_the_loss_scale(dtype, device):
     assert compare(ALL, dtype=dtype, gradient_accumulation_steps=2, **scaled, **CLIPPED) > 0
 
 
-def test_two_ranks_read_and_change_the_mean_of_their_gradients_whole_or_each_its_part():
+def test_two_ranks_read_and_change_the_mean_of_their_gradients_whole_or_each_its_part(drawn):
     """Parameters have a gradient on both ranks, on one of them, or on none."""
     runs = [
         *((fields, torch.float32) for name, fields in OF_WAYS.items() if name != "delayed"),
         ({"gradient_accumulation_steps": 2, "stage": 1, **CLIPPED}, torch.bfloat16),
         ({"loss_scale": 1024.0, "reduce_bucket_size": 1000}, torch.float16),
     ]
+    runs = drawn(runs, 2)
 
     @on_ranks(2)
     def found(rank):

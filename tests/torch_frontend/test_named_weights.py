@@ -403,22 +403,25 @@ def rank_step(engine, rank, step):
     return engine.step()
 
 
-def test_ranks_give_the_weights_of_an_export_in_every_stage(tmp_path):
+def test_ranks_give_the_weights_of_an_export_in_every_stage(tmp_path, drawn):
+    ways = {
+        "1": {"stage": 1, **BF16},
+        "2": BF16,
+        "3": {**STAGE_3, **BF16},
+        "3d": {**STAGE_3, "offload_param": None},
+    }
+    cases = drawn([(kind, dtype) for kind in ways for dtype in (None, "float32", "bfloat16")], 2)
+
     @on_ranks(2)
     def _(rank):
-        ways = {
-            "1": {"stage": 1, **BF16},
-            "2": BF16,
-            "3": {**STAGE_3, **BF16},
-            "3d": {**STAGE_3, "offload_param": None},
-        }
-        for kind, fields in ways.items():
+        for kind in {kind: None for kind, _ in cases}:
+            fields, dtypes = ways[kind], [dtype for of, dtype in cases if of == kind]
             model = gpt()
             model.blocks[0].requires_grad_(False)
             engine = wrap(model, lr=1e-2, reduce_bucket_size=3000, **fields)
             for step in range(2):
                 rank_step(engine, rank, step)
-            for dtype in (None, "float32", "bfloat16"):
+            for dtype in dtypes:
                 folder = tmp_path / f"{kind} {dtype}"
                 engine.export_safetensors(folder, dtype=dtype)
                 torch.distributed.barrier()
@@ -429,16 +432,18 @@ def test_ranks_give_the_weights_of_an_export_in_every_stage(tmp_path):
                 with engine.released():
                     assert_same(dict(engine.named_weights(dtype=dtype)), expected)
             targets = None if rank else {name: torch.zeros_like(t) for name, t in expected.items()}
-            got = engine.named_weights(dtype="bfloat16", into=targets or {}, rank0_only=True)
+            got = engine.named_weights(dtype=dtypes[-1], into=targets or {}, rank0_only=True)
             assert got == (0 if rank else len(expected))
             assert_same(targets or expected, expected)
 
 
-def test_what_fails_on_one_rank_ends_on_all_and_the_next_call_is_whole():
+def test_what_fails_on_one_rank_ends_on_all_and_the_next_call_is_whole(drawn):
+    settings = drawn(({"stage": 1}, {**STAGE_3, **BF16}), 1)
+
     @on_ranks(2)
     def found(rank):
         said = []
-        for fields in ({"stage": 1}, {**STAGE_3, **BF16}):
+        for fields in settings:
             engine = wrap(gpt(), lr=1e-2, reduce_bucket_size=3000, **fields)
             rank_step(engine, rank, 0)
             names = [name for name, _ in engine.named_weights()]

@@ -13,7 +13,7 @@ import frontends.torch.parts as parts_module
 from frontends.torch import gathered_parameters, wrap
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
-from frontends.torch.ranks.device_ranks import DeviceRanks
+from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
 from frontends.torch.stage3 import partitioned as partitioned_module
 from tests.support.experts import Experts, mixture, rows
 from tests.support.late_stores import STATES_ON_DISK
@@ -33,8 +33,11 @@ def train(engine, loss_of, rank, steps):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name):
+def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name, drawn):
     """A GPT with tied embeddings, the three kinds of external parameters, and a Llama of Hugging Face's."""
+    early = {**STAGE_3, **NARROW, "update_in_backward": True}
+    others = [STAGE_3] if name == "gpt" else []
+    settings = drawn([{"stage": 2}, {**STAGE_3, **NARROW}, early, {**STAGE_3, **NARROW, **ON_DISK}, *others], 1)
 
     @on_ranks(2)
     def found(rank):
@@ -46,9 +49,7 @@ def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name
             optimizer.step()
             optimizer.zero_grad()
         result = [bits(ddp.module)]
-        early = {**STAGE_3, **NARROW, "update_in_backward": True}
-        others = [STAGE_3] if name == "gpt" else []
-        for fields in ({"stage": 2}, {**STAGE_3, **NARROW}, early, {**STAGE_3, **NARROW, **ON_DISK}, *others):
+        for fields in settings:
             engine = wrap(make(), lr=1e-2, **fields)
             train(engine, loss_of, rank, range(8))
             result.append(whole_bits(engine))
@@ -64,8 +65,19 @@ def between_devices(device, group, config, *, apart=False):
     return DeviceRanks(memory_of(device), TorchRanks(group), group)
 
 
-def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
+IN_SHARDS = {**STAGE_3, **NARROW}
+EARLY = {**IN_SHARDS, "update_in_backward": True}
+HELD = [
+    *((0.1, between, fields) for between in (False, True)
+      for fields in (IN_SHARDS, {**IN_SHARDS, "offload_param": "cpu"}, {**IN_SHARDS, **ON_DISK})),
+    *((None, between, fields) for between in (False, True) for fields in (EARLY, {**EARLY, "offload_param": "cpu"})),
+]  # fmt: skip
+"""A bound on the norm, whether ranks exchange buckets between devices, and fields."""
+
+
+def test_every_way_to_hold_and_gather_shards_gives_the_same_bits(drawn):
     """Checkpointing, accumulation, clipping, another element type; shards in host memory or between devices."""
+    cases = drawn(HELD, 1)
 
     @on_ranks(2)
     def found(rank):
@@ -82,33 +94,26 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits():
             train(engine, gpt_loss, rank, range(4, 6))
             return engine
 
-        engine = trained(0.1, **STAGE_3, **NARROW)
-        parted = engine.optimizer.partitioned
-        whole = sum(p.nbytes for p in engine.module.parameters() if p not in parted)
-        n_bytes = sum(p.nbytes for p in engine.module.parameters() if p in parted)
-        # Nothing but this rank's half.
-        assert n_bytes / 2 <= engine.memory_report().device_bytes - whole <= n_bytes / 2 * 1.05
-        # The root's embedding, and the two modules that are whole where a checkpointed one is computed again.
-        assert 0 < parted.live.peak_numel <= 64 * 32 + 2 * (32 * 128 + 128) < n_bytes / 2
-        result = [
-            whole_bits(engine),
-            whole_bits(trained(0.1)),
-            whole_bits(trained(0.1, **STAGE_3, **NARROW, offload_param="cpu")),
-            whole_bits(trained(0.1, **STAGE_3, **NARROW, **ON_DISK)),
-        ]
-        early = {**STAGE_3, **NARROW, "update_in_backward": True}
-        unclipped = [whole_bits(trained(None, **fields)) for fields in ({}, early, early | {"offload_param": "cpu"})]
-        parts_module.device_for = partitioned_module.device_for = between_devices
-        unclipped += [whole_bits(trained(None, **fields)) for fields in (early, early | {"offload_param": "cpu"})]
-        result.append(whole_bits(trained(0.1, **STAGE_3, **NARROW)))
-        result.append(whole_bits(engine := trained(0.1, **STAGE_3, **NARROW, offload_param="cpu")))
-        engine.close()
-        result.append(whole_bits(engine := trained(0.1, **STAGE_3, **NARROW, **ON_DISK)))
-        engine.close()
-        return [*result, bits(engine.module)], unclipped
+        result = {clipping: [whole_bits(trained(clipping))] for clipping in {clipping for clipping, _, _ in cases}}
+        through_the_host = device_for
+        for clipping, between, fields in cases:
+            parts_module.device_for = partitioned_module.device_for = between_devices if between else through_the_host
+            engine = trained(clipping, **fields)
+            if fields == IN_SHARDS and not between:
+                parted = engine.optimizer.partitioned
+                whole = sum(p.nbytes for p in engine.module.parameters() if p not in parted)
+                n_bytes = sum(p.nbytes for p in engine.module.parameters() if p in parted)
+                # Nothing but this rank's half.
+                assert n_bytes / 2 <= engine.memory_report().device_bytes - whole <= n_bytes / 2 * 1.05
+                # The root's embedding, and the two modules that are whole where a checkpointed one is computed again.
+                assert 0 < parted.live.peak_numel <= 64 * 32 + 2 * (32 * 128 + 128) < n_bytes / 2
+            result[clipping].append(whole_bits(engine))
+            engine.close()
+            result[clipping].append(bits(engine.module))
+        return result
 
-    for of_each in zip(*found, strict=True):
-        assert len({*of_each[0], *of_each[1]}) == 1, found
+    for clipping, of_first in found[0].items():
+        assert len({*of_first, *found[1][clipping]}) == 1, found
 
 
 def test_one_rank_changes_parameters_for_all_and_masters_follow():
@@ -169,14 +174,15 @@ def routed_steps(engine, rank):
 
 
 @pytest.mark.parametrize("again", [None, "block", "expert"])
-def test_ranks_run_other_experts_of_a_leaf_module(again):
+def test_ranks_run_other_experts_of_a_leaf_module(again, drawn):
     """Also with a block or an expert that backward recomputes."""
+    parted = {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}
+    others = drawn([parted, {**parted, "update_in_backward": True}, {**parted, **ON_DISK}], 1)
 
     @on_ranks(2)
     def found(rank):
         result = []
-        parted = {**STAGE_3, **NARROW, "leaf_modules": ["Experts"]}
-        for fields in ({"stage": 2}, parted, {**parted, "update_in_backward": True}, {**parted, **ON_DISK}):
+        for fields in ({"stage": 2}, *others):
             engine = wrap(mixture(again), lr=1e-2, **fields)
             routed = [*routed_steps(engine, rank)]
             result.append(whole_bits(engine))

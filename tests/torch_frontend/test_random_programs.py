@@ -1,7 +1,7 @@
 """Any order of what a script may call leaves the bits of plain torch: on one process, on ranks, over FSDP2."""
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 
 from tests.support import programs
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*the run goes on with its hyper
 NUMBERS = pytest.mark.parametrize(
     "n",
     [
-        6,
+        2,
         pytest.param(20, marks=pytest.mark.slow),
         pytest.param(500, marks=[pytest.mark.soak, pytest.mark.timeout(7200)]),
     ],
@@ -40,6 +40,7 @@ def test_a_program_on_two_ranks_has_the_bits_of_plain_torch(n, fsdp, tmp_path_fa
     @settings(max_examples=n // each, phases=[Phase.generate])  # a smaller list of programs says no more
     @given(drawn)
     def law(drawn):
+        assume(any(program != drawn[0] for program in drawn))  # Hypothesis begins with the simplest one alone
         folder = tmp_path_factory.mktemp("programs")
 
         @on_ranks(2, seconds=1200)

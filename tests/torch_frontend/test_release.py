@@ -31,6 +31,7 @@ SETTINGS = {
     "streamed": STREAMED,
     "streamed, bfloat16": {**STREAMED, "param_dtype": "bfloat16", "schedule": "serial"},
 }
+LONG = ("stage 1", "streamed")
 ON_DEVICE = ["simulated, delays 0"]
 EVERYWHERE = ["host", *ON_DEVICE, "simulated, delays 1"]
 
@@ -70,12 +71,16 @@ def test_every_bit_is_as_if_nothing_had_been_released(name, device):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
-@pytest.mark.parametrize("name", SETTINGS)
-def test_the_device_holds_nothing_of_the_engine_in_200_rounds(name, device):
+@pytest.mark.parametrize(
+    ("name", "rounds"),
+    [*((name, 20 if name in LONG else 5) for name in SETTINGS),
+     *(pytest.param(name, 200, marks=pytest.mark.slow) for name in LONG)],
+)  # fmt: skip
+def test_the_device_holds_nothing_of_the_engine_in_any_round(name, rounds, device):
     before = allocated_before()
     engine = wrap(mixed(), lr=1e-2, **SETTINGS[name])
     with_model, host = None, set()
-    for n in range(200 if name in ("stage 1", "streamed") else 5):
+    for n in range(rounds):
         train(engine, range(2))
         report = engine.release()
         assert allocated() == before

@@ -22,7 +22,7 @@ from offload_core.checkpoint.saved_weights import SavedWeights
 from offload_core.errors import CheckpointError, ConfigError
 from tests.support import one_process_group
 from tests.support.deepspeed_checkpoints import Run, model, write
-from tests.support.processes import ROOT, on_ranks
+from tests.support.processes import ROOT, on_ranks, torch_server
 from tests.support.torch_models import loss_of, make, same_bits
 
 FIELDS = {
@@ -199,14 +199,28 @@ def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path):
             read()
 
 
-def test_the_command_takes_deepspeeds_arguments_and_says_one_line_of_what_is_wrong(tmp_path):
+RUN = """
+import runpy, sys, warnings
+warnings.simplefilter("error")
+module = sys.argv.pop(1)
+sys.modules.pop(module, None)
+runpy.run_module(module, run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["forks", "processes"])
+def test_the_command_takes_deepspeeds_arguments_and_says_one_line_of_what_is_wrong(tmp_path, forks):
     run = Run()
     write(tmp_path / "theirs", run, 2, 2)
-    command = [sys.executable, "-W", "error", "-m", "frontends.torch.deepspeed.utils.zero_to_fp32"]
+    module = "frontends.torch.deepspeed.utils.zero_to_fp32"
     options = ["--safe_serialization", "--max_shard_size", "1KB", "--tag", "now", "--exclude_frozen_parameters"]
 
     def call(*arguments):
-        done = subprocess.run([*command, *map(str, arguments)], cwd=ROOT, capture_output=True, text=True)
+        if forks:
+            [done] = torch_server().run(["-c", RUN, module, *arguments])
+        else:
+            command = [sys.executable, "-W", "error", "-m", module, *map(str, arguments)]
+            done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
         return done.returncode, done.stderr
 
     assert call(tmp_path / "theirs", tmp_path / "bin") == (0, "")

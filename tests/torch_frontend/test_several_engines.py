@@ -494,8 +494,9 @@ def test_engines_in_two_threads_have_memory_for_both_and_the_bits_of_each_alone(
     assert end == 0
 
 
-def test_ranks_whose_engines_take_turns_or_run_in_threads_get_the_bits_of_each_alone():
+def test_ranks_whose_engines_take_turns_or_run_in_threads_get_the_bits_of_each_alone(drawn):
     """One rank's threads are late, so that other engines than on the other rank find memory free."""
+    settings = dict(drawn([*PLACES.items(), ("early", {"update_in_backward": True})], 1))
 
     @on_ranks(2)
     def found(rank):
@@ -510,7 +511,7 @@ def test_ranks_whose_engines_take_turns_or_run_in_threads_get_the_bits_of_each_a
             return wrap(make(seed=seed), lr=1e-2, reduce_bucket_size=500, **fields)
 
         result = {}
-        for name, fields in {**PLACES, "early": {"update_in_backward": True}}.items():
+        for name, fields in settings.items():
             values, needed = [], []
             for seed in range(2):
                 engine = new(seed, **fields)

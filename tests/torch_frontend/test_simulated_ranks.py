@@ -69,19 +69,20 @@ def train(device, rank, **fields):
     return found
 
 
-def everywhere(rank):
+def everywhere(cases, rank):
     device, result = device_of(rank), {}
     assert dist.get_default_backend_for_device(simulated.NAME) == collectives.BACKEND
-    for name, fields in SETTINGS.items():
-        result[name] = [train("cpu", rank, **fields)]
-        for seed in range(2):
-            with simulated.delays(seed=seed + 10 * rank, kernel=200, copy=2000):
-                result[name].append(train(device, rank, **fields))
+    for name, seed in cases:
+        if name not in result:
+            result[name] = [train("cpu", rank, **SETTINGS[name])]
+        with simulated.delays(seed=seed + 10 * rank, kernel=200, copy=2000):
+            result[name].append(train(device, rank, **SETTINGS[name]))
     return result
 
 
-def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host():
-    results = on_devices(everywhere)
+def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host(drawn):
+    cases = drawn([(name, seed) for name in SETTINGS for seed in range(2)], 3)
+    results = on_devices(partial(everywhere, cases))
     for name in results[0]:
         host, *late = [found for result in results for found in result[name][:1]] + [
             found for result in results for found in result[name][1:]
@@ -115,10 +116,10 @@ def test_ranks_on_devices_run_other_experts_of_leaf_modules_and_have_the_bits_of
     assert len(set(first)) == 1
 
 
-def saved(folder, rank):
+def saved(names, folder, rank):
     """Saved by both in mid-run, in stages 2 and 3, and gone on with. Their batches are those of one rank."""
     device, result = device_of(rank), {}
-    for name in SAVED:
+    for name in names:
         engine = wrap(make().to(device), lr=1e-2, reduce_bucket_size=1000, **SETTINGS[name])
         for seed in range(6):
             if seed == 3:
@@ -131,10 +132,12 @@ def saved(folder, rank):
     return result
 
 
-def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bits(tmp_path):
-    expected, other = on_devices(partial(saved, tmp_path))
+def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bits(tmp_path, drawn):
+    names = drawn(SAVED, 1)
+    expected, other = on_devices(partial(saved, names, tmp_path))
     assert expected == other
-    for name, fields in (("stage 2", {"gradient_clipping": 0.05}), ("streamed", {"param_dtype": "bfloat16"})):
+    for name in names:
+        fields = {"gradient_clipping": 0.05} if name == "stage 2" else {"param_dtype": "bfloat16"}
         engine = wrap(make(seed=1), lr=1e-2, **fields)
         engine.load_checkpoint(tmp_path / name)
         for seed in range(3, 6):
@@ -143,10 +146,10 @@ def test_what_two_ranks_on_devices_saved_one_on_the_host_resumes_to_the_same_bit
         assert whole_bits(engine) == expected[name], name
 
 
-def built(folder, rank):
+def built(names, folder, rank):
     """Models that are built on devices, whole and in shards; the second step of each is traced."""
     device, result = device_of(rank), {}
-    for name in ("stage 3", "streamed"):
+    for name in names:
         fields = {"lr": 1e-2, "reduce_bucket_size": 1000, **SETTINGS[name]}
         result[name] = []
         for in_shards in (False, True):
@@ -164,8 +167,11 @@ def built(folder, rank):
     return result
 
 
-def test_models_that_ranks_build_in_shards_on_their_devices_are_those_built_whole_and_each_rank_has_its_trace(tmp_path):
-    first, second = on_devices(partial(built, tmp_path))
+def test_models_that_ranks_build_in_shards_on_their_devices_are_those_built_whole_and_each_rank_has_its_trace(
+    tmp_path, drawn
+):
+    names = drawn(("stage 3", "streamed"), 1)
+    first, second = on_devices(partial(built, names, tmp_path))
     for name, ((whole, held), (in_shards, nothing)) in first.items():
         assert whole == in_shards == second[name][0][0] == second[name][1][0]
         assert held > nothing == 0

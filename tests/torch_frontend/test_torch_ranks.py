@@ -23,7 +23,7 @@ from offload_core import StateError
 from offload_core.ranks import consistency
 from offload_core.ranks.consistency import FORMAT, VERSION
 from tests.support.interrupts import interrupt_at, numbers_of
-from tests.support.processes import ROOT, environment_of, on_ranks
+from tests.support.processes import ROOT, environment_of, free_port, on_ranks, torch_server
 from tests.support.torch_rank import batch, bits, give_up, loss_of, make, said_by, train, whole_bits
 
 
@@ -48,26 +48,33 @@ def test_two_ranks_equal_ddp_with_fused_adamw_bit_for_bit():
     assert len({each for of_one in found for each in of_one}) == 1
 
 
-def test_four_ranks_agree_and_so_do_the_stages():
+def test_four_ranks_agree_and_so_do_the_stages(drawn):
+    streamed = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 20}
+    cases = [(clipping, early, fields) for clipping, early in ((0.05, False), (None, False), (None, True))
+             for fields in ({"stage": 1}, {"stage": 2}, streamed)]  # fmt: skip
+    first = {clipping: (clipping, False, {"stage": 1}) for clipping in (0.05, None)}
+    others = drawn([case for case in cases if case not in first.values()], 1)
+
     @on_ranks(4)
     def found(rank):
-        result = []
-        streamed = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 20}
-        for clipping, early in ((0.05, False), (None, False), (None, True)):
-            for fields in ({"stage": 1}, {"stage": 2}, streamed):
+        result = {}
+        for clipping in {clipping for clipping, _, _ in others}:
+            same = [case for case in others if case[0] == clipping]
+            for _, early, fields in (first[clipping], *same):
                 engine = wrap(make(), lr=1e-2, param_dtype="bfloat16", gradient_clipping=clipping,
                               update_in_backward=early, gradient_accumulation_steps=2, reduce_bucket_size=1000,
                               **fields)  # fmt: skip
                 norms = [report.grad_norm for report in train(engine, rank, range(6))]
-                result.append((whole_bits(engine), norms))
+                result.setdefault(clipping, []).append((whole_bits(engine), norms))
         return result
 
-    for clipped in (slice(3), slice(3, None)):
-        assert all(of_a_stage == found[0][clipped][0] for of_one in found for of_a_stage in of_one[clipped])
+    for clipping, (expected, *_) in found[0].items():
+        assert all(of_a_stage == expected for of_one in found for of_a_stage in of_one[clipping])
 
 
-def test_buckets_that_stay_on_the_device_give_the_same_bits():
+def test_buckets_that_stay_on_the_device_give_the_same_bits(drawn):
     """Buckets are exchanged between devices (here the CPU's own tensors) or through host memory."""
+    compared = drawn(("ordered", "native"), 1)
 
     @on_ranks(3)
     def found(rank):
@@ -76,7 +83,7 @@ def test_buckets_that_stay_on_the_device_give_the_same_bits():
 
         result = {}
         for reduction in ("ordered", "native"):
-            for parts_module.device_for in (device_for, between_devices):
+            for parts_module.device_for in (device_for, *[between_devices] * (reduction in compared)):
                 engine = wrap(make(), lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.05, reduction=reduction,
                               gradient_accumulation_steps=2, reduce_bucket_size=1000)  # fmt: skip
                 norms = [report.grad_norm for report in train(engine, rank, range(6))]
@@ -85,9 +92,9 @@ def test_buckets_that_stay_on_the_device_give_the_same_bits():
         return result
 
     assert found[0] == found[1] == found[2]
-    host, device = ({reduction: found[0][kind, reduction] for reduction in ("ordered", "native")}
-                    for kind in ("HostRanks", "DeviceRanks"))  # fmt: skip
-    assert device == host
+    host = {reduction: found[0]["HostRanks", reduction] for reduction in ("ordered", "native")}
+    for reduction in compared:
+        assert found[0]["DeviceRanks", reduction] == host[reduction]
     assert host["native"][0] != host["ordered"][0]  # summed in bfloat16
 
 
@@ -414,8 +421,9 @@ def test_a_rank_that_runs_out_of_batches_is_a_clear_timeout_on_the_others():
             assert bits(engine.module) == before
 
 
-@pytest.mark.parametrize("nproc", [2])
-def test_torchrun_finds_the_group_by_itself(nproc, tmp_path):
+@pytest.mark.parametrize("forks", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["as torchrun", "torchrun"])
+def test_torchrun_finds_the_group_by_itself(forks, tmp_path):
+    """Forks get the variables that torchrun sets."""
     script = tmp_path / "train.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"
@@ -428,9 +436,15 @@ def test_torchrun_finds_the_group_by_itself(nproc, tmp_path):
         "assert held < 272, held\n"
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nproc}", str(script)]
-    done = subprocess.run(command, env=environment_of(ROOT), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
+    if forks:
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2}
+        places = [{name: str(value) for name, value in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                  for rank in range(2)]  # fmt: skip
+        ended = torch_server().run([script], [script], environments=places)
+    else:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+        ended = [subprocess.run(command, env=environment_of(ROOT), capture_output=True, text=True, timeout=240)]
+    assert [done.returncode for done in ended] == [0] * len(ended), [done.stderr for done in ended]
 
 
 # --- ranks that differ -------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from frontends.torch.deepspeed.runtime.lr_schedules import OneCycle, WarmupCosin
 from offload_core import CheckpointError, ConfigError, ConfigWarning, ParameterError, StateError
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import GradientError
+from tests import sampling
 from tests.support.interrupts import FewerLines, first_passes, interrupt_at
 from tests.support.processes import on_ranks
 from tests.support.torch_lion import Lion
@@ -1280,8 +1281,7 @@ def test_what_one_rank_cannot_read_or_write_is_an_error_of_all_and_the_run_goes_
 # --- interrupts ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("of", ["a third", pytest.param("each", marks=pytest.mark.slow)])
-def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(of):
+def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(drawn):
     config = {**CONFIG, **WARMUP}
 
     def begun():
@@ -1309,7 +1309,7 @@ def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(of):
     counted.destroy()
     numbers = sorted(passes.values())
     outcomes = set()
-    for number in numbers[:: 1 if of == "each" else 3]:
+    for number in drawn(numbers, sampling.least(len(numbers))):
         engine = begun()
         try:
             interrupt_at(number, lambda engine=engine: train(engine, [1]))

@@ -165,11 +165,13 @@ def test_leaf_modules_are_chosen_by_class_by_name_and_by_suffix_and_given_up():
             choose(model, wanted)
 
 
-def test_ranks_run_other_experts_of_modules_that_became_leaves_before_or_after_the_engine_was_made():
+def test_ranks_run_other_experts_of_modules_that_became_leaves_before_or_after_the_engine_was_made(drawn):
+    cases = drawn([("before", PARTED), ("after", PARTED), ("after", WHOLE)], 1)
+
     @on_ranks(2)
     def found(rank):
         bits = []
-        for when, fields in (("never", {"stage": 2}), ("before", PARTED), ("after", PARTED), ("after", WHOLE)):
+        for when, fields in (("never", {"stage": 2}), *cases):
             model = experts.mixture()
             if when == "before":
                 set_z3_leaf_modules(model, [experts.Experts])

@@ -56,8 +56,8 @@ def command_of(script, out, *arguments, theirs=False):
     return [str(file), *(each.replace("OUT", str(out)) for each in FILES[script]), *arguments]
 
 
-def run(*commands, ranks=1, fails=False):
-    """Run commands at once, or one as each rank of a group."""
+def run(*commands, ranks=1, fails=False, modules=()):
+    """Run commands at once, or one as each rank of a group. ``modules`` are imported once for all of them."""
     if ranks > 1:
         group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         sizes = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(ranks))
@@ -65,7 +65,7 @@ def run(*commands, ranks=1, fails=False):
         commands = [*commands] * ranks
     else:
         places = [{} for _ in commands]
-    for ended in torch_server().run(*commands, environments=places, merge=True):
+    for ended in torch_server().run(*commands, environments=places, merge=True, modules=modules):
         assert (ended.returncode != 0) == fails, ended.stdout[-3000:]
 
 
@@ -142,7 +142,7 @@ def test_a_vision_transformer_learns_from_the_loader_that_it_gets(tmp_path, argu
 @pytest.mark.integration
 def test_adapters_are_trained_in_stage_3_and_saved_whole(tmp_path):
     pytest.importorskip("peft")
-    run(command_of("lora", tmp_path / "3"), command_of("lora", tmp_path / "2", "--zero_stage=2"))
+    run(command_of("lora", tmp_path / "3"), command_of("lora", tmp_path / "2", "--zero_stage=2"), modules=["peft"])
     log = log_of(tmp_path / "3")
     assert log[0]["parameters"] > 20_000
     losses = [line["loss"] for line in log[1:]]
@@ -156,13 +156,17 @@ def test_adapters_are_trained_in_stage_3_and_saved_whole(tmp_path):
     assert (tmp_path / "3" / "adapter_config.json").exists()
 
 
-def test_a_run_that_was_killed_and_started_again_has_the_bits_of_one_that_was_not(tmp_path):
+@pytest.mark.parametrize("torchrun", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["forks", "torchrun"])
+def test_a_run_that_was_killed_and_started_again_has_the_bits_of_one_that_was_not(tmp_path, torchrun):
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     run(command_of("resume", whole), ranks=2)
     run(command_of("resume", killed, "--killed_at=7"), ranks=2, fails=True)
     assert (killed / "latest").read_text().strip() == "global_step6"
     assert not (killed / "weights.pt").exists()
-    launched([*TORCHRUN, *command_of("resume", killed)])
+    if torchrun:
+        launched([*TORCHRUN, *command_of("resume", killed)])
+    else:
+        run(command_of("resume", killed), ranks=2)
     expected, found = log_of(whole), log_of(killed)
     assert [line["step"] for line in expected] == [*range(10)]
     assert [line["step"] for line in found] == [*range(7), *range(6, 10)]

@@ -55,18 +55,22 @@ def held_by(way):
     return found, sum(local(p).nbytes for p in model.parameters())
 
 
-def test_after_backward_the_device_holds_no_state_and_no_gradient_that_has_left():
+def test_after_backward_the_device_holds_no_state_and_no_gradient_that_has_left(drawn):
+    ways = drawn(WAYS, 1)
+
     @on_ranks(2, backend=collectives.BACKEND)
     def found(rank):
         meshes.WORLD = 2
         torch.accelerator.set_device_index(torch.device(simulated.NAME, rank))
-        return {way: held_by(way) for way in WAYS}
+        return {way: held_by(way) for way in ways}
 
     for of_one in found:
-        for way in ("early", "wrap"):
-            assert of_one[way][0] == [0, 0]
-        (first, second), parameters = of_one["plain"]
-        assert parameters <= first == second < 1.3 * parameters  # gradients alone; each allocation is rounded up
-        (first, second), parameters = of_one["torch"]
-        assert first < 1.3 * parameters
-        assert second >= 3 * parameters  # and moments
+        assert of_one.keys() == {*ways}
+        for way, ((first, second), parameters) in of_one.items():
+            if way == "plain":
+                assert parameters <= first == second < 1.3 * parameters  # gradients alone; allocations are rounded up
+            elif way == "torch":
+                assert first < 1.3 * parameters
+                assert second >= 3 * parameters  # and moments
+            else:
+                assert [first, second] == [0, 0]

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import Phase, example, given
+from hypothesis import Phase, assume, example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
@@ -17,6 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from frontends.torch import OffloadedAdamW
 from frontends.torch.placed import Placed, count_once, is_placed
 from offload_core.testing.thread_ranks import run_ranks
+from tests import sampling
 from tests.support.drawn_meshes import Drawn, Tensor, drawn
 from tests.support.mesh_runs import each, no_errors
 from tests.support.meshes import WORLD, local
@@ -161,10 +162,19 @@ FIXED = [
 ]
 
 
-@given(cases=st.lists(drawn(WORLD), min_size=8, max_size=8))
+@pytest.fixture(scope="module")
+def fixed(drawn):
+    return drawn(FIXED, 2)
+
+
+IN_ONE_START = 8 if sampling.whole else 3
+
+
+@given(cases=st.lists(drawn(WORLD), min_size=IN_ONE_START, max_size=IN_ONE_START))
 @runs_of_ranks(1)
-def test_no_mesh_changes_the_norm_the_clipping_or_the_update(cases):
-    assert_no_mesh_changes_an_update(FIXED + cases, WORLD)
+def test_no_mesh_changes_the_norm_the_clipping_or_the_update(fixed, cases):
+    assume(any(case != cases[0] for case in cases))  # Hypothesis begins with the simplest one alone
+    assert_no_mesh_changes_an_update(fixed + cases, WORLD)
 
 
 @pytest.mark.slow

@@ -1,4 +1,7 @@
-"""The laws of bits, clipping, accumulation and skipped steps, once on each kind of mesh: all in one start of ranks."""
+"""The laws of bits, clipping, accumulation and skipped steps, once on each kind of mesh: all in one start of ranks.
+
+``make test`` draws a mesh for each law.
+"""
 
 from functools import partial
 
@@ -32,44 +35,58 @@ UNEVEN, FSDP, HSDP, TP, TWO = (
 EXPERTS = Sharded("gpt of experts", "experts")
 
 
-def everything(rank):
+CASES = {
+    "bits": [(UNEVEN, "wrap"), (HSDP, "plain"), (TP, "early"), (TWO, "wrap"), (EXPERTS, "early")],
+    "clipped": [(FSDP, "early"), (HSDP, "wrap"), (TP, "wrap"), (TWO, "plain"), (EXPERTS, "wrap")],
+    "sums": [
+        (FSDP, "wrap", {"own": True, "kept": True, "steps": 2}),
+        (EXPERTS, "wrap", {"deferred": True, "steps": 2}),
+        (TP, "plain", {"steps": 2}),
+    ],
+    "skipped": [(FSDP, "wrap", SCALED, 2), (TWO, "plain", HIGH, 3)],
+}
+
+
+def everything(cases, rank):
     return {
-        "bits": compared([(UNEVEN, "wrap"), (HSDP, "plain"), (TP, "early"), (TWO, "wrap"), (EXPERTS, "early")], 3),
-        "clipped": clipped([(FSDP, "early"), (HSDP, "wrap"), (TP, "wrap"), (TWO, "plain"), (EXPERTS, "wrap")], 2),
-        "sums": every_sum([
-            (FSDP, "wrap", {"own": True, "kept": True, "steps": 2}),
-            (EXPERTS, "wrap", {"deferred": True, "steps": 2}),
-            (TP, "plain", {"steps": 2}),
-        ]),
-        "scaled": each([("FSDP", partial(skipping, FSDP, "wrap", SCALED, 2))]),
-        "examined": each([("2-D", partial(skipping, TWO, "plain", HIGH, 3))]),
-    }  # fmt: skip
+        "bits": compared(cases["bits"], 3),
+        "clipped": clipped(cases["clipped"], 2),
+        "sums": every_sum(cases["sums"]),
+        "skipped": each((str(case[0]), partial(skipping, *case)) for case in cases["skipped"]),
+    }
 
 
 @pytest.fixture(scope="module")
-def found():
+def cases(drawn):
+    return {law: drawn(of_law, 1) for law, of_law in CASES.items()}
+
+
+@pytest.fixture(scope="module")
+def found(cases):
     """What each law has found, on each rank."""
-    return on_ranks(WORLD)(everything)
+    return on_ranks(WORLD)(partial(everything, cases))
 
 
 def of(found, law):
     return no_errors([of_one[law] for of_one in found])
 
 
-def test_a_few_steps_have_the_bits_of_torchs_fused_adamw(found):
-    assert len(of(found, "bits")[0]) == 5
+def test_a_few_steps_have_the_bits_of_torchs_fused_adamw(cases, found):
+    assert len(of(found, "bits")[0]) == len(cases["bits"])
 
 
-def test_a_few_clipped_steps_are_those_of_one_process_given_the_whole_gradients(found):
+def test_a_few_clipped_steps_are_those_of_one_process_given_the_whole_gradients(cases, found):
     results = of(found, "clipped")
     assert_some_clipped(results)
-    assert len(results[0]) == 5
+    assert len(results[0]) == len(cases["clipped"])
 
 
-def test_two_micro_steps_are_one_update_of_their_mean(found):
-    assert len(of(found, "sums")[0]) == 3
+def test_two_micro_steps_are_one_update_of_their_mean(cases, found):
+    assert len(of(found, "sums")[0]) == len(cases["sums"])
 
 
-def test_an_infinity_on_one_rank_skips_the_step_on_all(found):
-    assert_skipped_once(of(found, "scaled"), "overflow", HALVED)
-    assert_skipped_once(of(found, "examined"), "non-finite", (1.0,) * 4)
+def test_an_infinity_on_one_rank_skips_the_step_on_all(cases, found):
+    results = of(found, "skipped")
+    for how, _, fields, _ in cases["skipped"]:
+        why, scales = ("overflow", HALVED) if fields is SCALED else ("non-finite", (1.0,) * 4)
+        assert_skipped_once([{str(how): of_one[str(how)]} for of_one in results], why, scales)

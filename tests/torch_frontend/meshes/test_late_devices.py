@@ -4,6 +4,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
@@ -77,41 +78,49 @@ WAYS = {
 }
 
 
-def test_late_kernels_and_copies_change_no_bit():
+def test_late_kernels_and_copies_change_no_bit(drawn):
+    cases = drawn([(name, seed) for name in WAYS for seed in (3, None)], 2)
+
     def everywhere(rank):
         found = {"on the host": trained("cpu", rank)}
         device = device_of(rank)
-        for name, fields in WAYS.items():
-            for seed in (None, 3):
-                late = simulated.delays(seed=seed + rank, kernel=200, copy=2000) if seed else nullcontext()
-                with late:
-                    found[f"{name}, {'late' if seed else 'at once'}"] = trained(device, rank, **fields)
+        for name, seed in cases:
+            late = simulated.delays(seed=seed + rank, kernel=200, copy=2000) if seed else nullcontext()
+            with late:
+                found[f"{name}, {'late' if seed else 'at once'}"] = trained(device, rank, **WAYS[name])
         return found
 
     for found in on_devices(everywhere):
         expected = found.pop("on the host")
-        assert len(found) == 2 * len(WAYS)
+        assert len(found) == len(cases)
         assert [name for name, bits in found.items() if bits != expected] == []
 
 
-def test_a_gathering_that_does_not_wait_is_noticed():
+def test_a_gathering_that_does_not_wait_is_noticed(drawn):
     """The law above, with each of the waits taken out."""
+    ordered = Pipeline.await_param
+    changes = drawn(
+        [
+            ("no wait", lambda pipeline, param, on_host: None),
+            ("the reader's stream alone waits", lambda pipeline, param, on_host: ordered(pipeline, param)),
+        ],
+        1,
+    )
 
     def everywhere(rank):
         device = device_of(rank)
         before = trained("cpu", rank)
         noticed = {}
-        ordered = Pipeline.await_param
-        for name, instead in (
-            ("no wait", lambda pipeline, param, on_host: None),
-            ("the reader's stream alone waits", lambda pipeline, param, on_host: ordered(pipeline, param)),
-        ):
+        for name, instead in changes:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(Pipeline, "await_param", instead)
-                noticed[name] = False
                 for seed in range(1, 9):
                     with simulated.delays(seed=seed + rank, kernel=200, copy=2000):
-                        noticed[name] |= trained(device, rank) != before
+                        noticed[name] = trained(device, rank) != before
+                    on_ranks_noticed = torch.tensor([float(noticed[name])], device=device)
+                    dist.all_reduce(on_ranks_noticed)
+                    if on_ranks_noticed.item():
+                        break
         return noticed
 
     results = on_devices(everywhere)
