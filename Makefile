@@ -39,7 +39,7 @@ demo-disk: $(VENV)/.has-torch $(BUILD_STAMP)
 
 # One law of each kind, in two minutes: before a commit.
 quick: setup
-	$(TEST) -m quick $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
+	$(TEST) -m "quick and not slow and not integration" $(ARGS) $$(grep -rl --include='test_*.py' 'mark\.quick' tests)
 
 # Every law once: of those with many cases it draws some, others with each commit.
 test: setup
