@@ -118,6 +118,7 @@ def test_safetensors_are_planned_from_their_headers(tmp_path: Path, capsys: pyte
     assert "no such file or folder here" in refusal(capsys, "plan", f"--model={tmp_path / 'x.safetensors'}")
 
 
+@pytest.mark.integration
 def test_a_hugging_face_model_is_planned_from_its_configuration(tmp_path, capsys) -> None:
     """The shapes of the model itself, tied weights once; of a file, or of a folder without weights."""
     transformers = pytest.importorskip("transformers")
@@ -138,6 +139,7 @@ def test_a_hugging_face_model_is_planned_from_its_configuration(tmp_path, capsys
     assert on_device(half) == 2 * found["parameters"]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("content", "words"),
     [

@@ -83,6 +83,7 @@ def editable(tmp_path):
     return home / "bin" / "python"
 
 
+@pytest.mark.integration
 def test_a_type_checker_finds_a_misspelt_setting(editable, tmp_path):
     pytest.importorskip("mypy")
     user = tmp_path / "user.py"
