@@ -190,7 +190,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
     """Mark the cases that this run does not draw; under ``--whole`` all cases of laws of which runs draw some."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if any(item.iter_markers("slow")):
+        if any(mark.name in ("slow", "soak") for mark in item.iter_markers()):
             continue
         if law_of(item)[1] in sampling.SAMPLED:
             cases.setdefault(law_of(item), []).append(item)
@@ -204,13 +204,15 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def drawn() -> Callable[..., list[Any]]:
-    """``drawn(cases, 2)``: two of a law's own cases, others with each commit; under ``--whole`` all of them."""
+def drawn(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``drawn(cases, 2)``: two of a law's own cases, others with each commit; all of them under ``--whole``, and where
+    the test is slow or a soak anyway."""
+    whole = sampling.whole or any(mark.name in ("slow", "soak") for mark in request.node.iter_markers())
 
     def draw(cases: Iterable[Any], count: int) -> list[Any]:
         every = [*cases]
         assert sampling.least(len(every)) <= count, f"ten draws of {count} do not see all {len(every)} cases"
-        return every if sampling.whole else sampling.chosen(every, count, sampling.draw)
+        return every if whole else sampling.chosen(every, count, sampling.draw)
 
     return draw
 
