@@ -274,7 +274,7 @@ def test_a_call_that_comes_back_short_is_gone_on_with_or_is_an_error(kind, way, 
     assert kind == "odd" or bool(errors) == (kind in ("end", "full"))  # odd: less than a page is an error
 
 
-@pytest.mark.parametrize("share", [49, pytest.param(1, marks=SLOW)])
+@pytest.mark.parametrize("share", [37, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_a_disk_that_goes_on_failing_breaks_the_training_until_a_checkpoint_is_loaded(case, way, share, place):
