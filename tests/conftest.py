@@ -193,15 +193,19 @@ def law_of(item: pytest.Item) -> tuple[Path, str]:
     return item.path, getattr(item, "originalname", item.name)
 
 
+def runs_whole(item: pytest.Item) -> bool:
+    return any(mark.name in ("slow", "soak") for mark in item.iter_markers())
+
+
 def mark_others_slow(items: list[pytest.Item]) -> None:
     """Mark the cases that this run does not draw; under ``--whole`` all cases of laws of which runs draw some."""
     cases: dict[tuple[Path, str], list[pytest.Item]] = {}
     for item in items:
-        if any(item.iter_markers("slow")) or any(item.iter_markers("soak")):
+        if runs_whole(item):
             continue
         if law_of(item)[1] in sampling.SAMPLED:
             cases.setdefault(law_of(item), []).append(item)
-        elif sampling.whole and "drawn" in getattr(item, "fixturenames", ()):
+        elif sampling.whole and {"drawn", "drawn_of_file"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
     for (_, name), each in cases.items():
         kept = [] if sampling.whole else sampling.chosen(each, sampling.SAMPLED[name], sampling.draw)
@@ -210,16 +214,26 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
                 item.add_marker("slow")
 
 
-@pytest.fixture(scope="session")
-def drawn() -> Callable[..., list[Any]]:
-    """``drawn(cases, 2)``: two of a law's own cases, others with each commit; under ``--whole`` all of them."""
-
+def drawing(whole: bool) -> Callable[..., list[Any]]:
     def draw(cases: Iterable[Any], count: int) -> list[Any]:
         every = [*cases]
         assert sampling.least(len(every)) <= count, f"ten draws of {count} do not see all {len(every)} cases"
-        return every if sampling.whole else sampling.chosen(every, count, sampling.draw)
+        return every if whole else sampling.chosen(every, count, sampling.draw)
 
     return draw
+
+
+@pytest.fixture
+def drawn(request: pytest.FixtureRequest) -> Callable[..., list[Any]]:
+    """``drawn(cases, 2)``: two of a law's own cases, others with each commit; all of them under ``--whole``, and where
+    the test is slow or a soak anyway."""
+    return drawing(sampling.whole or runs_whole(request.node))
+
+
+@pytest.fixture(scope="session")
+def drawn_of_file() -> Callable[..., list[Any]]:
+    """``drawn`` for the fixtures of a module, which serve all of its tests."""
+    return drawing(sampling.whole)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,11 +1,12 @@
 /* Checks every instruction set's kernels against the scalar oracle, bit for bit, and the thread pool.
  *
- *     test_kernels [--bench] [isa] [update] [formats] [cast] [accumulate] [reduce] [norm] [entry] [stream] [fork]
- * [pool] [bind]
+ *     test_kernels [--bench | --few] [isa] [update] [formats] [cast] [accumulate] [reduce] [norm] [entry] [stream]
+ * [fork] [pool] [bind]
  *
- * Without names, every section runs. One randomised body for each kernel is its check and, with --bench, its
- * benchmark (as in dav1d's checkasm), so only code that was checked is timed. Stops at the first failing case and
- * prints it. A NaN equals any NaN; all other values are compared by bits.
+ * Without names, every section runs; with --few, a quarter of the entry points' random calls, or half of them. One
+ * randomised body for each kernel is its check and, with --bench, its benchmark (as in dav1d's checkasm), so only code
+ * that was checked is timed. Stops at the first failing case and prints it. A NaN equals any NaN; all other values are
+ * compared by bits.
  */
 #define _GNU_SOURCE
 #include <math.h>
@@ -48,7 +49,7 @@ typedef struct {
 
 static test_case now;
 static int64_t n_checks;
-static int benchmark;
+static int benchmark, few;
 
 static _Noreturn __attribute__((format(printf, 1, 2))) void fail(const char *format, ...) {
     va_list arguments;
@@ -879,7 +880,7 @@ static const int thread_counts[] = {-1, 1, 2, 3, 9};
 
 static void entry_update(void) {
     now.kernel = "oc_update";
-    for (int repeat = 0; repeat < 8 * OC_RULES; repeat++) {
+    for (int repeat = 0; repeat < (few ? 2 : 8) * OC_RULES; repeat++) {
         buffer expected[RUNS][ARRAYS], got[RUNS][ARRAYS];
         oc_segment segments[RUNS];
         oc_scalars scalars[RUNS];
@@ -928,7 +929,7 @@ static void check_streaming(void) {
 }
 
 static void entry_spans(void) {
-    for (int repeat = 0; repeat < 18; repeat++) {
+    for (int repeat = 0; repeat < (few ? 9 : 18); repeat++) {
         buffer src[RUNS], cast[RUNS], cast_expected[RUNS], sum[RUNS], sum_expected[RUNS];
         oc_span casts[RUNS], sums[RUNS];
         int64_t expected_bins[OC_NORM_BINS] = {0}, bins[OC_NORM_BINS] = {0}, chunks = 0;
@@ -980,7 +981,7 @@ static void entry_spans(void) {
 static void entry_reduce(void) {
     enum { SOURCES = 3, APART = 5 }; /* elements between two sources, which are not summed */
     now.kernel = "oc_reduce";
-    for (int repeat = 0; repeat < 16; repeat++) {
+    for (int repeat = 0; repeat < (few ? 4 : 16); repeat++) {
         now.threads = thread_counts[repeat % COUNT(thread_counts)];
         now.src_dtype = repeat % 3;
         now.n = run_lengths[repeat % COUNT(run_lengths)];
@@ -1345,6 +1346,8 @@ int main(int argc, char **argv) {
     int first = 1, named = 0;
     if (argc > 1 && !strcmp(argv[1], "--bench"))
         benchmark = first = 2;
+    else if (argc > 1 && !strcmp(argv[1], "--few"))
+        few = first = 2;
     for (int i = 0; i < COUNT(sections); i++) {
         int wanted = argc == first;
         for (int j = first; j < argc; j++)
@@ -1356,7 +1359,7 @@ int main(int argc, char **argv) {
         named++;
     }
     if (!named || named < argc - first) {
-        fprintf(stderr, "usage: %s [--bench]", argv[0]);
+        fprintf(stderr, "usage: %s [--bench | --few]", argv[0]);
         for (int i = 0; i < COUNT(sections); i++)
             fprintf(stderr, " [%s]", sections[i].name);
         fprintf(stderr, "\n");

@@ -32,16 +32,16 @@ def test_a_process_killed_at_any_third_of_its_system_calls(in_memory):
     assert set(hits(in_memory, "at_every_call", 3)) == PHASES
 
 
-def test_a_process_killed_at_any_system_call_while_a_tag_is_replaced(in_memory):
-    assert set(hits(in_memory, "with_a_tag", 1)) == PHASES - {"rotation"}
+def test_a_process_killed_at_any_third_of_its_system_calls_while_a_tag_is_replaced(in_memory):
+    assert set(hits(in_memory, "with_a_tag", 3)) == PHASES - {"rotation"}
 
 
 def test_a_process_killed_at_random_moments(tmp_path):
     assert sum(hits(tmp_path, "at_random", 20).values()) == 20
 
 
-def test_one_of_two_killed_at_any_seventh_of_its_system_calls(in_memory):
-    found = hits(in_memory, "of_two", 7)  # how often one looks for the other's part is not known
+def test_one_of_two_killed_at_any_fifteenth_of_its_system_calls(in_memory):
+    found = hits(in_memory, "of_two", 15)  # how often one looks for the other's part is not known
     assert {phase.split()[-1] for phase in found} == {"0", "1"}
 
 
@@ -49,6 +49,9 @@ def test_one_of_two_killed_at_any_seventh_of_its_system_calls(in_memory):
 class TestAll:
     def test_of_its_system_calls(self, tmp_path):
         assert set(hits(tmp_path, "at_every_call", 1)) == PHASES
+
+    def test_of_its_system_calls_while_a_tag_is_replaced(self, in_memory):
+        assert set(hits(in_memory, "with_a_tag", 1)) == PHASES - {"rotation"}
 
     def test_moments(self, in_memory):
         assert sum(hits(in_memory, "at_random", 200, 1).values()) == 200

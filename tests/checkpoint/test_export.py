@@ -400,7 +400,10 @@ def exported(engine, folder, **options):
     return safetensors.torch.load_file(folder / "model.safetensors")
 
 
-def test_ranks_export_weights_and_states_of_ddp_with_fused_adamw_in_every_stage(tmp_path):
+def test_ranks_export_weights_and_states_of_ddp_with_fused_adamw_in_every_stage(tmp_path, drawn):
+    on_device = {**STAGE_3, "offload_param": None}
+    stages = drawn({"1": {"stage": 1}, "2": {"reduce_bucket_size": 1000}, "3": on_device}.items(), 1)
+
     @on_ranks(2)
     def _(rank):
         ddp = nn.parallel.DistributedDataParallel(gpt())
@@ -410,8 +413,7 @@ def test_ranks_export_weights_and_states_of_ddp_with_fused_adamw_in_every_stage(
             optimizer.step()
             optimizer.zero_grad()
         weights, states = dict(ddp.module.named_parameters()), optimizer.state_dict()["state"]
-        on_device = {**STAGE_3, "offload_param": None}
-        for name, fields in {"1": {"stage": 1}, "2": {"reduce_bucket_size": 1000}, "3": on_device}.items():
+        for name, fields in stages:
             engine = trained(rank, 3, **fields)
             for dtype in (None, "float32"):
                 assert_same(exported(engine, tmp_path / f"{name} {dtype}", dtype=dtype), weights)

@@ -375,7 +375,7 @@ def plan(capsys, *arguments, status=0):
     return json.loads(capsys.readouterr().out)
 
 
-def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys):
+def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys, drawn):
     found = plan(capsys, *SMALL_HOST, "--disk-memory=100GB")
     assert [tier["offload_optimizer"] for tier in found["tiers"]] == ["cpu"] * 4 + ["nvme"] * 5
     assert [tier["fits"] for tier in found["tiers"]] == [False] * 4 + [True] * 5
@@ -392,11 +392,21 @@ def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys):
         assert tier["step"]["seconds"] == pytest.approx(tier["step"]["disk"] + tier["step"]["tail"])
         assert tier["disk"]["a_day"] == pytest.approx(on_disk * 86400 / tier["step"]["seconds"])
     assert {tier["offload_optimizer"] for each in found["formats"] for tier in each["tiers"]} == {"cpu"}
-    small = plan(capsys, *SMALL_HOST, "--disk-memory=40GB", status=1)
-    assert [tier["missing"] for tier in small["tiers"][4:]] == [
-        {"disk": sum(row["n_bytes"] for row in tier["rows"] if row["where"] == "disk")} for tier in small["tiers"][4:]
-    ]
-    assert not any(tier["offload_optimizer"] == "nvme" for tier in plan(capsys, *SMALL_HOST[:-1], status=1)["tiers"])
+
+    def small():
+        small = plan(capsys, *SMALL_HOST, "--disk-memory=40GB", status=1)
+        assert [tier["missing"] for tier in small["tiers"][4:]] == [
+            {"disk": sum(row["n_bytes"] for row in tier["rows"] if row["where"] == "disk")}
+            for tier in small["tiers"][4:]
+        ]
+
+    def none():
+        assert not any(
+            tier["offload_optimizer"] == "nvme" for tier in plan(capsys, *SMALL_HOST[:-1], status=1)["tiers"]
+        )
+
+    for check in drawn((small, none), 1):
+        check()
 
 
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
@@ -451,31 +461,47 @@ def test_parameters_on_disk_are_read_as_often_as_they_are_gathered(capsys):
     assert len(plan(capsys, *asked, "--schedule=delayed")["tiers"]) == 4
 
 
-def test_what_is_printed_of_a_disk(capsys):
-    assert main(["plan", *SMALL_HOST, "--disk-memory=100GB", "--stage=2"]) == 0
-    printed = capsys.readouterr().out
-    assert "disk: 93.1 GiB free on a machine; bandwidth, read and written, 6.0 GB/s (as given)" in printed
-    assert re.search(r"^stage 2, nvme +37\.4 GiB +37\.4 GiB +13\.4 s +at most 259\.\d TB$", printed, re.M)
-    assert main(["plan", *SMALL_HOST, "--disk-memory=10GB", "--stage=2"]) == 1
-    printed = capsys.readouterr().out
-    assert re.search(r"^stage 2, nvme .* no: disk too small$", printed, re.M)
-    assert "stage 2, nvme: 37.4 GiB of disk space, of 9.3 GiB: master 12.5 GiB" in printed
-    assert main(["plan", *SMALL_HOST[:-1]]) == 1
-    printed = capsys.readouterr().out
-    assert (
-        "with states on a disk it does: stage 1, nvme: 13.2 GiB of host memory and 77.9 GiB of disk\n"
-        "    (--offload-optimizer nvme)"
-    ) in printed
-    for asked in ("--offload-optimizer=cpu", "--host-memory=14GB"):  # asked for, or no help
-        assert main(["plan", *SMALL_HOST[:-1], asked]) == 1
+def test_what_is_printed_of_a_disk(capsys, drawn):
+    def enough():
+        assert main(["plan", *SMALL_HOST, "--disk-memory=100GB", "--stage=2"]) == 0
+        printed = capsys.readouterr().out
+        assert "disk: 93.1 GiB free on a machine; bandwidth, read and written, 6.0 GB/s (as given)" in printed
+        assert re.search(r"^stage 2, nvme +37\.4 GiB +37\.4 GiB +13\.4 s +at most 259\.\d TB$", printed, re.M)
+
+    def too_small():
+        assert main(["plan", *SMALL_HOST, "--disk-memory=10GB", "--stage=2"]) == 1
+        printed = capsys.readouterr().out
+        assert re.search(r"^stage 2, nvme .* no: disk too small$", printed, re.M)
+        assert "stage 2, nvme: 37.4 GiB of disk space, of 9.3 GiB: master 12.5 GiB" in printed
+
+    def not_asked_for():
+        assert main(["plan", *SMALL_HOST[:-1]]) == 1
+        printed = capsys.readouterr().out
+        assert (
+            "with states on a disk it does: stage 1, nvme: 13.2 GiB of host memory and 77.9 GiB of disk\n"
+            "    (--offload-optimizer nvme)"
+        ) in printed
+
+    def refused():
+        assert main(["plan", *SMALL_HOST[:-1], "--offload-optimizer=cpu"]) == 1
         assert "nvme" not in capsys.readouterr().out
+
+    def no_help():
+        assert main(["plan", *SMALL_HOST[:-1], "--host-memory=14GB"]) == 1
+        assert "nvme" not in capsys.readouterr().out
+
+    for check in drawn((enough, too_small, not_asked_for, refused, no_help), 2):
+        check()
 
 
 @pytest.mark.parametrize("memory", [["--host-memory=9TB"], ["--device-memory=1GB", "--host-memory=1GB"]])
-def test_what_is_printed_of_a_disk_is_at_most_100_columns_wide(memory, capsys):
+@pytest.mark.parametrize(
+    "tiers", [["--stage=1"], ["--stage=2"], ["--stage=3"], pytest.param([], marks=pytest.mark.slow)]
+)
+def test_what_is_printed_of_a_disk_is_at_most_100_columns_wide(memory, tiers, capsys):
     asked = ["--parameters=900B", "--world-size=64", "--local-world-size=8", "--reduce-bucket-size=2000000000"]
     asked += ["--disk-memory=1TB", *SPEEDS]
-    main(["plan", *asked, *memory])
+    main(["plan", *asked, *tiers, *memory])
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 

@@ -394,7 +394,7 @@ def test_the_blocks_of_an_update_take_the_host_memory_that_is_planned(schedule, 
     assert 0 < max(counts) <= planned.n_bytes
 
 
-def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path, monkeypatch):
+def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(monkeypatch):
     with late_stores.late():
         subject = make(FakeDevice())
         terms = BucketTerms(subject.pipeline.config, planned_device(1, addressable=False))
@@ -418,7 +418,13 @@ def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(tmp_path, mon
     }
     assert report.host_bytes == report.planned_host_bytes  # blocks come and go
     assert re.search("late store +in all", str(report))
+
+
+@pytest.mark.integration
+def test_a_store_of_another_place_has_a_bar_of_its_own(tmp_path):
     pytest.importorskip("matplotlib")
+    with late_stores.late():
+        report = make(FakeDevice()).pipeline.memory_report([], {})
     report.plot(tmp_path / "report.svg")
     assert "late store" in (tmp_path / "report.svg").read_text()
 

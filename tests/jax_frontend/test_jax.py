@@ -760,7 +760,7 @@ def test_a_config_object_and_a_dict_mean_the_same():
 # --- optax -------------------------------------------------------------------------------------------
 
 
-@law(12)
+@law(12, least=3)
 @given(
     st.sampled_from(["float32", "bfloat16", "float16"]),
     st.sampled_from([0.0, 1e-30, 1e-8, 1e-3, 1.0, 1e4]),

@@ -85,7 +85,7 @@ def test_the_bits_are_those_of_the_direct_way(fields, dtype, device):
     assert_same_tree(there.to_pytree(), here.to_pytree())
 
 
-@law(5)
+@law(5, least=2)
 @given(
     st.sampled_from([64, 300, 1 << 20]),
     st.sampled_from(["float32", "bfloat16", "float16"]),
@@ -169,7 +169,7 @@ class Delayed:
         return self.params
 
 
-@law(8)
+@law(8, least=2)
 @example(on_accelerator, "float32", 2, 1, None, [(1, False), (4, False), (1, False), (1, False)])
 @given(
     st.sampled_from([on_accelerator, direct]),

@@ -138,16 +138,18 @@ def test_split_masters_have_every_bit_of_whole_ones(instruction_set, state, halv
 
 
 @pytest.mark.parametrize("names", [("split", "float32", "float32"), ("bfloat16", "float8", "float8")], ids="-".join)
-def test_streaming_stores_change_no_bits(names):
+def test_streaming_stores_change_no_bits(names, drawn):
     """One large call streams the parameter; small calls do not."""
     n = (8 << 20) + 512
     rng = np.random.default_rng(0)
     grad, master, first, second = (np.resize(rng.standard_normal(4099).astype(np.float32), n) for _ in range(4))
-    update = formats.update_of(State(grad, master, (first, np.abs(second))), names)
-    for step, rule, param_dtype in (
+    state = State(grad, master, (first, np.abs(second)))
+    update = formats.update_of(state, names, encode=formats.kernel_encode)
+    updates = (
         *((oracles.Adam(), "adam_torch", dtype) for dtype in (BFLOAT16, FLOAT16, None)),
         (oracles.Sgd(), "sgd_torch", BFLOAT16),
-    ):
+    )
+    for step, rule, param_dtype in drawn(updates, 1):
         kind = {"rule": rule, "param_dtype": param_dtype}
         [large] = formats.run([update], step.scalars(rule), **kind, threads=2)
         for part in (slice(0, 1 << 20), slice(n - (1 << 20), n)):

@@ -4,6 +4,7 @@ import itertools
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -30,9 +31,10 @@ class Pair:
     Args:
         folder: that of the socket, and of what they say.
         laws: files or folders with the tests that they can be asked for.
+        options: of pytest, for both.
     """
 
-    def __init__(self, folder: Path, *laws: Path) -> None:
+    def __init__(self, folder: Path, *laws: Path, options: Sequence[str] = ()) -> None:
         self.lost: str | None = None
         self._logs = [folder / f"{number}.log" for number in range(2)]
         self._connections: list[Connection] = []
@@ -43,7 +45,7 @@ class Pair:
             ours, theirs = Pipe()
             with theirs, file.open("wb") as log:
                 process = subprocess.Popen(
-                    [sys.executable, WORKER, str(theirs.fileno()), "unix:meeting", str(number), *laws],
+                    [sys.executable, WORKER, str(theirs.fileno()), "unix:meeting", str(number), *laws, *options],
                     cwd=folder,  # paths of sockets are short
                     env=environment,
                     pass_fds=[theirs.fileno()],

@@ -4,9 +4,10 @@ The oracle rounds by looking values up among those that a format has, in float64
 """
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -245,8 +246,10 @@ class Update:
         return State(self.grad, master, tuple(moments))
 
 
-def update_of(values: State, formats: Sequence[str], *, start: int = 0, seed: int = 0) -> Update:
-    """An update of states that are rounded to nearest from these fp32 values."""
+def update_of(
+    values: State, formats: Sequence[str], *, start: int = 0, seed: int = 0, encode: Callable[..., Any] = encode
+) -> Update:
+    """An update of states that are rounded to nearest from these fp32 values, by NumPy or by :func:`kernel_encode`."""
     arrays = zip(formats, (values.master, *values.moments), (True, *oracles.Step.signs), strict=True)
     states = tuple(encode(state_format, array, has_sign=has_sign) for state_format, array, has_sign in arrays)
     return Update(values.grad, states, start=start, seed=seed)

@@ -6,7 +6,7 @@ the same on every rank, so that neither the machine nor the number of ranks has 
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -173,10 +173,16 @@ def saved(run: TorchRun | JaxRun, checkpoint: Path, folder: Path) -> list[Any]:
 
 
 def on_rank_of_torch(
-    follow: Callable[..., list[Any]], values_of: str, folder: Path, exports: Path, rank: int
+    follow: Callable[..., list[Any]],
+    values_of: str,
+    folder: Path,
+    exports: Path,
+    rank: int,
+    *,
+    names: Iterable[str] = TORCH,
 ) -> dict[str, list[Any]]:
-    """Follow :func:`saved` or :func:`resumed` in each case on a rank; checkpoints are below the folder."""
-    return {name: follow(TorchRun(name, values_of), folder / "torch" / name, exports / name) for name in TORCH}
+    """Follow :func:`saved` or :func:`resumed` in each of these cases on a rank; checkpoints are below the folder."""
+    return {name: follow(TorchRun(name, values_of), folder / "torch" / name, exports / name) for name in names}
 
 
 def resumed(run: TorchRun | JaxRun, checkpoint: Path, folder: Path) -> list[Any]:

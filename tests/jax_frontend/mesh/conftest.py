@@ -9,13 +9,16 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests import sampling
 from tests.support.jax_pair import MEMBER, Pair
 
 
 @pytest.fixture(scope="session")
 def pair(tmp_path_factory):
     here = Path(__file__).parent
-    pair = Pair(tmp_path_factory.mktemp("pair"), *here.glob("test_*.py"), here / "asked_for.py")
+    laws = [*here.glob("test_*.py"), here / "asked_for.py"]
+    options = [f"--draw={sampling.draw}", *["--whole"] * sampling.whole]
+    pair = Pair(tmp_path_factory.mktemp("pair"), *laws, options=options)
     yield pair
     pair.close()
 

@@ -1,5 +1,7 @@
 """Losses and gradients of ``value_and_grad``."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -115,7 +117,7 @@ def test_aux_is_averaged_where_it_is_floating_point_and_rank_0s_elsewhere():
     assert_same_replicas([value, aux["mean"], aux["rank"]], mesh)
 
 
-def test_jax_may_look_for_nans_or_run_without_jit():
+def test_jax_may_look_for_nans_or_run_without_jit(drawn):
     """In stage 3 the values of ungathered parameters, which nobody may use, are not what it finds."""
     mesh = mesh_of(2)
     x = split(batch_of(5, 4)[:, :8], mesh)
@@ -134,14 +136,21 @@ def test_jax_may_look_for_nans_or_run_without_jit():
         return offloaded
 
     expected = trained()
-    with jax.debug_nans(True):
-        assert_same_tree(trained().to_pytree(), expected.to_pytree())
-        with refuses(FloatingPointError, "nan"):
-            expected.value_and_grad(wrong)(expected.params, x)
-    with jax.disable_jit():
-        slowly = trained().to_pytree()
-    np.testing.assert_allclose(slowly["master"]["w"], expected.to_pytree()["master"]["w"], rtol=1e-6)
-    assert slowly["count"] == 1
+
+    def nans():
+        with jax.debug_nans(True):
+            assert_same_tree(trained().to_pytree(), expected.to_pytree())
+            with refuses(FloatingPointError, "nan"):
+                expected.value_and_grad(wrong)(expected.params, x)
+
+    def without_jit():
+        with jax.disable_jit():
+            slowly = trained().to_pytree()
+        np.testing.assert_allclose(slowly["master"]["w"], expected.to_pytree()["master"]["w"], rtol=1e-6)
+        assert slowly["count"] == 1
+
+    for check in drawn((nans, without_jit), 1):
+        check()
 
 
 def test_loss_scaling_works_on_a_mesh():
@@ -289,7 +298,7 @@ def test_a_shard_that_was_not_gathered_says_what_to_do():
         offloaded.value_and_grad(lambda p, x: p["embed"].sum())(offloaded.params, batch)
 
 
-def test_what_is_computed_of_a_shards_leaves_is_right_or_nan():
+def test_what_is_computed_of_a_shards_leaves_is_right_or_nan(drawn):
     """A tree of shards has leaves: one rank's part of the parameter, and what the gradient is taken with respect to."""
     mesh = mesh_of(W)
     tree = {"w": stage3.tree_of(0, scale=0.3)["embed"]}
@@ -302,10 +311,18 @@ def test_what_is_computed_of_a_shards_leaves_is_right_or_nan():
         mapped = lambda params, x: loss(jax.tree.map(function, params), x)  # noqa: E731
         return [o.value_and_grad(mapped, in_specs=P("dp"))(o.params, batch_of(0)) for o in (ours, theirs)]
 
-    for linear in (lambda w: 2 * w, lambda w: w.astype(jnp.bfloat16)):
+    def right(linear):
         (value, grads), (expected, of_ranks) = by_tree_map(linear)
         assert_same_tree([value, grads.tree["w"]], [expected, averaged(np.asarray(of_ranks.tree["w"]))])
-    (_, grads), _ = by_tree_map(jnp.square)
-    assert np.isnan(grads.tree["w"]).all()
-    decayed = lambda p, x: loss(p, x) + sum((leaf**2).sum() for leaf in jax.tree.leaves(p))  # noqa: E731
-    assert np.isnan(ours.value_and_grad(decayed, in_specs=P("dp"))(ours.params, batch_of(0))[0])
+
+    def squared():
+        (_, grads), _ = by_tree_map(jnp.square)
+        assert np.isnan(grads.tree["w"]).all()
+
+    def decayed():
+        decay = lambda p, x: loss(p, x) + sum((leaf**2).sum() for leaf in jax.tree.leaves(p))  # noqa: E731
+        assert np.isnan(ours.value_and_grad(decay, in_specs=P("dp"))(ours.params, batch_of(0))[0])
+
+    linear = (partial(right, lambda w: 2 * w), partial(right, lambda w: w.astype(jnp.bfloat16)))
+    for check in (*drawn(linear, 1), *drawn((squared, decayed), 1)):
+        check()

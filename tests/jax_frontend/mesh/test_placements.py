@@ -79,9 +79,6 @@ def cases():
         yield mesh, specs, (partial(jax.set_mesh, mesh) if context else nullcontext)  # which sets it when it is called
 
 
-some_and_all = pytest.mark.parametrize("every", [3, slow(1)], ids=["some", "all"])
-
-
 def line():
     """Four devices in a row."""
     return Mesh(np.array(jax.devices()[:4]), ("x",))
@@ -106,8 +103,7 @@ def ways():
 
 
 @processes(1, 2)
-@some_and_all
-def test_on_any_mesh_the_bits_are_those_of_eager_optax(every):
+def test_on_any_mesh_the_bits_are_those_of_eager_optax(drawn):
     transformation = optax.adamw(HYPER["lr"], weight_decay=HYPER["weight_decay"])
     with jax.default_device(jax.local_devices()[0]):
         params = jax.tree.map(jnp.asarray, tree_of(0))
@@ -116,7 +112,7 @@ def test_on_any_mesh_the_bits_are_those_of_eager_optax(every):
             gradients = jax.tree.map(jnp.asarray, tree_of(step + 1))
             changes, state = transformation.update(gradients, state, params)
             params = optax.apply_updates(params, changes)
-    for mesh, specs, context in itertools.islice(cases(), 0, None, every):
+    for mesh, specs, context in drawn(cases(), 2):
         with context():
             offloaded = wrap(on(mesh, specs, tree_of(0)), reduce_bucket_size=64, **HYPER)
             for step in range(5):
@@ -163,8 +159,7 @@ def test_an_update_puts_all_shards_of_a_parameter_in_one_call(monkeypatch):
 
 
 @processes(1, 2)
-@some_and_all
-def test_clipping_is_that_of_one_device(every):
+def test_clipping_is_that_of_one_device(drawn):
     """Replicas are counted once."""
     fields = {"gradient_clipping": 0.5, "gradient_accumulation_steps": 2, **HYPER}
     with jax.default_device(jax.local_devices()[0]):
@@ -174,7 +169,7 @@ def test_clipping_is_that_of_one_device(every):
         alone.update(tree_of(step + 1))
         reports.append(alone.report)
         assert alone.report.skipped or alone.report.clip_coefficient < 1
-    for mesh, specs, context in itertools.islice(cases(), 0, None, every):
+    for mesh, specs, context in drawn(cases(), 2):
         with context():
             offloaded = wrap(on(mesh, specs, tree_of(0)), **fields)
             for step, report in enumerate(reports):

@@ -27,10 +27,10 @@ from tests.support.jax_stage3 import STAGE3, W, assert_placed, cut, whole
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
-def test_another_number_of_ranks_resumes_with_the_same_bits(dtype):
+def test_another_number_of_ranks_resumes_with_the_same_bits(dtype, drawn):
     straight = wrap(tree_of(0), **HYPER, param_dtype=dtype)
     saved = straight.to_pytree()
-    for i, mesh in enumerate([mesh_of(8), None, mesh_of(3), mesh_of(1)]):
+    for i, mesh in enumerate(drawn([mesh_of(8), None, mesh_of(3), mesh_of(1)], 2)):
         resumed = wrap(tree_of(99), **HYPER, param_dtype=dtype, mesh=mesh, reduce_bucket_size=300)
         assert_same_tree(resumed.load_pytree(saved), saved["params"])
         for seed in (2 * i, 2 * i + 1):
@@ -191,10 +191,10 @@ def test_discarded_gradients_are_forgotten_on_a_mesh():
 # --- of stage 3 -------------------------------------------------------------------------------------------------------
 
 
-def test_states_of_any_stage_and_number_of_ranks_are_loaded():
+def test_states_of_any_stage_and_number_of_ranks_are_loaded(drawn):
     straight, saved = wrap(stage3.tree_of(0), **HYPER), wrap(stage3.tree_of(0), **HYPER).to_pytree()
     places = [{"mesh": mesh_of(8), **STAGE3}, {"mesh": mesh_of(2), **STAGE3, "offload_param": "cpu"}, {}]
-    for i, place in enumerate(places):
+    for i, place in enumerate(drawn(places, 2)):
         resumed = wrap(stage3.tree_of(99), **HYPER, **place, reduce_bucket_size=300)
         assert_same_tree(resumed.load_pytree(saved), saved["params"])
         assert_same_tree(resumed.update(stage3.tree_of(i)), straight.update(stage3.tree_of(i)))
@@ -203,9 +203,10 @@ def test_states_of_any_stage_and_number_of_ranks_are_loaded():
 
 
 @processes(2)
-def test_exports_are_whole_in_every_process(folder):
+def test_exports_are_whole_in_every_process(folder, drawn):
     optax_states = []
-    for place in ({"mesh": mesh_of(W), **STAGE3}, {"mesh": mesh_of(W)}, {}):
+    on_mesh = drawn(({"mesh": mesh_of(W), **STAGE3}, {"mesh": mesh_of(W)}), 1)
+    for place in (*on_mesh, {}):
         offloaded = wrap(stage3.tree_of(0), **HYPER, param_dtype="bfloat16", **place)
         for i in range(2):
             offloaded.update(stage3.tree_of(i, BFLOAT16.numpy))
@@ -218,7 +219,7 @@ def test_exports_are_whole_in_every_process(folder):
     for dtype, tree in ((None, saved["params"]), ("float32", saved["master"])):
         flat = jax.tree_util.tree_leaves_with_path(tree)
         expected = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in flat}
-        for i in (1, 2):
+        for i in range(1, 1 + len(on_mesh)):
             files = (folder / f"{i} {dtype}").glob("*.safetensors")
             got = {name: array for file in files for name, array in safetensors.numpy.load_file(file).items()}
             assert {n: (a.dtype, a.shape, a.tobytes()) for n, a in got.items()} == {

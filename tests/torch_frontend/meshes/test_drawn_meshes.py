@@ -163,8 +163,8 @@ FIXED = [
 
 
 @pytest.fixture(scope="module")
-def fixed(drawn):
-    return drawn(FIXED, 2)
+def fixed(drawn_of_file):
+    return drawn_of_file(FIXED, 2)
 
 
 IN_ONE_START = 8 if sampling.whole else 3

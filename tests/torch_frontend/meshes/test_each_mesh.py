@@ -57,8 +57,8 @@ def everything(cases, rank):
 
 
 @pytest.fixture(scope="module")
-def cases(drawn):
-    return {law: drawn(of_law, 1) for law, of_law in CASES.items()}
+def cases(drawn_of_file):
+    return {law: drawn_of_file(of_law, 1) for law, of_law in CASES.items()}
 
 
 @pytest.fixture(scope="module")
