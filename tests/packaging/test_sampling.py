@@ -54,6 +54,10 @@ def test_{sampled}(case):
 def test_inside(drawn):
     print("inside", drawn(range(20), 2))
 
+@pytest.mark.soak
+def test_of_soak(drawn):
+    print("soak", len(drawn(range(20), 2)))
+
 @given(st.integers())
 @law(40)
 def test_of_hypothesis(x):
@@ -67,7 +71,7 @@ def run(folder, *options):
     (folder / "test_laws.py").write_text(LAWS.replace("test_{sampled}", sampled))
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    slow\n    integration\n    gpu\n    states_in_memory\n"
+        "[pytest]\nmarkers =\n    slow\n    soak\n    integration\n    gpu\n    states_in_memory\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", "-c", "pytest.ini"]
     environment = {**__import__("os").environ, "PYTHONPATH": str(ROOT)}
@@ -84,12 +88,15 @@ def run(folder, *options):
     )
 
 
-def test_a_run_draws_and_test_all_checks_everything(tmp_path):
-    cases, inside, examples, said = run(tmp_path, "-m", "not slow", "--draw", "3")
+def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
+    cases, inside, examples, said = run(tmp_path, "-m", "not slow and not soak", "--draw", "3")
     assert (cases, inside, examples) == (chosen(range(20), 2, 3), chosen(range(20), 2, 3), 10), said
     assert "random draws: --seed 0; cases of this commit: --draw 3" in said
     cases, inside, examples, said = run(tmp_path, "-m", "slow", "--whole")
     assert (cases, inside, examples) == ([*range(20)], [*range(20)], 40), said
+    assert "soak" not in said
+    *_, said = run(tmp_path, "-m", "soak")
+    assert "soak 20" in said
 
 
 def test_slices_are_all_cases_once(tmp_path):
