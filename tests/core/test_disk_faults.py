@@ -262,12 +262,13 @@ def test_one_call_that_fails_is_one_error_at_most_and_changes_no_bit(case, way, 
     assert not broken
 
 
+@pytest.mark.parametrize("share", [71, pytest.param(29, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["half", "odd", "end", "full"])
-def test_a_call_that_comes_back_short_is_gone_on_with_or_is_an_error(kind, way, place):
+def test_a_call_that_comes_back_short_is_gone_on_with_or_is_an_error(kind, way, share, place):
     @with_faults()
     def result(rank):
-        return one_failure("parameters too", WAYS[way], KINDS[kind], 71, place)
+        return one_failure("parameters too", WAYS[way], KINDS[kind], share, place)
 
     [(errors, broken, _)] = result
     assert not broken
