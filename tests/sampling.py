@@ -62,6 +62,8 @@ def examples(number: int, least: int = 8) -> int:
 
 
 SAMPLED = {
+    "test_with_a_mesh_argument_sharded_parameters_stay_as_they_are": 1,
+    "test_a_second_tree_on_a_mesh_starts_without_compiling": 1,
     "test_a_backward_that_records_a_graph_and_runs_in_a_block_that_gathers_has_the_same_bits": 3,
     "test_a_batch_is_shared_by_the_ranks_of_the_mesh": 1,
     "test_a_batch_that_does_not_fit_is_tried_smaller_and_leaves_nothing_behind": 1,
@@ -183,7 +185,7 @@ SAMPLED = {
     "test_checkpoints_are_those_of_the_direct_way": 1,
     "test_clipping_is_that_of_one_device": 1,
     "test_close_between_a_backward_and_its_step_leaves_each_parameter_before_the_update_or_after_it": 3,
-    "test_code_runs_and_says_what_stands_there": 10,
+    "test_code_runs_and_says_what_stands_there": 4,
     "test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_second_step": 2,
     "test_compiled_blocks_are_compiled_once_and_give_the_bits_of_the_model_as_it_is": 1,
     "test_compiled_code_finds_what_a_restore_brings_back_and_compiles_no_more": 1,

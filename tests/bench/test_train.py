@@ -202,6 +202,7 @@ def test_the_first_steps_are_taken_with_torch_adamw_too_unless_told_otherwise(tm
 
 
 @beside_torch
+@pytest.mark.slow
 def test_losses_that_clipping_keeps_apart_are_told_with_the_reason(tmp_path: Path) -> None:
     needs("torch")
     printed, records, _ = run("--compare", "--steps=2", "--clip=0.1", out=tmp_path)

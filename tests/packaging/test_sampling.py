@@ -3,12 +3,14 @@
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import sampling
+from tests.conftest import slice_of
 from tests.sampling import DRAWS, ROOT, SAMPLED, chosen, commit_number, least
 from tests.support.strategies import law
 
@@ -99,24 +101,21 @@ def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
     assert "soak 20" in said
 
 
-def test_slices_are_all_cases_once(tmp_path):
-    found = [run(tmp_path, "-m", "slow", "--whole", f"--slice={i}/3") for i in range(3)]
-    assert [case for cases, *_ in found for case in cases] == [*range(20)]
-    assert [bool(inside) for _, inside, _, _ in found].count(True) == 1
+def test_a_slice_is_a_stretch_of_the_chosen_cases(tmp_path):
+    cases, inside, *_ = run(tmp_path, "-m", "slow", "--whole", "-k", "not hypothesis", "--slice=1/3")
+    assert (cases, inside) == ([*range(7, 14)], None)
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--seed", "x"], "a number, 0 or more"),
-        (["--draw", "-1"], "a number, 0 or more"),
-        (["--slice", "3/3"], "I/N with I below N, such as 0/3"),
-        (["--slice", "a"], "I/N with I below N, such as 0/3"),
-    ],
-)
-def test_a_number_that_is_none_is_one_line(tmp_path, options, expected):
-    *_, said = run(tmp_path, *options)
-    assert said.strip() == f"ERROR: {options[0]} {options[1]}: expected {expected}"
+def test_a_number_that_is_none_is_one_line(tmp_path):
+    *_, said = run(tmp_path, "--seed", "x")
+    assert said.strip() == "ERROR: --seed x: expected a number, 0 or more"
+
+
+@pytest.mark.parametrize("text", ["3/3", "a", "1", "-1/2", "1/2/3"])
+def test_a_slice_that_is_none_is_named(text):
+    config = SimpleNamespace(option=SimpleNamespace(slice=text))
+    with pytest.raises(pytest.UsageError, match=rf"^--slice {text}: expected I/N with I below N, such as 0/3$"):
+        slice_of(config)
 
 
 def test_each_law_of_the_table_is_there():
