@@ -260,6 +260,9 @@ def collect_garbage_of_others() -> None:
     """Collections in tests need not walk torch, jax and what earlier files left: 0.02 s in place of 0.2 to 0.4."""
     gc.collect()
     gc.freeze()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()  # of a program that an earlier file ran here, such as DeepSpeed's face
 
 
 class ModuleOfTests(pytest.Module):

@@ -85,8 +85,8 @@ WITH_DEEPSPEED = [
 PARTS = [*FOLDERS, "deepspeed", *STORE_OF, *PYTHONS]
 LONG = {"kernels": 2, "core": 6, "torch": 10, "jax": 6, "integrations": 4, "store": 3, "disk": 3, "parameters": 3}
 """Into how many slices a part is cut that takes more than a few minutes."""
-SLICES = [(part, i, LONG.get(part, 1)) for part in PARTS for i in range(LONG.get(part, 1))]
-"""All that ``--part share`` chooses from: a part, the slice's number, and of how many."""
+SLICES = [(part, i, n) for i in range(max(LONG.values())) for part in PARTS if i < (n := LONG.get(part, 1))]
+"""All that ``--part share`` chooses from, each time of another part: a part, the slice's number, and of how many."""
 
 
 def command_of(part: str, arguments: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from typing import TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = 10
 """The commits in a row that see all cases."""
-THINNED = 4
+THINNED = 6
 """``make test`` tries one in so many examples of a law of Hypothesis."""
 
 whole = False

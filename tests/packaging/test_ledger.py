@@ -1,5 +1,7 @@
 """The ledger of processor time holds its budget, and says what to do where it does not."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from tests import ledger
@@ -97,8 +99,13 @@ def test_rows_are_processor_time_with_that_of_children(checkout, monkeypatch):
     assert found.files[ROW][0] >= 0.6
     assert found.files[ROW][1] == 2
     assert [*found.long_cases] == [f"{ROW}::test_child"]
-    (checkout / ROW).write_text("def test_it():\n    assert 0\n")
+
+
+@pytest.mark.parametrize("status", [1, 2, 4])
+def test_where_a_test_fails_the_ledger_stays(checkout, monkeypatch, status):
+    write(checkout, read(checkout)._replace(machine=ledger.machine()))
     before = (checkout / FILE).read_bytes()
-    with pytest.raises(SystemExit, match=r"the tests did not pass \(pytest's exit status is 1\)"):
-        ledger.measure(checkout, ["-p", "no:cacheprovider", "-n", "0", ROW])
+    monkeypatch.setattr(ledger.subprocess, "run", lambda *arguments, **options: SimpleNamespace(returncode=status))
+    with pytest.raises(SystemExit, match=rf"the tests did not pass \(pytest's exit status is {status}\)"):
+        ledger.measure(checkout, [ROW])
     assert (checkout / FILE).read_bytes() == before

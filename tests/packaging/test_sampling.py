@@ -61,7 +61,7 @@ def test_of_soak(drawn):
     print("soak", len(drawn(range(20), 2)))
 
 @given(st.integers())
-@law(40)
+@law(60)
 def test_of_hypothesis(x):
     print("example")
 """
@@ -95,7 +95,7 @@ def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
     assert (cases, inside, examples) == (chosen(range(20), 2, 3), chosen(range(20), 2, 3), 10), said
     assert "random draws: --seed 0; cases of this commit: --draw 3" in said
     cases, inside, examples, said = run(tmp_path, "-m", "slow", "--whole")
-    assert (cases, inside, examples) == ([*range(20)], [*range(20)], 40), said
+    assert (cases, inside, examples) == ([*range(20)], [*range(20)], 60), said
     assert "soak" not in said
     *_, said = run(tmp_path, "-m", "soak")
     assert "soak 20" in said

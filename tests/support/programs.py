@@ -458,9 +458,9 @@ class Program:
 
     # --- calls
 
-    def backward(self, seed: int, mask: int, other_mask: int, poison: str | None) -> None:
+    def backward(self, seed: int, mask: int, other_mask: int, poison: str | None, *, after_kept: bool = False) -> None:
         self.restore()
-        if self.fixed:
+        if self.fixed and not after_kept:
             self.step()
         if not self.setting.examines:
             poison = None
@@ -486,7 +486,7 @@ class Program:
             self.engine.module.set_requires_gradient_sync(False)
             self.backward(seed, mask, mask, None)
             self.engine.module.set_requires_gradient_sync(True)
-            self.backward(seed + 1, ALL, ALL, None)
+            self.backward(seed + 1, ALL, ALL, None, after_kept=True)  # until it, there is nothing to step with
 
     def step(self) -> None:
         self.restore()

@@ -34,6 +34,7 @@ def test_no_law_was_dropped(request):
     assert Counter(processes for _, _, processes in laws) == {1: 89, 2: 41}
 
 
+@pytest.mark.slow
 def test_two_processes_say_how_a_law_has_ended_and_end_with_the_one_that_asks(tmp_path):
     (tmp_path / "test_laws.py").write_text(LAWS)
     pair = Pair(tmp_path, tmp_path)

@@ -178,7 +178,7 @@ def test_clipping_is_that_of_one_device(drawn):
             assert_holds(offloaded.params, alone.params)
 
 
-@law(20)
+@law(20, least=5)
 @given(
     st.data(),
     st.sampled_from([(2, 2, 2), (4, 2, 1), (8, 1, 1), (2, 1, 1), (1, 1, 1)]),
