@@ -198,17 +198,22 @@ def runs_whole(item: pytest.Item) -> bool:
 
 
 def mark_others_slow(items: list[pytest.Item]) -> None:
-    """Mark the cases that this run does not draw; under ``--whole`` all cases of laws of which runs draw some."""
-    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    """Mark the cases that this run does not draw; under ``--whole`` all cases of laws of which runs draw some.
+
+    Those with the libraries of ``make test-integrations`` are drawn apart, as ``make test`` has none of them.
+    """
+    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
     for item in items:
         if runs_whole(item):
             continue
         if law_of(item)[1] in sampling.SAMPLED:
-            cases.setdefault(law_of(item), []).append(item)
+            apart = item.get_closest_marker("integration") is not None
+            cases.setdefault((*law_of(item), apart), []).append(item)
         elif sampling.whole and {"drawn", "drawn_of_file"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
-    for (_, name), each in cases.items():
-        kept = [] if sampling.whole else sampling.chosen(each, sampling.SAMPLED[name], sampling.draw)
+    for each in cases.values():
+        count = sampling.SAMPLED[law_of(each[0])[1]]
+        kept = [] if sampling.whole else sampling.chosen(each, count, sampling.draw)
         for item in each:
             if item not in kept:
                 item.add_marker("slow")

@@ -1,5 +1,6 @@
 """Models that use parameters in the ways that stage 3 must notice, and their losses."""
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -93,4 +94,5 @@ def llama_loss(model, seed):
     return model(input_ids=x, labels=x).loss
 
 
+OF_TRANSFORMERS = pytest.param("llama", marks=pytest.mark.integration)
 MODELS = {"gpt": (gpt, gpt_loss), "external": (external, external_loss), "llama": (llama, llama_loss)}

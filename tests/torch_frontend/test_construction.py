@@ -55,7 +55,7 @@ def assert_same(model, expected):
         ("host", "gpt", None),
         ("late", "gpt", "bfloat16"),
         ("host", "external", None),
-        ("host", "llama", "bfloat16"),
+        pytest.param("host", "llama", "bfloat16", marks=pytest.mark.integration),
         ("simulated, delays 0", "gpt", "bfloat16"),
         ("simulated, delays 0", "external", None),
     ],

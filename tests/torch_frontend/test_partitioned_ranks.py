@@ -17,7 +17,7 @@ from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
 from frontends.torch.stage3 import partitioned as partitioned_module
 from tests.support.experts import Experts, mixture, rows
 from tests.support.late_stores import STATES_ON_DISK
-from tests.support.partitioned_models import MODELS, External, external_loss, gpt, gpt_loss
+from tests.support.partitioned_models import MODELS, OF_TRANSFORMERS, External, external_loss, gpt, gpt_loss
 from tests.support.processes import on_ranks
 from tests.support.torch_rank import bits, give_up, said_by, whole_bits
 
@@ -32,7 +32,7 @@ def train(engine, loss_of, rank, steps):
         engine.step()
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt", "external", OF_TRANSFORMERS])
 def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name, drawn):
     """A GPT with tied embeddings, the three kinds of external parameters, and a Llama of Hugging Face's."""
     early = {**STAGE_3, **NARROW, "update_in_backward": True}
