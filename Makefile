@@ -84,8 +84,9 @@ lint: integrations $(VENV)/.has-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.ledger
-	$(BIN)/mypy
-	$(BIN)/mypy --platform darwin
+	@echo "$(BIN)/mypy, for Linux and for macOS at a time"
+	@$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin & darwin=$$!; \
+	    $(BIN)/mypy --platform linux; linux=$$?; wait $$darwin && exit $$linux
 	$(BIN)/clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c tests/support/simulated/*.cpp
 
 # Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.
