@@ -3,10 +3,10 @@
 from offload_core.config.options import OffloadConfig
 from offload_core.step.pipeline import StepReport
 
-from .gradients import RankGradients, ScaledGradients
-from .launch import initialize
-from .mesh.gather import gather_params, gathered
+from .devices.launch import initialize
+from .devices.mesh.gather import gather_params, gathered
 from .offloaded import OffloadedParams, wrap
+from .training.gradients import RankGradients, ScaledGradients
 
 __all__ = [
     "OffloadConfig",

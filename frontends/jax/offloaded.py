@@ -27,20 +27,20 @@ from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes
 from offload_core.support.launchers import warn_if_launched
 
-from .context import LaterUpdate, is_traced, public, refuse_jit, without_context_mesh
-from .differentiate import value_and_grad
+from .devices.context import LaterUpdate, is_traced, public, refuse_jit, without_context_mesh
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.states import TreeStates
-from .leaf_rules import LeafRules
-from .loss_scale import DeviceScale
+from .optax_bridge.leaf_rules import LeafRules
 from .optax_bridge.updates import transformation
+from .optax_bridge.words import JaxSettings, resolved
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
+from .training.differentiate import value_and_grad
+from .training.loss_scale import DeviceScale
+from .training.updates import TreeUpdates
 from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions
 from .tree.wrapped_tree import WrappedTree
-from .updates import TreeUpdates
-from .words import JaxSettings, resolved
 
 
 def wrap(

@@ -23,8 +23,7 @@ ROOMS = {
         state_views state_io gradient_io parts state_dicts steps optimizer parameter_states clients schedulers
         run_counts weights merged_weights named_weights files model_changes engine zero_files
         integrations deepspeed""",
-    "frontends.jax": """launch context numbers words runs memory_kinds device_parts device tree mesh loss_scale
-        gradients placement differentiate updates optax_bridge leaf_rules files offloaded""",
+    "frontends.jax": "tree devices placement training optax_bridge files offloaded",
     "bench": """record markdown plots fits headers peers harness train disk_demo screens losses phases parts formats
         optimizers gpu report run""",
 }

@@ -434,7 +434,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
 def jax_launch(monkeypatch):
     """The module, and what jax.distributed.initialize() is called with."""
     pytest.importorskip("jax")
-    from frontends.jax import launch
+    from frontends.jax.devices import launch
 
     joined = []
     monkeypatch.setattr(launch.jax.distributed, "initialize", lambda *place, **options: joined.append((place, options)))

@@ -648,19 +648,19 @@ def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch:
     placed = []
     place = jax_placement.AsPlaced.place
     monkeypatch.setattr(jax_placement.AsPlaced, "place", lambda *args: placed.append(args) or place(*args))
-    monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed - 1)
+    monkeypatch.setattr("frontends.jax.devices.mesh.places.free_bytes", lambda devices: needed - 1)
     with pytest.raises(DeviceMemoryError, match=r"(?s)2\.4 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
         wrap_jax(params, **fields)
     assert not allocated
     assert not placed
-    monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed)
+    monkeypatch.setattr("frontends.jax.devices.mesh.places.free_bytes", lambda devices: needed)
     with pytest.raises(DeviceMemoryError, match=r"device +activations +1 bytes"):
         wrap_jax(params, activation_memory=1, **fields)
     assert not placed
     wrap_jax(params, **fields)
     assert allocated
     assert placed
-    monkeypatch.setattr("frontends.jax.mesh.places.free_bytes", lambda devices: needed - 4 * 300_000)
+    monkeypatch.setattr("frontends.jax.devices.mesh.places.free_bytes", lambda devices: needed - 4 * 300_000)
     wrap_jax({"w": jnp.ones((300, 1000))}, **fields)  # there already
 
 

@@ -533,7 +533,7 @@ def test_an_update_waits_for_a_computation_that_lets_go_late(monkeypatch):
     offloaded, grads = wrap(random_tree(19), **HYPER), random_tree(190)
     for _ in range(10):
         late = [jax.tree.map(np.asarray, offloaded.update(grads))]
-        monkeypatch.setattr("frontends.jax.device.time.sleep", lambda _, late=late: late.clear())
+        monkeypatch.setattr("frontends.jax.devices.device.time.sleep", lambda _, late=late: late.clear())
         offloaded.update(grads)
         offloaded.update(grads)
         assert generations(offloaded) == 2

@@ -20,10 +20,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from frontends.jax import RankGradients, ScaledGradients, memory_kinds, wrap
-from frontends.jax.mesh.axis import LoneDevice
-from frontends.jax.mesh.places import Places
+from frontends.jax import RankGradients, ScaledGradients, wrap
+from frontends.jax.devices.mesh.axis import LoneDevice
+from frontends.jax.devices.mesh.places import Places
 from frontends.jax.placement import placement
+from frontends.jax.tree import memory_kinds
 from offload_core.device.events import Waiting
 from offload_core.errors import GradientError, StateError
 from tests.support import jax_models
@@ -488,7 +489,7 @@ def test_a_copy_that_fails_changes_nothing(device):
 
 @pytest.mark.parametrize("schedule", ["overlap", "delayed"])
 def test_checkpoints_are_those_of_the_direct_way(tmp_path, device, schedule, monkeypatch):
-    monkeypatch.setattr("frontends.jax.device.on_cpu", lambda array: False)  # arrays are cut on the device
+    monkeypatch.setattr("frontends.jax.devices.device.on_cpu", lambda array: False)  # arrays are cut on the device
     fields = {"param_dtype": "bfloat16", "schedule": schedule, "delay_warmup_steps": 1}
     fields["trainable"] = {"model": True, "frozen": False, "key": False}
 

@@ -17,7 +17,7 @@ from tests.support.late_stores import STATES_ON_DISK
 CASES = {
     "clipped": ({"gradient_clipping": 0.05, "reduce_bucket_size": 64}, ""),
     "on disk": ({**STATES_ON_DISK, "reduce_bucket_size": 64}, ""),
-    "delayed": ({"schedule": "delayed", "delay_warmup_steps": 1}, "frontends/jax/updates.py"),
+    "delayed": ({"schedule": "delayed", "delay_warmup_steps": 1}, "frontends/jax/training/updates.py"),
 }
 """Settings, and the file to whose lines the interrupts are confined: the delayed schedule's others are as above."""
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from frontends.jax import wrap
-from frontends.jax.context import LaterUpdate
-from frontends.jax.device import JaxDevice
-from frontends.jax.mesh.device import JaxMeshDevice
+from frontends.jax.devices.context import LaterUpdate
+from frontends.jax.devices.device import JaxDevice
+from frontends.jax.devices.mesh.device import JaxMeshDevice
 from frontends.jax.placement import placement
 from offload_core.errors import GradientError
 from offload_core.step.pipeline import Pipeline
@@ -98,7 +98,7 @@ def test_an_interrupt_before_the_thread_is_asked_loses_no_update(make, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("frontends.jax.context.TaskThread.submit", interrupted)
+        patch.setattr("frontends.jax.devices.context.TaskThread.submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             offloaded.update(tree_of(1), wait=False)
     assert_same(offloaded.params, twin.update(tree_of(1)))

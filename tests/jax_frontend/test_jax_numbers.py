@@ -8,7 +8,8 @@ import numpy as np
 import optax
 import pytest
 
-from frontends.jax import numbers, wrap
+from frontends.jax import wrap
+from frontends.jax.devices import numbers
 
 
 @pytest.fixture

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from frontends.jax import runs
-from frontends.jax.mesh import programs
-from frontends.jax.mesh.axis import LoneDevice, MeshAxis
-from frontends.jax.mesh.programs import Run, Write
+from frontends.jax.devices import runs
+from frontends.jax.devices.mesh import programs
+from frontends.jax.devices.mesh.axis import LoneDevice, MeshAxis
+from frontends.jax.devices.mesh.programs import Run, Write
 from tests.support.strategies import law
 
 LARGE = 2**31 + 64

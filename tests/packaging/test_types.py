@@ -9,7 +9,7 @@ from typing import Any, SupportsFloat, get_type_hints
 
 import pytest
 
-from frontends.jax.words import WORDS, JaxSettings
+from frontends.jax.optax_bridge.words import WORDS, JaxSettings
 from frontends.torch.groups import OptimizerSettings
 from frontends.torch.rule_words import OPTIONS
 from offload_core import OffloadConfig, OffloadSettings

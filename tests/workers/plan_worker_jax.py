@@ -18,10 +18,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 from frontends.jax import gathered, wrap
-from frontends.jax.memory_kinds import in_host_memory
-from frontends.jax.mesh.device import JaxMeshDevice
-from frontends.jax.mesh.tensors import Donated
+from frontends.jax.devices.mesh.device import JaxMeshDevice
+from frontends.jax.devices.mesh.tensors import Donated
 from frontends.jax.placement import placement
+from frontends.jax.tree.memory_kinds import in_host_memory
 from offload_core.__main__ import main as command
 from offload_core.commands.jax_shapes import cuts_of
 from offload_core.native import kernels

@@ -117,7 +117,7 @@ class Jax:
         self.offloaded.load_checkpoint(folder)
 
     def hurry(self):
-        from frontends.jax import launch
+        from frontends.jax.devices import launch
 
         launch._watch._seconds = CUT_OFF
 

@@ -30,7 +30,7 @@ from offload_core.errors import CheckpointError
 from offload_core.layout.regions import Region
 from offload_core.step.pipeline import Pipeline
 
-from ..device import read
+from ..devices.device import read
 from ..placement.placement import Placement
 from ..tree.shards import local_shards, on_devices
 from ..tree.trees import dotted_names, from_numpy, is_array, is_key, numpy_form

@@ -17,10 +17,10 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess, checked_count
 from offload_core.support.threads import uninterrupted
 
-from ..memory_kinds import in_host_memory, lies_as
 from ..optax_bridge.rule_words import WORDS
 from ..optax_bridge.state import state_of, states_of
 from ..placement.placement import Placement
+from ..tree.memory_kinds import in_host_memory, lies_as
 from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, of_params, to_numpy
 from ..tree.wrapped_tree import Leaf, WrappedTree
 

@@ -1,1 +1,1 @@
-"""optax's states, from and to ours, and an optimizer for optax's loops."""
+"""optax's words and states, from and to ours, and an optimizer for optax's loops."""

@@ -8,7 +8,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.rules import Rule
 from offload_core.rules.adam import Adam
 
-from ..numbers import bias_correction
+from ..devices.numbers import bias_correction
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jax import lax
 
 from offload_core.errors import ParameterError, StateError
 
-from ..context import refuse_jit
+from ..devices.context import refuse_jit
 from ..placement.placement import Placement
 from ..tree.trees import check_form, is_array, is_key, of_params
 from ..tree.wrapped_tree import WrappedTree

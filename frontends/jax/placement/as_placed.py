@@ -20,12 +20,12 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.plans.at_once import Held, held_shards
 from offload_core.ranks.collectives import Collectives, SingleRank, merged
 
-from ..device import JaxDevice, ParameterBuffers
-from ..memory_kinds import beside_its_device, in_device_memory
-from ..mesh.axis import MeshAxis
-from ..mesh.places import Places
-from ..mesh.processes import JaxProcesses
-from ..mesh.tensors import Donated, MeshGradient, MeshParameter
+from ..devices.device import JaxDevice, ParameterBuffers
+from ..devices.mesh.axis import MeshAxis
+from ..devices.mesh.places import Places
+from ..devices.mesh.processes import JaxProcesses
+from ..devices.mesh.tensors import Donated, MeshGradient, MeshParameter
+from ..tree.memory_kinds import beside_its_device, in_device_memory
 from ..tree.shards import local_shards, of_parts, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf

@@ -12,11 +12,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import ConfigError, ParameterError, StateError
 
-from ..context import without_context_mesh
-from ..memory_kinds import in_device_memory
-from ..mesh.axis import REPLICATED, MeshAxis
-from ..mesh.gather import Gathering, Shard
-from ..mesh.programs import ordered_mean
+from ..devices.context import without_context_mesh
+from ..devices.mesh.axis import REPLICATED, MeshAxis
+from ..devices.mesh.gather import Gathering, Shard
+from ..devices.mesh.programs import ordered_mean
+from ..tree.memory_kinds import in_device_memory
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import put
 from ..tree.wrapped_tree import Leaf

@@ -16,7 +16,7 @@ from offload_core.plans.terms import PARAMETERS
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.launchers import local_processes
 
-from ..memory_kinds import in_host_memory
+from ..tree.memory_kinds import in_host_memory
 from ..tree.wrapped_tree import Leaf, WrappedTree
 from .placement import Placement
 

@@ -21,11 +21,11 @@ from offload_core.layout.regions import InMemory
 from offload_core.plans.at_once import SHARDS, Held, held_shards
 from offload_core.ranks.collectives import merged
 
-from ..memory_kinds import HOST_MEMORY, beside_its_device, in_host_memory
-from ..mesh.axis import REPLICATED, MeshAxis
-from ..mesh.device import JaxMeshDevice
-from ..mesh.sharded_device import ShardedMeshDevice
-from ..mesh.tensors import Donated, MeshGradient, MeshParameter, ShardedParameter
+from ..devices.mesh.axis import REPLICATED, MeshAxis
+from ..devices.mesh.device import JaxMeshDevice
+from ..devices.mesh.sharded_device import ShardedMeshDevice
+from ..devices.mesh.tensors import Donated, MeshGradient, MeshParameter, ShardedParameter
+from ..tree.memory_kinds import HOST_MEMORY, beside_its_device, in_host_memory
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import to_numpy
 from ..tree.wrapped_tree import Leaf

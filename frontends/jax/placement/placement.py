@@ -16,8 +16,8 @@ from offload_core.memory.near import work_near
 from offload_core.memory.pinning import DRIVERS
 from offload_core.plans.at_once import Held
 
-from ..memory_kinds import on_cpu
-from ..mesh.axis import MeshAxis
+from ..devices.mesh.axis import MeshAxis
+from ..tree.memory_kinds import on_cpu
 from ..tree.wrapped_tree import Leaf
 from .as_placed import AsPlaced
 from .functions import Compiled, Compute

@@ -1,1 +1,1 @@
-"""Pytrees: their leaves, the leaves' names, and the cut of a leaf over ranks."""
+"""Pytrees: their leaves, the leaves' names and memory kinds, and the cut of a leaf over ranks."""

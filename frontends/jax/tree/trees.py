@@ -14,7 +14,7 @@ from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import OffloadError, ParameterError
 from offload_core.support.checks import kind_of
 
-from ..memory_kinds import start_to_host
+from .memory_kinds import start_to_host
 
 Mask = Any
 """A pytree of booleans with the parameters' structure or a prefix of it, or a function from the parameters to one."""

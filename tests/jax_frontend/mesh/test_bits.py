@@ -8,10 +8,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, gather_params, gathered, wrap
-from frontends.jax.mesh import gather
-from frontends.jax.mesh.axis import MeshAxis
-from frontends.jax.mesh.device import JaxMeshDevice
-from frontends.jax.mesh.tensors import MeshGradient
+from frontends.jax.devices.mesh import gather
+from frontends.jax.devices.mesh.axis import MeshAxis
+from frontends.jax.devices.mesh.device import JaxMeshDevice
+from frontends.jax.devices.mesh.tensors import MeshGradient
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec, build_buckets

@@ -15,10 +15,10 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import gather_params, wrap
-from frontends.jax.memory_kinds import lies_as
-from frontends.jax.mesh.places import Places
+from frontends.jax.devices.mesh.places import Places
 from frontends.jax.placement import as_placed, placement
 from frontends.jax.placement.as_placed import AsPlaced
+from frontends.jax.tree.memory_kinds import lies_as
 from frontends.jax.tree.shard_layout import ShardLayout
 from offload_core.errors import GradientError, ParameterError, StateError
 from tests.support.jax_meshes import (

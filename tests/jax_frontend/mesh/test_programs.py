@@ -13,11 +13,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import RankGradients, gather_params, gathered, wrap
-from frontends.jax.mesh.axis import MeshAxis
-from frontends.jax.mesh.device import JaxMeshDevice
-from frontends.jax.mesh.places import Places
-from frontends.jax.mesh.programs import Run
-from frontends.jax.mesh.tensors import MeshParameter
+from frontends.jax.devices.mesh.axis import MeshAxis
+from frontends.jax.devices.mesh.device import JaxMeshDevice
+from frontends.jax.devices.mesh.places import Places
+from frontends.jax.devices.mesh.programs import Run
+from frontends.jax.devices.mesh.tensors import MeshParameter
 from frontends.jax.placement import placement
 from offload_core.device.events import Done
 from offload_core.dtypes import FLOAT32

@@ -26,10 +26,10 @@ from offload_core.native import kernels
 from offload_core.ranks.collectives import Collectives
 from offload_core.support.worker import Background
 
+from ...tree.memory_kinds import pinning_for, start_to_host
 from ..device import ArrayMemory, free_bytes, read
 from ..device_parts import computed
 from ..launch import meeting
-from ..memory_kinds import pinning_for, start_to_host
 from ..runs import split_places
 from . import programs
 from .axis import REPLICATED, Ranks

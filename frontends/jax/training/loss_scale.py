@@ -10,8 +10,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from offload_core.errors import GradientError, StateError
 from offload_core.step.loss_scale import LossScaler
 
-from .context import is_manual, is_traced
-from .tree.trees import put
+from ..devices.context import is_manual, is_traced
+from ..tree.trees import put
 
 _ROUNDING = 1e-5
 """The relative error that sums and means in fp32 may have."""

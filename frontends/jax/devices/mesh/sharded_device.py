@@ -12,9 +12,9 @@ from offload_core.device.protocols import Copy
 from offload_core.dtypes import ElementType
 from offload_core.layout.partition import Bucket
 
+from ...tree.memory_kinds import in_host_memory
 from ..device import read
 from ..launch import meeting
-from ..memory_kinds import in_host_memory
 from . import programs
 from .axis import MeshAxis
 from .device import JaxMeshDevice

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from offload_core.errors import ConfigError
 from offload_core.support.checks import kind_of
 
-from ..tree.trees import put
+from ...tree.trees import put
 
 REPLICATED = PartitionSpec()
 

@@ -13,13 +13,13 @@ from offload_core.step.decision import StepArguments
 from offload_core.step.health import Use
 from offload_core.step.pipeline import Pipeline, StepReport
 
+from ..devices.mesh.tensors import delete
+from ..devices.numbers import beside_the_accelerator
+from ..placement.placement import Placement
+from ..tree.trees import summed
+from ..tree.wrapped_tree import WrappedTree
 from .gradients import check_alike, given_gradients
 from .loss_scale import DeviceScale
-from .mesh.tensors import delete
-from .numbers import beside_the_accelerator
-from .placement.placement import Placement
-from .tree.trees import summed
-from .tree.wrapped_tree import WrappedTree
 
 
 class MicroStep(NamedTuple):

@@ -14,7 +14,7 @@ from jax import lax
 
 from offload_core.errors import ParameterError
 
-from ..tree.trees import Static
+from ...tree.trees import Static
 from .programs import mean_of_slice
 
 

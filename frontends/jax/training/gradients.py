@@ -14,9 +14,9 @@ from offload_core.ranks.consistency import combine
 from offload_core.step.loss_scale import LossScaler
 from offload_core.support.checks import kind_of
 
+from ..tree.trees import ARRAY
+from ..tree.wrapped_tree import WrappedTree
 from .loss_scale import check_scale
-from .tree.trees import ARRAY
-from .tree.wrapped_tree import WrappedTree
 
 
 @jax.tree_util.register_pytree_node_class

@@ -13,7 +13,7 @@ from offload_core.device.protocols import Matrices
 from offload_core.rules import DevicePart
 from offload_core.rules.muon import NewtonSchulz
 
-from .memory_kinds import start_to_host
+from ..tree.memory_kinds import start_to_host
 
 
 def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], jax.Device]) -> Event:

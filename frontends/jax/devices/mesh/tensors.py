@@ -9,7 +9,7 @@ import numpy as np
 
 from offload_core.dtypes import BY_NUMPY, ElementType
 
-from ..tree.shard_layout import ShardLayout
+from ...tree.shard_layout import ShardLayout
 
 
 @dataclass

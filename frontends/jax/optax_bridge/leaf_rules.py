@@ -9,8 +9,8 @@ from offload_core.device.protocols import Device
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec
 
-from .optax_bridge.rule_words import WORDS
-from .tree.wrapped_tree import Leaf
+from ..tree.wrapped_tree import Leaf
+from .rule_words import WORDS
 
 
 class LeafRules:

@@ -10,12 +10,12 @@ import numpy as np
 from offload_core.device.trace import COMPUTE
 from offload_core.errors import ParameterError
 
+from ..placement.functions import Compute
+from ..placement.placement import Placement
+from ..tree.trees import Static
+from ..tree.wrapped_tree import WrappedTree
 from .gradients import RankGradients, ScaledGradients
 from .loss_scale import DeviceScale
-from .placement.functions import Compute
-from .placement.placement import Placement
-from .tree.trees import Static
-from .tree.wrapped_tree import WrappedTree
 
 
 def value_and_grad(

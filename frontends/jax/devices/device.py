@@ -25,8 +25,8 @@ from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 from offload_core.memory.pinning import Pinning
 
+from ..tree.memory_kinds import in_host_memory, on_cpu, start_to_host
 from .device_parts import computed
-from .memory_kinds import in_host_memory, on_cpu, start_to_host
 from .runs import cut_run, split_places
 
 _ALIGNMENT = 64

@@ -1,0 +1,1 @@
+"""A training step: differentiation, gradients in, updates out."""
