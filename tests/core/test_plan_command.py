@@ -25,6 +25,7 @@ from bench.train.gpt_jax import init_params
 from bench.train.gpt_torch import GPT
 from frontends.jax import wrap as wrap_jax
 from frontends.jax.placement import placement as jax_placement
+from frontends.jax.placement.as_placed import AsPlaced
 from frontends.jax.tree.shards import local_shards
 from frontends.torch import registration, wrap
 from offload_core import DeviceMemoryError, HostMemoryError
@@ -646,8 +647,8 @@ def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch:
     needed = 2 * 4 * 300_000 + 2 * 4 * 16_000  # parameters, gradients, which are given away, and two packed buckets
     monkeypatch.setattr(jax_placement, "on_cpu", lambda array: False)
     placed = []
-    place = jax_placement.AsPlaced.place
-    monkeypatch.setattr(jax_placement.AsPlaced, "place", lambda *args: placed.append(args) or place(*args))
+    place = AsPlaced.place
+    monkeypatch.setattr(AsPlaced, "place", lambda *args: placed.append(args) or place(*args))
     monkeypatch.setattr("frontends.jax.devices.mesh.places.free_bytes", lambda devices: needed - 1)
     with pytest.raises(DeviceMemoryError, match=r"(?s)2\.4 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
         wrap_jax(params, **fields)

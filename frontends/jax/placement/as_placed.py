@@ -26,7 +26,7 @@ from ..devices.mesh.places import Places
 from ..devices.mesh.processes import JaxProcesses
 from ..devices.mesh.tensors import Donated, MeshGradient, MeshParameter
 from ..tree.memory_kinds import beside_its_device, in_device_memory
-from ..tree.shards import local_shards, of_parts, on_devices
+from ..tree.shards import Shard, local_shards, of_parts, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf
 from .functions import Compiled, Compute, on_one_device, on_several_devices
@@ -35,44 +35,37 @@ from .functions import Compiled, Compute, on_one_device, on_several_devices
 class AsPlaced:
     """Parameters stay where they are.
 
-    On CPU devices gradients are read where they lie, and new parameters are made from host buffers. Elsewhere buckets
-    are packed on the device that holds them, copied while others are updated, and unpacked there.
+    How bytes cross to the core is left to :class:`OnHosts` and :class:`OnDevices`; what arrays are on one device and on
+    several, to :class:`OneDevice` and :class:`SeveralDevices`.
 
     Args:
         leaves: the parameters.
-        on_host: True if the devices' memory is the host's.
     """
 
     per_rank = False
+    on_host: bool
 
-    def __init__(self, leaves: Sequence[Any], threads: int, *, on_host: bool) -> None:
-        self.on_host = on_host
+    def __init__(self, leaves: Sequence[Any], threads: int) -> None:
         self._threads = threads
         meshes = {tuple(_in_order(_sharding_of(leaf))) for leaf in leaves}
         everywhere = max(meshes, key=len)
-        self._several = len(everywhere) > 1
-        """True if parameters are sharded or replicated over several devices."""
-        self._everywhere = everywhere
         here = [device for devices in meshes for device in devices if device.process_index == jax.process_index()]
         self._places = sorted(set(here), key=lambda device: device.id)
         if not here:
             raise ConfigError("params: no device of this process holds a part of them, expected one in each process")
         processes = _processes(everywhere)
-        self.device: Device = (
-            HostRanks(JaxDevice(), processes=processes) if on_host else Places(self._places, processes, threads=threads)
-        )
+        self.device = self._device(processes)
         self.alone = processes.world_size == 1
+        self._arrays = OneDevice() if len(everywhere) == 1 else SeveralDevices(everywhere, processes)
+
+    def _device(self, processes: Collectives) -> Device:
+        raise NotImplementedError
 
     # --- where parameters lie ------------------------------------------------------------------------
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         array = leaf if isinstance(leaf, jax.Array) else jax.device_put(np.array(leaf))  # which it may alias
-        if self._several and array.sharding.device_set != set(self._everywhere):
-            raise ParameterError(
-                f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._everywhere)}; "
-                "expected all on the same devices: jax.device_put(array, NamedSharding(mesh, PartitionSpec())) "
-                "replicates one"
-            )
+        self._arrays.check(path, array)
         return array
 
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
@@ -82,14 +75,18 @@ class AsPlaced:
 
     def specs(self, leaf: Leaf, dtype: ElementType) -> list[ParamSpec]:
         return [
-            ParamSpec(leaf.path, shard.numel, dtype, elements=shard, place=place, counted=shard.counted)
+            ParamSpec(
+                leaf.path, shard.numel, dtype, elements=shard, place=self._place(shard.primary), counted=shard.counted
+            )
             for shard in leaf.shards
-            for place in [0 if self.on_host else self._places.index(shard.primary)]
         ]
 
+    def _place(self, device: jax.Device) -> int:
+        """Return the number of this process's memory that a device reads."""
+        raise NotImplementedError
+
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
-        new = array.astype(leaf.dtype)  # no longer of a weak type, either
-        return jax.device_put(new, array.sharding) if self._several else new
+        return self._arrays.cast(array, leaf.dtype)
 
     def restored(self, leaf: Leaf, value: np.ndarray, like: jax.Array) -> jax.Array:
         return from_numpy(value, like)
@@ -100,10 +97,6 @@ class AsPlaced:
     # --- memory --------------------------------------------------------------------------------------
 
     def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
-        if self.on_host:
-            # The buffers are the parameters themselves, so that they count as device memory.
-            self.buffer_memory = HostMemory(self._threads)
-            self.buffers = ParameterBuffers(self.buffer_memory, specs)
         found = []
         for leaf in leaves:
             copies = [len(shard.devices) for shard in leaf.shards]
@@ -115,8 +108,12 @@ class AsPlaced:
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         found: list[Any] = []
         for leaf, array in zip(leaves, arrays, strict=True):
-            found += [part if self.on_host else MeshParameter(part) for part in self._parts(leaf, array)]
+            found += map(self._tensor, self._arrays.parts(leaf, array))
         return found
+
+    def _tensor(self, part: jax.Array) -> Any:
+        """Return an array of one device as the pipeline reads and writes it."""
+        raise NotImplementedError
 
     def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
         return list(arrays)
@@ -130,61 +127,35 @@ class AsPlaced:
         if not isinstance(gradient, jax.Array) or gradient.sharding.device_set == like.sharding.device_set:
             return
         movable = gradient.is_fully_addressable and not gradient.committed
-        if movable or (self.on_host and not self._several and len(gradient.devices()) == 1):
-            return  # a CPU device's is read wherever it lies
+        if movable or self._reads(gradient):
+            return
         raise GradientError(
             f"{leaf.path}: gradient lies on {_names(gradient.devices())} and its parameter on "
             f"{_names(like.devices())}; expected both on the same devices: compute the gradients of offloaded.params"
         )
 
-    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
-        array = self._beside(gradient, like)
-        parts = self._parts(leaf, array)
-        if self.on_host:
-            return list(parts)  # they are read when the update is made
-        if not self._several:
-            # An array of this device alone, since arrays of different meshes cannot be packed together. It is not
-            # copied if it lies on the device already.
-            parts = [jax.device_put(part.addressable_data(0), self._places[0]) for part in parts]
-        used = Donated((gradient, array, *parts), sum(part.size for part in parts)).use if donate else None
-        return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)], used) for part in parts]
+    def _reads(self, gradient: jax.Array) -> bool:
+        """True if a gradient is read where it lies, though its parameter lies elsewhere."""
+        return False
 
     def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
         """Return the gradient on the devices of its parameter, cut as the parameter is."""
         to = in_device_memory(like.sharding)
         if not isinstance(gradient, jax.Array):
             return put(gradient, to)
-        if gradient.sharding.is_equivalent_to(to, gradient.ndim):
-            return gradient
-        if self.on_host and not self._several and gradient.committed:
+        if gradient.sharding.is_equivalent_to(to, gradient.ndim) or (gradient.committed and self._reads(gradient)):
             return gradient
         if gradient.is_fully_addressable:
             return jax.device_put(gradient, to)
         return jax.jit(_same, out_shardings=to)(gradient)
 
-    def _parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
-        """Return the array's part of each of the leaf's parameters."""
-        if not self._several:
-            return [array]
-        return self.parts(leaf, array)
-
-    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
-        return self.buffers.take() if self.on_host else self.start(leaves, arrays)
-
     def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
-        if not self._several:
-            [target] = targets
-            if self.on_host:
-                return jax.device_put(target.reshape(like.shape), like.sharding if like.committed else None)
-            assert isinstance(self.device, Places)
-            empty = self.device.places[0].axis.stack  # an empty array is in no bucket
-            new = target.array if like.size else empty([np.empty(like.shape, like.dtype)])
-            return jax.device_put(new, like.sharding) if like.committed else new
-        parts = {
-            shard.box: target.reshape(shard.local_shape) if self.on_host else target.array
-            for shard, target in zip(leaf.shards, targets, strict=True)
-        }
-        return of_parts(like.shape, like.sharding, parts)
+        parts = [self._value(target, shard) for target, shard in zip(targets, leaf.shards, strict=True)]
+        return self._arrays.of_parts(leaf, parts, like)
+
+    def _value(self, target: Any, shard: Shard) -> Any:
+        """Return a part of a parameter, in its own shape, that the pipeline has written."""
+        raise NotImplementedError
 
     # --- whole values --------------------------------------------------------------------------------
 
@@ -197,11 +168,7 @@ class AsPlaced:
         return merged(self.device.collectives, array.shape, np.dtype(array.dtype), parts, "parameters")
 
     def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
-        if not self._several:
-            return parts[0].reshape(leaf.shape)
-        pairs = zip(leaf.shards, parts, strict=True)
-        shards = [(shard.index, part.reshape(shard.local_shape)) for shard, part in pairs if shard.counted]
-        return merged(self.device.collectives, leaf.shape, parts[0].dtype, shards, what)
+        return self._arrays.joined(leaf, parts, what)
 
     def cut(self, leaf: Leaf, whole: np.ndarray) -> list[np.ndarray]:
         return [whole.reshape(leaf.shape)[shard.index].reshape(-1) for shard in leaf.shards]
@@ -218,7 +185,146 @@ class AsPlaced:
     def compile(self, compute: Compute, parameters: Sequence[Leaf], *, in_specs: Any, check_vma: bool) -> Compiled:
         if in_specs is not None:
             raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
-        return on_several_devices(compute) if self._several else on_one_device(compute)
+        return self._arrays.compile(compute)
+
+
+class OnHosts(AsPlaced):
+    """On CPU devices: gradients are read where they lie, and new parameters are made from host buffers."""
+
+    on_host = True
+
+    def _device(self, processes: Collectives) -> Device:
+        return HostRanks(JaxDevice(), processes=processes)
+
+    def _place(self, device: jax.Device) -> int:
+        return 0
+
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+        # The buffers are the parameters themselves, so that they count as device memory.
+        self.buffer_memory = HostMemory(self._threads)
+        self.buffers = ParameterBuffers(self.buffer_memory, specs)
+        return super().held(leaves, specs)
+
+    def _tensor(self, part: jax.Array) -> Any:
+        return part
+
+    def _reads(self, gradient: jax.Array) -> bool:
+        return self._arrays.read_anywhere and len(gradient.devices()) == 1
+
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
+        return self._arrays.parts(leaf, self._beside(gradient, like))  # read when the update is made
+
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
+        return self.buffers.take()
+
+    def _value(self, target: Any, shard: Shard) -> Any:
+        return target.reshape(shard.local_shape)
+
+
+class OnDevices(AsPlaced):
+    """On devices with memory of their own: buckets are packed on the device that holds them, copied while others are
+    updated, and unpacked there."""
+
+    on_host = False
+
+    def _device(self, processes: Collectives) -> Device:
+        self._ranks = Places(self._places, processes, threads=self._threads)
+        return self._ranks
+
+    def _place(self, device: jax.Device) -> int:
+        return self._places.index(device)
+
+    def _tensor(self, part: jax.Array) -> Any:
+        return MeshParameter(part)
+
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
+        array = self._beside(gradient, like)
+        # Arrays of one device, since arrays of different meshes cannot be packed together.
+        parts = [part.addressable_data(0) for part in self._arrays.parts(leaf, array)]
+        used = Donated((gradient, array, *parts), sum(part.size for part in parts)).use if donate else None
+        return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)], used) for part in parts]
+
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
+        return self.start(leaves, arrays)
+
+    def _value(self, target: Any, shard: Shard) -> Any:
+        if shard.numel:
+            return target.array
+        # It is in no bucket, and the array that it was may be donated by now.
+        axis = self._ranks.places[self._place(shard.primary)].axis
+        return axis.stack([np.empty(shard.local_shape, target.array.dtype)])
+
+
+class OneDevice:
+    """Arrays of one device, each its only part. One that is not committed to its device stays so."""
+
+    read_anywhere = True
+    """True if the host may read a gradient from another device than its parameter's."""
+
+    def check(self, path: str, array: jax.Array) -> None:
+        """Raise :class:`ParameterError` if an array lies elsewhere than all others."""
+
+    def cast(self, array: jax.Array, dtype: np.dtype) -> jax.Array:
+        """Return the array in this element type, no longer of a weak type."""
+        return array.astype(dtype)
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        """Return the array's part of each of the leaf's parameters."""
+        return [array]
+
+    def of_parts(self, leaf: Leaf, parts: Sequence[Any], like: jax.Array) -> jax.Array:
+        """Return an array of these parts that lies as ``like``. It may share their memory."""
+        [part] = parts
+        return jax.device_put(part, like.sharding if like.committed else None)
+
+    def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
+        """As ``Placement.joined``."""
+        return parts[0].reshape(leaf.shape)
+
+    def compile(self, compute: Compute) -> Compiled:
+        """As ``Placement.compile``."""
+        return on_one_device(compute)
+
+
+class SeveralDevices(OneDevice):
+    """Arrays that are sharded or replicated over several devices.
+
+    Args:
+        devices: all of them, of all processes.
+    """
+
+    read_anywhere = False
+
+    def __init__(self, devices: Sequence[jax.Device], processes: Collectives) -> None:
+        self._devices = devices
+        self._processes = processes
+
+    def check(self, path: str, array: jax.Array) -> None:
+        if array.sharding.device_set != set(self._devices):
+            raise ParameterError(
+                f"{path} lies on {_names(array.devices())}, and other parameters on {_names(self._devices)}; "
+                "expected all on the same devices: jax.device_put(array, NamedSharding(mesh, PartitionSpec())) "
+                "replicates one"
+            )
+
+    def cast(self, array: jax.Array, dtype: np.dtype) -> jax.Array:
+        return jax.device_put(array.astype(dtype), array.sharding)
+
+    def parts(self, leaf: Leaf, array: jax.Array) -> list[jax.Array]:
+        on = on_devices(array)
+        return [on[shard.primary] for shard in leaf.shards]
+
+    def of_parts(self, leaf: Leaf, parts: Sequence[Any], like: jax.Array) -> jax.Array:
+        boxes = (shard.box for shard in leaf.shards)
+        return of_parts(like.shape, like.sharding, dict(zip(boxes, parts, strict=True)))
+
+    def joined(self, leaf: Leaf, parts: Sequence[np.ndarray], what: str) -> np.ndarray:
+        pairs = zip(leaf.shards, parts, strict=True)
+        shards = [(shard.index, part.reshape(shard.local_shape)) for shard, part in pairs if shard.counted]
+        return merged(self._processes, leaf.shape, parts[0].dtype, shards, what)
+
+    def compile(self, compute: Compute) -> Compiled:
+        return on_several_devices(compute)
 
 
 def _same(array: jax.Array) -> jax.Array:

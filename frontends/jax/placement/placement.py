@@ -19,7 +19,7 @@ from offload_core.plans.at_once import Held
 from ..devices.mesh.axis import MeshAxis
 from ..tree.memory_kinds import on_cpu
 from ..tree.wrapped_tree import Leaf
-from .as_placed import AsPlaced
+from .as_placed import OnDevices, OnHosts
 from .functions import Compiled, Compute
 from .on_mesh import OnMesh
 
@@ -154,7 +154,7 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     if axis is not None and mesh is None:
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
     _work_near(config, {device for array in arrays for device in array.devices()})
-    return AsPlaced(leaves, config.threads, on_host=all(map(on_cpu, arrays)))
+    return (OnHosts if all(map(on_cpu, arrays)) else OnDevices)(leaves, config.threads)
 
 
 def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
