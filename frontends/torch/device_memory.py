@@ -38,7 +38,7 @@ from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
 from .stage3.parameters import PartitionedParameter
-from .stage3.partitioned import PartitionedModel
+from .stage3.sharding import Sharding
 
 HOST_COPIES = "released values"
 """The label of host memory that has the values of released tensors."""
@@ -120,13 +120,13 @@ class DeviceMemory:
         memory: TensorMemory,
         registration: Registration,
         intake: Intake,
-        partitioned: PartitionedModel | None,
+        sharding: Sharding,
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
         self._registration = registration
         self._intake = intake
-        self._partitioned = partitioned
+        self._sharding = sharding
         self._memories: dict[int, _Memory] = {}
         """The storages that were released last, by their number; none once all have come back. They have memory again
         unless the pipeline says that parameters are released."""
@@ -180,8 +180,7 @@ class DeviceMemory:
             self._host_for(copied)
         with self._together("release()"):
             pipeline.flush(self._registration.current_tensors())
-            if self._partitioned is not None:
-                self._partitioned.before_change()
+            self._sharding.before_change()
             self._await_others(memories)
             with no_read():
                 staying = [s.param for s in slots.values() if not s.partitioned and _number(s.values) not in leaving]
@@ -230,20 +229,19 @@ class DeviceMemory:
     def _check_idle(self) -> None:
         if backward_number() != NO_BACKWARD or self._intake.in_backward:
             raise StateError("release() in the middle of a backward; expected it after step()")
-        if self._partitioned is not None:
-            self._partitioned.gathering.check_closed("release()")
+        self._sharding.check_closed("release()")
         self._pipeline.check_idle("release()", waiting=self._intake.fresh or self._intake.has_deferred)
 
     def _to_release(self, named: Sequence[tuple[str, torch.Tensor]], keep: Collection[str]) -> list[_Memory]:
         """The storages to release: those of these tensors and of shards, but of none that stays."""
         found: dict[int, _Memory] = {}
         kept, used = set[int](), set[str]()
-        slots, parted = self._registration.slots, self._partitioned
+        slots = self._registration.slots
         with no_read():
             for name, tensor in named:
                 stays = {each for each in keep if name == each or name.startswith(f"{each}.")}
                 used |= stays
-                record = None if parted is None else next(iter(parted.parameters.among([tensor])), None)
+                record = self._sharding.record_with(tensor)
                 values = local_of(tensor) if record is None else record.shard
                 if not isinstance(values, torch.Tensor) or values.device != self._device or values.numel() == 0:
                     continue

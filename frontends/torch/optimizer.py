@@ -47,7 +47,7 @@ from .ranks.collectives import checked_group
 from .registration import NamedParam, Slot, named_in, named_params, owner_of
 from .shared_tensors import note_optimizer
 from .stage3.leaf_modules import mark_leaf
-from .stage3.partitioned import PartitionedModel
+from .stage3.sharding import NoSharding, Sharding
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
 from .state_views import plain_entries
 from .steps import Steps
@@ -67,8 +67,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """None until the optimizer is built, and after it is closed."""
     _model: "weakref.ref[nn.Module] | None"
     """An engine's model, which names the parameters of groups that are added; None: there is none."""
-    partitioned: PartitionedModel | None
-    """The model's partitioned parameters (stage 3); None: none are."""
+    sharding: Sharding
+    """The model's parameters in shards (stage 3)."""
     _ranks: frozenset[int]
     """The ranks that partition the states; empty: this process alone."""
     _gave_way: bool
@@ -197,7 +197,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if model is None and asked is None and shards_to_come():
             hypers_of(self.param_groups, self.config, self.updates)  # checks them
             self._waits_for = weakref.ref(self.param_groups[0]["params"][0])
-            self._state_lock, self.awaited, self.partitioned = StateLock(), AwaitedStates(), None
+            self._state_lock, self.awaited, self.sharding = StateLock(), AwaitedStates(), NoSharding()
         else:
             self._build(process_group, model)
 
@@ -225,6 +225,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._foundation = made = Foundation.of(
             self,
             named,
+            self.param_groups,
             config,
             process_group,
             model,
@@ -232,7 +233,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             scaler=scaler,
             casts=casts,
         )
-        self.partitioned = made.partitioned
+        self.sharding = made.sharding
         self._open(trained(named), model)
         self._waits_for = None
         note_optimizer(self)
@@ -314,7 +315,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
-        if self._steps is not None and self.partitioned is None:
+        if self._steps is not None and not self.sharding.is_open:  # the end of a block checks, too
             self.parts.registration.check_unchanged()
 
     @property
@@ -345,7 +346,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         pipeline = self.pipeline
         self._state_lock.change("sent_bytes", pipeline.last_step.finish)
-        return pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
+        return pipeline.device.sent_bytes + self.sharding.sent_bytes
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
         """Planned and measured bytes.
@@ -419,7 +420,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self._follow_shards()
         self._end_wait()
-        if self._steps is None or self.updates or self.partitioned:
+        if self._steps is None or self.updates or self.sharding.is_fixed:
             return
         parts = self._steps.parts
         changed = parts.registration.grown() or parts.registration.have_other_states(self.param_groups)
@@ -485,16 +486,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self._state_lock.change("close()", pipeline.last_step.abandon)
                 if pipeline.health.usable:
                     self._state_lock.change("close()", self._steps.parts.registration.flush)
-        if self.partitioned is not None:
-            self.partitioned.make_whole()
+        self.sharding.make_whole()
         uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
 
     def _end(self) -> None:
-        if self.partitioned is not None:
-            self.partitioned.close()
+        self.sharding.close()
         if self._steps is not None:
             self._steps.parts.close()
-        self.partitioned = self._steps = self._waits_for = None
+        self._steps = self._waits_for = None
+        self.sharding = NoSharding()
         self.state = defaultdict(dict)
 
     # --- phases ----------------------------------------------------------------------------------------
@@ -541,7 +541,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return "of which this one is a shallow copy (copy.deepcopy() makes a twin)"
         if left:
             return f"which also has {', '.join(map(repr, left[:2]))}{', …' * (len(left) > 2)}, and this one does not"
-        if self.partitioned is not None:
+        if self.sharding.is_fixed:
             return "which has it in shards (stage 3), and not all may fit whole"
         if not self._ranks <= other._ranks:
             return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
@@ -774,7 +774,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._state_lock.change("load_gradient()", self.parts.gradients.load, param, values, own=own)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.pipeline.device.world_size > 1 or self.partitioned is not None:
+        if self.pipeline.device.world_size > 1 or self.sharding.is_fixed:
             raise StateError(
                 "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
                 "state_dict() to be copied"

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,10 +18,10 @@ from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
-from offload_core.memory.plan import DISK, FROZEN_SHARDS, MemoryPlan
+from offload_core.memory.plan import DEVICE, MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.plans.planner import Planner, check_memory
-from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
+from offload_core.plans.terms import GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine, heard_by_all
 from offload_core.rules import Matrix, Rule
 from offload_core.step.health import Health
@@ -45,7 +46,8 @@ from .pending import (
 )
 from .placed import Placed, check_within, count_once, is_here, is_placed, local_of
 from .stage3.construction import shards_of
-from .stage3.partitioned import PartitionedModel
+from .stage3.parameters import PartitionedParameter
+from .stage3.sharding import Sharding
 from .tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -211,7 +213,7 @@ class Registration:
     Args:
         owner: the optimizer, which is not kept alive.
         device: the device of all parameters.
-        partitioned: the model's partitioned parameters; None: none are.
+        sharding: the model's parameters in shards.
         casts: the element types that parameters get.
         members: the ranks of torch's default group that may have parts of placed parameters.
         gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
@@ -222,7 +224,7 @@ class Registration:
         owner: Owner,
         pipeline: Pipeline,
         device: torch.device,
-        partitioned: PartitionedModel | None,
+        sharding: Sharding,
         casts: Casts,
         *,
         members: Collection[int],
@@ -232,6 +234,8 @@ class Registration:
         self.columns = Columns(device)
         self._flat: list[torch.Tensor] = []
         """The memory of whole parameters when it was last asked for."""
+        self._in_shards: list[Slot] = []
+        """The parameters that have no such memory, but shards."""
         self._replaced: set[int] = set()
         """The numbers of parameters that have got other memory since then; their old memory is not kept alive."""
         self._used: set[DataWrites] = set()
@@ -241,7 +245,7 @@ class Registration:
         self._pipeline = pipeline
         self.device = device
         """The device of all parameters."""
-        self._partitioned = partitioned
+        self._sharding = sharding
         self._casts = casts
         self._members = members
         self._gradients_leave = gradients_leave
@@ -250,6 +254,7 @@ class Registration:
     def close(self) -> None:
         """Release the parameters."""
         let_go(self.slots)
+        self._in_shards.clear()
 
     def named(self, groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
         """The parameters of an optimizer's groups, with the names that it knows."""
@@ -302,16 +307,11 @@ class Registration:
         known = ((slot.name, slot.values) for slot in self.slots.values())
         others = ((name, local_of(tensor)) for name, tensor in tensors_of(model))
         check_apart([(name, local_of(param)) for name, param, _ in named], (*known, *others))
-        pipeline, parted = self._pipeline, self._partitioned
-        news = self._new(named)
-        specs = [self._spec(new, rules[new.group]) for new in news]
-        if parted is not None:
-            for spec, (_, param, _) in zip(specs, named, strict=True):
-                parted.parameters.check_cut(spec, param)
-            leaves = parted.runs.leaves.numbers()
-            specs = [replace(spec, settled_with=leaves.get(p)) for spec, (_, p, _) in zip(specs, named, strict=True)]
-        frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
-        trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
+        pipeline, sharding = self._pipeline, self._sharding
+        news, params = self._new(named), [param for _, param, _ in named]
+        specs = sharding.describe([(self._spec(new, rules[new.group]), new.param) for new in news])
+        frozen = [] if model is None else sharding.frozen(params)
+        trained = [*zip(specs, params, strict=True)]
         make_plan = partial(self._plan, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
         plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
         device = pipeline.device
@@ -328,14 +328,10 @@ class Registration:
                 lent=pipeline.buckets.lent_bytes(specs),
             )
         first = len(pipeline.params)
-        cut = parted.parameters.cut(trained) if parted else {}
+        cut = sharding.cut(trained)
         tensors = [cut[new.param].shard if new.param in cut else flat(new.values) for new in news]
         pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
-        if parted is not None:
-            for i, (_, param, _) in enumerate(named):
-                if param in cut:
-                    parted.parameters.train(cut[param], first + i)
-            parted.keep_shards(cut.values())
+        sharding.keep(cut, {param: first + i for i, param in enumerate(params)})
         return [self._hold(new, spec, first + i) for i, (new, spec) in enumerate(zip(news, specs, strict=True))]
 
     def _new(self, named: Sequence[NamedParam]) -> list["_New"]:
@@ -362,9 +358,8 @@ class Registration:
         return news
 
     def _spec(self, new: "_New", rule: Rule) -> ParamSpec:
-        in_shards = self._partitioned is not None and self._partitioned.parameters.takes(new.param)
         part = None if new.placed is None else new.placed.part
-        spec = spec_of(new.name, new.values, new.group, new.target, in_shards, part)
+        spec = spec_of(new.name, new.values, new.group, new.target, elements=part)
         return replace(spec, rule=rule, matrix=_matrix(rule, new.name, new.param, new.placed), counted=new.counted)
 
     def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
@@ -385,6 +380,8 @@ class Registration:
             data_writes=None if spec.partitioned else DataWrites(new.param, self._used, let_go),
             placed=new.placed,
         )
+        if slot.partitioned:
+            self._in_shards.append(slot)
         self._flat.append(_NOWHERE if slot.partitioned else _whole(slot))
         self.columns.add(new.param, slot.stand_in, new.placed)
         self.slots[new.param] = slot
@@ -414,14 +411,17 @@ class Registration:
         return [self.tensor(slot) for slot in self.slots.values()]
 
     def tensor(self, slot: Slot) -> torch.Tensor | OnDisk:
-        shard = self._partitioned.parameters.shard_of(slot.param) if self._partitioned is not None else None
-        return _whole(slot) if shard is None else shard
+        return self._record(slot).shard if slot.partitioned else _whole(slot)
 
     def copy_of_shard(self, slot: Slot) -> torch.Tensor:
         """Return a copy of this rank's shards of a partitioned parameter."""
-        assert self._partitioned is not None
-        record = self._partitioned.parameters.records[id(slot.param)]
+        record = self._record(slot)
         return record.read(0, record.shard_numel).clone()
+
+    def _record(self, slot: Slot) -> PartitionedParameter:
+        record = self._sharding.record_of(slot.param)
+        assert record is not None
+        return record
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
@@ -444,10 +444,12 @@ class Registration:
 
     def _last_tensors(self, slots: Collection[Slot] | None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, as it was last found."""
-        if slots is None and self._partitioned is None:
-            return [*self._flat]
-        asked = self.slots.values() if slots is None else slots
-        return [self.tensor(slot) if slot.partitioned else self._flat[slot.index] for slot in asked]
+        if slots is not None:
+            return [self.tensor(slot) if slot.partitioned else self._flat[slot.index] for slot in slots]
+        tensors: list[torch.Tensor | OnDisk] = [*self._flat]
+        for slot in self._in_shards:
+            tensors[slot.index] = self.tensor(slot)
+        return tensors
 
     def _written_from_outside(self) -> list[Slot]:
         """Whole parameters that somebody else wrote to since :meth:`note`, as far as can be told."""
@@ -523,8 +525,8 @@ class Registration:
         """As ``OffloadedAdamW.flush``."""
         if self._pipeline.released:  # :meth:`DeviceMemory.release` has flushed
             return
-        if self._partitioned is not None and self._pipeline.config.schedule == "delayed":
-            self._partitioned.before_change()
+        if self._pipeline.config.schedule == "delayed":
+            self._sharding.before_change()
         with no_read():  # one that was sent early is written again, and would refuse a read on this rank alone
             tensors = self.tensors()
         self._pipeline.flush(tensors)
@@ -592,25 +594,17 @@ class Registration:
         Args:
             given: the tensors in the optimizer's groups.
         """
-        pipeline, parted = self._pipeline, self._partitioned
+        pipeline, sharding = self._pipeline, self._sharding
         trained = [(pipeline.params[slot.index], slot.param) for slot in self.slots.values()]
-        frozen = [] if parted is None else parted.parameters.frozen([param for _, param in trained])
+        frozen = sharding.frozen([param for _, param in trained])
         others = self._others(trained, frozen, [*given, *_tensors_of(model)])
         plan = self._plan(trained, frozen, others)
-        whole = [
-            param for param in (*(param for _, param in trained), *others) if parted is None or param not in parted
-        ]
+        whole = [param for param in (*(param for _, param in trained), *others) if param not in sharding]
         gradients = [slot.param.grad for slot in self.slots.values() if slot.param.grad is not slot.stand_in]
-        held = {
-            PARAMETERS: memory_of_all(whole),
-            GRADIENTS: memory_of_all(gradient for gradient in gradients if gradient is not None),
-        }
-        if parted is not None:
-            held[PARAMETERS] += parted.parameters.shard_bytes
-            held[GATHERED] = parted.live.n_bytes
-        rows = [row for row in plan.rows if row.where == "device"]
-        on_disk = {(DISK, FROZEN_SHARDS): 0 if parted is None else parted.parameters.disk_bytes}
-        return pipeline.memory_report(rows, {**{("device", what): n for what, n in held.items()}, **on_disk})
+        held = Counter(sharding.held_bytes())
+        held[DEVICE, PARAMETERS] += memory_of_all(whole)
+        held[DEVICE, GRADIENTS] += memory_of_all(gradient for gradient in gradients if gradient is not None)
+        return pipeline.memory_report([row for row in plan.rows if row.where == DEVICE], held)
 
     def _others(
         self,
@@ -635,12 +629,11 @@ class Registration:
             besides=sum(map(self._casts.n_bytes, others)),
             gradients_stay=not self._gradients_leave,
         )
-        rows = [] if self._partitioned is None else [self._partitioned.parameters.plan_cut(trained, frozen)]
         whole = [*params, *(param for _, param in frozen), *others]
         shards = [built.values for built in map(shards_of, whole) if built is not None]
         inside = [*whole, *(shard for shard in shards if isinstance(shard, torch.Tensor))]
         held = memory_of_all(tensor for tensor in inside if tensor.device == self.device)
-        return replace(plan, rows=(*plan.rows, *rows), held=held)
+        return replace(plan, rows=(*plan.rows, *self._sharding.plan_rows(trained, frozen)), held=held)
 
 
 def _whole(slot: Slot) -> torch.Tensor:

@@ -125,8 +125,7 @@ class Weights:
         return lock.change("a read of master weights", parts.states.whole, tensor, ("master",), dtype)["master"]
 
     def _record_of(self, tensor: torch.Tensor) -> PartitionedParameter | None:
-        parted = self._optimizer.partitioned
-        return None if parted is None else parted.parameters.record_of(tensor)
+        return self._optimizer.sharding.record_of(tensor)
 
     def _from_shards(self, record: PartitionedParameter, dtype: torch.dtype) -> torch.Tensor:
         """Return a partitioned parameter in host memory, put together of all ranks' shards, in this element type."""
@@ -172,8 +171,7 @@ class Weights:
 
     def _holds_all(self) -> bool:
         """True if this process has all shards, and nothing that is not in them yet was written to parameters."""
-        parted = self._optimizer.partitioned
-        return parted is not None and parted.live.device.world_size == 1 and not parted.gathering.is_open
+        return self._optimizer.pipeline.device.world_size == 1 and not self._optimizer.sharding.is_open
 
 
 # --- the tensors of a model --------------------------------------------------------------------------------------

@@ -364,7 +364,7 @@ def test_an_engine_that_would_not_cut_alike_is_refused_and_another_takes_the_sha
         act(model)
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
     engine = wrap(model, **{**STAGE_3, "param_persistence_threshold": 1_000_000})
-    assert engine.optimizer.partitioned.live.peak_numel == 0  # nothing was gathered
+    assert engine.optimizer.sharding.live.peak_numel == 0  # nothing was gathered
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
 
 

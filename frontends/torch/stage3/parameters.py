@@ -5,7 +5,7 @@ is released its storage has no bytes. Gathering resizes the storage and fills it
 autograd saved in forward share this storage, so they have their values again in backward, and no version counter moves.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import cast
@@ -130,10 +130,17 @@ class PartitionedParameters:
         world: the device and ranks over which shards are gathered.
         pipeline: updates the trained ones.
         casts: the element types that they get.
+        matrices: the matrices that frozen ones consist of, by the parameter's ``id``; training them needs them whole.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, world: GatheringDevice, pipeline: Pipeline, casts: Casts
+        self,
+        model: nn.Module,
+        device: torch.device,
+        world: GatheringDevice,
+        pipeline: Pipeline,
+        casts: Casts,
+        matrices: Mapping[int, Matrix],
     ) -> None:
         self._config = config = pipeline.config
         self._pipeline = pipeline
@@ -148,8 +155,7 @@ class PartitionedParameters:
         """The ``id`` of a quantised parameter, by the ``id`` of each tensor that holds values of it."""
         self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
         """Each parameter of the model, its name, and type and name of its module, by the parameter's ``id``."""
-        self.matrices: dict[int, Matrix] = {}
-        """The matrices that frozen parameters consist of, by the parameter's ``id``; training them needs them whole."""
+        self._matrices = matrices
         self._disk = DiskShards(config.nvme_path or (), pipeline.memory) if config.offload_param == "nvme" else None
         """The shards that lie on disk; None: none do."""
         self.packed = packed_values(model)
@@ -183,11 +189,6 @@ class PartitionedParameters:
         """Return the records of the parameters that these modules have or are registered to use, each once."""
         return self.among(p for m in modules for p in (*m._parameters.values(), *externals_of(m)))
 
-    def shard_of(self, param: torch.Tensor) -> torch.Tensor | OnDisk | None:
-        """Return this rank's shard, one-dimensional; None if the parameter is not partitioned."""
-        record = self.records.get(id(param))
-        return None if record is None else record.shard
-
     def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
         """Return the parameter's record; None if it is not partitioned."""
         return self.records.get(id(param))
@@ -209,7 +210,7 @@ class PartitionedParameters:
         ]
         specs = [self._values(param).spec(name, self._casts.of_param(param)) for name, param in owned]
         return [
-            (replace(spec, matrix=None if id(param) in self.packed else self.matrices.get(id(param))), param)
+            (replace(spec, matrix=None if id(param) in self.packed else self._matrices.get(id(param))), param)
             for spec, (_, param) in zip(specs, owned, strict=True)
         ]
 
