@@ -328,10 +328,9 @@ class Registration:
                 lent=pipeline.buckets.lent_bytes(specs),
             )
         first = len(pipeline.params)
-        cut = sharding.cut(trained)
-        tensors = [cut[new.param].shard if new.param in cut else flat(new.values) for new in news]
-        pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
-        sharding.keep(cut, {param: first + i for i, param in enumerate(params)})
+        with sharding.cut(trained, first) as shards:
+            tensors = [shards[new.param] if new.param in shards else flat(new.values) for new in news]
+            pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         return [self._hold(new, spec, first + i) for i, (new, spec) in enumerate(zip(news, specs, strict=True))]
 
     def _new(self, named: Sequence[NamedParam]) -> list["_New"]:

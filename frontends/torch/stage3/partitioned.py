@@ -1,13 +1,14 @@
 """Stage 3: parameters in shards, made whole for the modules that use them."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload_core.disk.shards import OnDisk
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import DEVICE, DISK, FROZEN_SHARDS, PlanRow
 from offload_core.plans.terms import GATHERED, PARAMETERS
@@ -83,12 +84,13 @@ class PartitionedModel(Sharding):
     def plan_rows(self, trained: Entries, frozen: Entries) -> list[PlanRow]:
         return [self.parameters.plan_cut(trained, frozen)]
 
-    def cut(self, entries: Entries) -> dict[torch.Tensor, PartitionedParameter]:
-        return self.parameters.cut(entries)
-
-    def keep(self, cut: Mapping[torch.Tensor, PartitionedParameter], numbers: Mapping[torch.Tensor, int]) -> None:
-        for param, record in cut.items():
-            self.parameters.train(record, numbers[param])
+    @contextmanager
+    def cut(self, entries: Entries, first: int) -> Iterator[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
+        cut = self.parameters.cut(entries)
+        yield {param: record.shard for param, record in cut.items()}
+        for i, (_, param) in enumerate(entries):
+            if param in cut:
+                self.parameters.train(cut[param], first + i)
         self._keep_shards(cut.values())
 
     def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:

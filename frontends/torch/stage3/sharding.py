@@ -3,10 +3,12 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
 
+from offload_core.disk.shards import OnDisk
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import PlanRow
 
@@ -65,16 +67,16 @@ class Sharding(ABC):
 
     @abstractmethod
     def plan_rows(self, trained: Entries, frozen: Entries) -> list[PlanRow]:
-        """Plan the memory that :meth:`cut` takes for a time."""
+        """Plan the memory that :meth:`cut` and :meth:`keep_frozen` take for a time."""
 
     @abstractmethod
-    def cut(self, entries: Entries) -> dict[torch.Tensor, PartitionedParameter]:
-        """Return a record with this rank's shards for each parameter that its description has in shards. They stay
-        whole until :meth:`keep`. Collective."""
+    def cut(self, entries: Entries, first: int) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
+        """A context with this rank's shards of those parameters that their descriptions have in shards. In it they are
+        whole, too, and get their states; at its end only the shards stay. Collective.
 
-    @abstractmethod
-    def keep(self, cut: Mapping[torch.Tensor, PartitionedParameter], numbers: Mapping[torch.Tensor, int]) -> None:
-        """Keep only the shards of parameters that were cut and are trained, with their numbers in the pipeline."""
+        Args:
+            first: the number in the pipeline that the first of them gets.
+        """
 
     @abstractmethod
     def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
@@ -182,17 +184,18 @@ class NoSharding(Sharding):
     """No parameter is in shards: stages 1 and 2, and optimizers without an engine."""
 
     is_fixed = gathers = is_open = False
-    sent_bytes = 0
     leaf_modules = ()
+    sent_bytes = 0
+    units = AwaitsInside()
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    record_of = record_with = _nothing
+    keep_frozen = before_forward = recover = forget_order = check_closed = settle_by = make_whole = close = _nothing
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return False
-
-    def record_of(self, param: torch.Tensor) -> None:
-        return None
-
-    def record_with(self, tensor: torch.Tensor) -> None:
-        return None
 
     def describe(self, entries: Entries) -> list[ParamSpec]:
         return [spec for spec, _ in entries]
@@ -203,51 +206,19 @@ class NoSharding(Sharding):
     def plan_rows(self, trained: Entries, frozen: Entries) -> list[PlanRow]:
         return []
 
-    def cut(self, entries: Entries) -> dict[torch.Tensor, PartitionedParameter]:
-        return {}
-
-    def keep(self, cut: Mapping[torch.Tensor, PartitionedParameter], numbers: Mapping[torch.Tensor, int]) -> None:
-        pass
-
-    def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
-        pass
-
-    def before_forward(self, model: nn.Module) -> None:
-        pass
-
-    @property
-    def units(self) -> Around:
-        return AwaitsInside()
+    def cut(self, entries: Entries, first: int) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
+        return nullcontext({})
 
     def before_change(self) -> int:
         return 0
 
-    def recover(self) -> None:
-        pass
-
-    def forget_order(self) -> None:
-        pass
-
-    def check_closed(self, what: str = "an update") -> None:
-        pass
-
     def generating(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def gathered_when_read(self) -> AbstractContextManager[None]:
-        return nullcontext()
+    gathered_when_read = generating
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool, *, waiting: bool) -> Collection[torch.Tensor]:
         return ()
 
-    def settle_by(self, settle: Callable[..., Collection[torch.Tensor]]) -> None:
-        pass
-
     def held_bytes(self) -> Mapping[tuple[str, str], int]:
         return {}
-
-    def make_whole(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
