@@ -283,6 +283,17 @@ def raising(*args):
     raise ZeroDivisionError
 
 
+def test_a_forward_that_fails_on_a_parameter_that_was_replaced_names_it():
+    engine = wrap(gpt(), lr=1e-2, **STAGE_3 | {"param_persistence_threshold": 40})
+    train(engine, gpt_loss, 1)
+    [name, whole] = next((n, p) for n, p in engine.module.named_parameters() if p not in engine.optimizer.sharding)
+    values, whole.data = whole.data, whole.data.double()
+    with pytest.raises(ParameterError, match=f"{name!r} is .*float64 .*, and was .*float32 .*before wrap"):
+        gpt_loss(engine, 5)
+    whole.data = values
+    train(engine, gpt_loss, 1)
+
+
 @parameters_on_disk_too
 @pytest.mark.parametrize("device", ["host", "late", SIMULATED], indirect=True)
 def test_after_an_error_in_forward_or_backward_nothing_is_whole_and_training_goes_on(device):
