@@ -33,7 +33,7 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
-from .pending import await_values, can_wait, end_wait, forget, forget_deleted, guard, make_pending
+from .pending import await_values, can_wait, end_wait, forget_deleted, guard, make_pending
 from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
@@ -182,10 +182,8 @@ class DeviceMemory:
             pipeline.flush(self._registration.current_tensors())
             self._sharding.before_change()
             self._await_others(memories)
-            with no_read():
-                staying = [s.param for s in slots.values() if not s.partitioned and _number(s.values) not in leaving]
-            for param in staying:
-                forget(param)  # the flush has written it, and it may be read and written while others are released
+            for slot in slots.values():
+                slot.shard.stay(leaving)  # the flush has written it, and it may be used while others are released
             for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
                 event.wait()
             if self._moves:  # kernels on any stream may read what is freed now

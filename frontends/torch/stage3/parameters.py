@@ -5,10 +5,10 @@ is released its storage has no bytes. Gathering resizes the storage and fills it
 autograd saved in forward share this storage, so they have their values again in backward, and no version counter moves.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,8 @@ from offload_core.step.state_access import StateAccess
 from ..casting import Casts
 from ..data_writes import DataWrites, set_data
 from ..internals import grad_mode_kept, no_read, storage_of
+from ..local_shards import LocalShard
+from ..pending import can_wait
 from ..ranks.device import as_torch
 from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory, memory_of_all, shaped
 from ..values import Values, packed_values
@@ -42,7 +44,7 @@ _EXTERNAL = "_offload_external_parameters"
 """The attribute of a module that lists the parameters of other modules that its forward uses."""
 
 
-class PartitionedParameter(Cut):
+class PartitionedParameter(Cut, LocalShard):
     """A parameter of the model, this rank's shards of it, and its storage ([Note: storages of partitioned
     parameters])."""
 
@@ -75,6 +77,35 @@ class PartitionedParameter(Cut):
         self.lasts = False
         """True if other tensors may refer to the storage. It is then left to them instead of freed."""
         self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
+
+    def memory(self) -> torch.Tensor | OnDisk:
+        return self.shard
+
+    def copy(self) -> torch.Tensor:
+        return self.read(0, self.shard_numel).clone()
+
+    # Readers gather the parameter, which waits for its shards, and only ``gathered_parameters`` changes them.
+
+    @property
+    def readers_can_wait(self) -> bool:
+        return can_wait(self.param)
+
+    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+        pass
+
+    def stay(self, leaving: Collection[int]) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+    def was_written(self, changed: bool, used: Collection[DataWrites]) -> bool:
+        return False
+
+    def forget_writes(self) -> None:
+        pass
+
+    # --- the shards ----------------------------------------------------------------------------------
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         """Return elements of the shards: their memory, or where they lie on disk a copy."""
