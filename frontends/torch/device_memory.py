@@ -39,6 +39,7 @@ from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
 from .stage3.parameters import PartitionedParameter
 from .stage3.sharding import Sharding
+from .stage3.shards import MemoryShard, Shard
 
 HOST_COPIES = "released values"
 """The label of host memory that has the values of released tensors."""
@@ -83,8 +84,8 @@ class _Memory:
     """Each one's function that waits for it, by the ``id`` of the tensor."""
     trained: dict[int, int] = field(default_factory=dict)
     """Bytes of trained parameters, or shards of them, by the ``id`` of their tensor."""
-    shards: list[PartitionedParameter] = field(default_factory=list)
-    """Those of which it holds the shards."""
+    frozen: list[PartitionedParameter] = field(default_factory=list)
+    """Frozen parameters of which it holds the shards."""
     at: int = 0
     """The place of its copy on the host."""
     arrived: Event = field(default_factory=Done)
@@ -130,7 +131,7 @@ class DeviceMemory:
         self._memories: dict[int, _Memory] = {}
         """The storages that were released last, by their number; none once all have come back. They have memory again
         unless the pipeline says that parameters are released."""
-        self._on_device: dict[PartitionedParameter, torch.Tensor] = {}
+        self._on_device: dict[PartitionedParameter, Shard] = {}
         """The shards on the device of parameters that are not trained; while they are released, a copy stands in their
         place."""
         self._host = np.empty(0, np.uint8)
@@ -240,7 +241,7 @@ class DeviceMemory:
                 stays = {each for each in keep if name == each or name.startswith(f"{each}.")}
                 used |= stays
                 record = self._sharding.record_with(tensor)
-                values = local_of(tensor) if record is None else record.shard
+                values = local_of(tensor) if record is None else record.shard.values
                 if not isinstance(values, torch.Tensor) or values.device != self._device or values.numel() == 0:
                     continue
                 if is_traceable_wrapper_subclass(values):
@@ -260,13 +261,13 @@ class DeviceMemory:
                 number, storage = _number(values), values.untyped_storage()
                 if stays:
                     kept.add(number)
-                trained = tensor in slots if record is None else record.index is not None
+                trained = tensor in slots
                 kind = "trained parameters" if trained else "frozen parameters and buffers"
                 memory = found.setdefault(number, _Memory(storage, storage.nbytes(), kind))
                 if trained:
                     memory.trained[id(tensor)] = values.nbytes
                 if record is not None:
-                    memory.shards += [record] if record not in memory.shards else []
+                    memory.frozen += [record] if not trained and record not in memory.frozen else []
                 elif all(tensor is not other for other in memory.tensors):
                     memory.tensors.append(tensor)
         if unknown := [name for name in keep if name not in used]:
@@ -306,11 +307,10 @@ class DeviceMemory:
 
     def _let_go(self, memory: _Memory) -> None:
         """Free a storage. Whoever reads its tensors from now on waits for them."""
-        for record in memory.shards if self._moves else ():
-            if record.index is None:
-                assert isinstance(record.shard, torch.Tensor)
-                self._on_device[record] = record.shard
-                record.shard = self._on_host(record.shard, memory)
+        for record in memory.frozen if self._moves else ():
+            self._on_device[record] = record.shard
+            [values] = record.shard.on(self._device)
+            record.shard = MemoryShard(self._on_host(values, memory))
         for tensor in memory.tensors:
             of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
             wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
@@ -345,9 +345,8 @@ class DeviceMemory:
                 ends.setdefault(_number(copy.tensor), []).append(event)
         for memory in copied:
             memory.arrived = AfterAll(ends[memory.storage._cdata])
-            for record in memory.shards:
-                if record.index is None:
-                    record.live.updated = partial(_identity, memory.arrived)
+            for record in memory.frozen:
+                record.live.updated = partial(_identity, memory.arrived)
         for record, shard in self._on_device.items():
             record.shard = shard
         with no_read():

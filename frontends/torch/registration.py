@@ -561,9 +561,9 @@ class Registration:
             gradients_stay=not self._gradients_leave,
         )
         whole = [*params, *(param for _, param in frozen), *others]
-        shards = [built.values for built in map(shards_of, whole) if built is not None]
-        inside = [*whole, *(shard for shard in shards if isinstance(shard, torch.Tensor))]
-        held = memory_of_all(tensor for tensor in inside if tensor.device == self.device)
+        built = [shards.shard for shards in map(shards_of, whole) if shards is not None]
+        here = [tensor for tensor in whole if tensor.device == self.device]
+        held = memory_of_all([*here, *(values for shard in built for values in shard.on(self.device))])
         return replace(plan, rows=(*plan.rows, *self._sharding.plan_rows(trained, frozen)), held=held)
 
 

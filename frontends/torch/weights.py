@@ -135,7 +135,7 @@ class Weights:
         for start, first, numel in record.runs:
             for at in range(0, numel, _PIECE):
                 part = out[start + at : start + min(at + _PIECE, numel)]
-                part.copy_(record.read(first + at, part.numel()).detach())
+                part.copy_(record.shard.read(first + at, part.numel()).detach())
         if not self._holds_all():
             merge(InOrder(self._optimizer.pipeline).sum_integers, words, f"the values of {spec.name}")
         return shaped(out, cast(InMemory, spec.elements))
@@ -295,7 +295,7 @@ def _read(run: torch.Tensor, at: int, out: np.ndarray) -> None:
 
 
 def _read_shard(record: PartitionedParameter, first: int, at: int, out: np.ndarray) -> None:
-    _read(record.read(first + at, out.size), 0, out)
+    _read(record.shard.read(first + at, out.size), 0, out)
 
 
 def laid(values: torch.Tensor, dtype: torch.dtype, layout: str, device: torch.device, *, fresh: bool) -> torch.Tensor:

@@ -365,8 +365,8 @@ def _targets(name: str, tensor: torch.Tensor, record: PartitionedParameter | Non
     """The targets of a tensor: of a partitioned one on disk each bucket, so that host memory holds a few at a time."""
     if record is None:
         return [_target(name, tensor, tensor)]
-    if isinstance(record.shard, torch.Tensor):
-        return [_target(name, tensor, record.shard, record.runs)]
+    if isinstance(record.shard.values, torch.Tensor):
+        return [_target(name, tensor, record.shard.values, record.runs)]
     return [_target_on_disk(name, tensor, record, bucket) for bucket in record.buckets]
 
 
@@ -400,7 +400,7 @@ def _target_on_disk(name: str, tensor: torch.Tensor, record: PartitionedParamete
 
     def begin() -> torch.Tensor:
         host = torch.zeros(bucket.shard_numel, dtype=record.whole.dtype, device="cpu")  # padding, too
-        staged.append(partial(record.write, host, start))
+        staged.append(partial(record.shard.write, host, start))
         return host
 
     runs = [(first, at - start, numel) for first, at, numel in record.runs_of(bucket)]

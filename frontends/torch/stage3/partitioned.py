@@ -87,7 +87,7 @@ class PartitionedModel(Sharding):
     @contextmanager
     def cut(self, entries: Entries, first: int) -> Iterator[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
         cut = self.parameters.cut(entries)
-        yield {param: record.shard for param, record in cut.items()}
+        yield {param: record.shard.values for param, record in cut.items()}
         for i, (_, param) in enumerate(entries):
             if param in cut:
                 self.parameters.train(cut[param], first + i)
