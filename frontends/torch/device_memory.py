@@ -72,7 +72,7 @@ class ReleaseReport:
 
 @dataclass(eq=False)
 class _Memory:
-    """One storage on the device, and the tensors in it."""
+    """One storage, and the tensors in it. It stays where it is, as the device's memory is the host's."""
 
     storage: torch.UntypedStorage
     n_bytes: int
@@ -90,6 +90,33 @@ class _Memory:
     """The place of its copy on the host."""
     arrived: Event = field(default_factory=Done)
 
+    given_back = 0
+    """The bytes that leave the device."""
+
+    @property
+    def to_copy(self) -> bool:
+        """True if its values must be copied to the host before it leaves."""
+        return False
+
+    @property
+    def leaving(self) -> Sequence[torch.Tensor]:
+        """The tensors that others may read, and whose values leave the device."""
+        return ()
+
+    def values(self, tensor: torch.Tensor, host: np.ndarray) -> torch.Tensor:
+        """Return a tensor's values while it is released."""
+        return tensor.detach()
+
+    def stand_in(self, host: np.ndarray) -> dict[PartitionedParameter, Shard]:
+        """Put copies in the place of frozen shards. Return the shards themselves."""
+        return {}
+
+    def free(self) -> None:
+        """Give the memory back."""
+
+    def take(self) -> None:
+        """Have memory again, without values."""
+
     def end_waits(self) -> None:
         """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
         for tensor in self.tensors:
@@ -104,6 +131,41 @@ class _Memory:
     def bytes(self) -> torch.Tensor:
         """All of its memory, as bytes."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+
+class _MovedMemory(_Memory):
+    """A storage that leaves the device."""
+
+    @property
+    def given_back(self) -> int:  # type: ignore[override]
+        return self.n_bytes
+
+    @property
+    def to_copy(self) -> bool:
+        return self.copied
+
+    @property
+    def leaving(self) -> Sequence[torch.Tensor]:
+        return self.tensors
+
+    def values(self, tensor: torch.Tensor, host: np.ndarray) -> torch.Tensor:
+        assert self.copied
+        run = as_torch(host[self.at : self.at + self.n_bytes])
+        offset = run.storage_offset() // tensor.element_size() + int(tensor.storage_offset())
+        return torch.empty(0, dtype=tensor.dtype).set_(run.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+    def stand_in(self, host: np.ndarray) -> dict[PartitionedParameter, Shard]:
+        shards = {record: record.shard for record in self.frozen}
+        for record, shard in shards.items():
+            [values] = shard.on(self.storage.device)
+            record.shard = MemoryShard(self.values(values, host))
+        return shards
+
+    def free(self) -> None:
+        self.storage.resize_(0)
+
+    def take(self) -> None:
+        self.storage.resize_(self.n_bytes)
 
 
 class DeviceMemory:
@@ -128,6 +190,7 @@ class DeviceMemory:
         self._registration = registration
         self._intake = intake
         self._sharding = sharding
+        self._kind = _MovedMemory if self._moves else _Memory
         self._memories: dict[int, _Memory] = {}
         """The storages that were released last, by their number; none once all have come back. They have memory again
         unless the pipeline says that parameters are released."""
@@ -146,13 +209,7 @@ class DeviceMemory:
             memory = self._memories.get(_number(tensor))
             if memory is None:
                 return tensor
-            assert memory.copied
-            return self._on_host(tensor, memory) if self._moves else tensor.detach()
-
-    def _on_host(self, tensor: torch.Tensor, memory: _Memory) -> torch.Tensor:
-        run = as_torch(self._host[memory.at : memory.at + memory.n_bytes])
-        offset = run.storage_offset() // tensor.element_size() + int(tensor.storage_offset())
-        return torch.empty(0, dtype=tensor.dtype).set_(run.untyped_storage(), offset, tensor.shape, tensor.stride())
+            return memory.values(tensor, self._host)
 
     # --- release -------------------------------------------------------------------------------------
 
@@ -177,7 +234,7 @@ class DeviceMemory:
             memories = self._to_release([*named], keep)
             leaving = {memory.storage._cdata for memory in memories}
             self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
-            copied = [memory for memory in memories if memory.copied] if self._moves else []
+            copied = [memory for memory in memories if memory.to_copy]
             self._host_for(copied)
         with self._together("release()"):
             pipeline.flush(self._registration.current_tensors())
@@ -202,17 +259,14 @@ class DeviceMemory:
                 self._let_go(memory)
 
         uninterrupted(section)
-        if not self._moves:
-            return ReleaseReport(0, 0, None, None)
-        told_by_allocator(lambda _: torch.accelerator.empty_cache(), self._device)
-        after, given_back = self._allocator(), sum(memory.n_bytes for memory in memories)
+        after, given_back = self._allocator(emptied=True), sum(memory.given_back for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
         """Order the copies to the host after all that another engine brings back of what both use."""
-        for memory in memories if self._moves else ():
-            for tensor in memory.tensors:
+        for memory in memories:
+            for tensor in memory.leaving:
                 await_values(tensor)
 
     def _agreed(self, what: str) -> bool:
@@ -263,7 +317,7 @@ class DeviceMemory:
                     kept.add(number)
                 trained = tensor in slots
                 kind = "trained parameters" if trained else "frozen parameters and buffers"
-                memory = found.setdefault(number, _Memory(storage, storage.nbytes(), kind))
+                memory = found.setdefault(number, self._kind(storage, storage.nbytes(), kind))
                 if trained:
                     memory.trained[id(tensor)] = values.nbytes
                 if record is not None:
@@ -307,10 +361,7 @@ class DeviceMemory:
 
     def _let_go(self, memory: _Memory) -> None:
         """Free a storage. Whoever reads its tensors from now on waits for them."""
-        for record in memory.frozen if self._moves else ():
-            self._on_device[record] = record.shard
-            [values] = record.shard.on(self._device)
-            record.shard = MemoryShard(self._on_host(values, memory))
+        self._on_device.update(memory.stand_in(self._host))
         for tensor in memory.tensors:
             of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
             wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
@@ -319,8 +370,7 @@ class DeviceMemory:
                 make_pending(tensor, wait, before_modules=True)
             else:
                 guard(tensor, wait)
-        if self._moves:
-            memory.storage.resize_(0)
+        memory.free()
 
     # --- restore -------------------------------------------------------------------------------------
 
@@ -336,7 +386,7 @@ class DeviceMemory:
             self._registration.current_tensors()  # what was kept may have been written to, and is sent again, too
             self._allocate()
         pipeline = self._pipeline
-        copied = [memory for memory in self._memories.values() if memory.copied] if self._moves else []
+        copied = [memory for memory in self._memories.values() if memory.to_copy]
         ends: dict[int, list[Event]] = {}
         after = pipeline.device.mark()
         for copies, host in self._chunks(copied):
@@ -364,12 +414,12 @@ class DeviceMemory:
     def _allocate(self) -> None:
         done: list[_Memory] = []
         try:
-            for memory in self._memories.values() if self._moves else ():
+            for memory in self._memories.values():
                 done.append(memory)
-                memory.storage.resize_(memory.n_bytes)
+                memory.take()
         except BaseException as error:
             for memory in done:
-                memory.storage.resize_(0)
+                memory.free()
             if not isinstance(error, RuntimeError):
                 raise
             raise DeviceMemoryError(self._no_room(error)) from error
@@ -410,8 +460,8 @@ class DeviceMemory:
         if self._pipeline.released or not self._memories:
             return
         arrived = all(memory.arrived.done() for memory in self._memories.values())
-        for memory in self._memories.values() if self._moves else ():
-            for tensor in memory.tensors:
+        for memory in self._memories.values():
+            for tensor in memory.leaving:
                 if _has_memory(tensor):  # else another engine has released it
                     await_values(tensor)
         if arrived:
@@ -437,9 +487,16 @@ class DeviceMemory:
     def _device(self) -> torch.device:
         return self._registration.device
 
-    def _allocator(self) -> tuple[int | None, int | None]:
+    def _allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
+        """The bytes that the allocator has given out, and that it holds.
+
+        Args:
+            emptied: it gives back first what it holds for later.
+        """
         if not self._moves:
             return None, None
+        if emptied:
+            told_by_allocator(lambda _: torch.accelerator.empty_cache(), self._device)
         asked: list[Callable[[torch.device], int]] = [
             torch.accelerator.memory_allocated,
             torch.accelerator.memory_reserved,
