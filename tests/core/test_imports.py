@@ -20,8 +20,8 @@ ROOMS = {
     "frontends.torch": """
         internals parts_of_wholes placed compiled tensors columns overlaps data_writes pending local_shards values
         casting rule_words groups matrix_groups device_parts ranks stage3 registration shared_tensors intake
-        device_memory fsdp state_views state_io gradient_io parts state_dicts steps optimizer parameter_states clients
-        schedulers run_counts weights merged_weights named_weights files model_changes engine zero_files
+        device_memory fsdp state_views state_io gradient_io parts state_dicts steps lives optimizer parameter_states
+        clients schedulers run_counts weights merged_weights named_weights files model_changes engine zero_files
         integrations deepspeed""",
     "frontends.jax": """launch context numbers words runs memory_kinds device_parts device tree mesh loss_scale
         gradients placement differentiate updates optax_bridge leaf_rules files offloaded""",
