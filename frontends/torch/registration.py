@@ -39,6 +39,7 @@ from .overlaps import check_apart, tensors_of
 from .pending import await_all, have_been_written, is_pending
 from .placed import UNDIVIDED, Placement, check_within, count_once, local_of, placement_of, placements_of
 from .stage3.construction import shards_of
+from .stage3.parameters import RankShard
 from .stage3.sharding import Sharding
 from .tensors import (
     ELEMENT_TYPES,
@@ -338,8 +339,10 @@ class Registration:
 
     def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
         """Hold a parameter that the pipeline has taken on."""
-        shard: LocalShard | None = self._sharding.record_of(new.param)
-        if shard is None:
+        shard: LocalShard
+        if (record := self._sharding.record_of(new.param)) is not None:
+            shard = RankShard(record)
+        else:
             if new.target is not None:
                 cast_param(new.param, TORCH_DTYPES[new.target])
             let_go = partial(_let_go_of, self._flat, self._replaced, index)

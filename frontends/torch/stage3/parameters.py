@@ -5,6 +5,7 @@ is released its storage has no bytes. Gathering resizes the storage and fills it
 autograd saved in forward share this storage, so they have their values again in backward, and no version counter moves.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -42,7 +43,7 @@ _EXTERNAL = "_offload_external_parameters"
 """The attribute of a module that lists the parameters of other modules that its forward uses."""
 
 
-class PartitionedParameter(Cut, LocalShard):
+class PartitionedParameter(Cut):
     """A parameter of the model, this rank's shards of it, and its storage ([Note: storages of partitioned
     parameters])."""
 
@@ -76,35 +77,6 @@ class PartitionedParameter(Cut, LocalShard):
         """True if other tensors may refer to the storage. It is then left to them instead of freed."""
         self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
 
-    def memory(self) -> torch.Tensor | OnDisk:
-        return self.shard.values
-
-    def copy(self) -> torch.Tensor:
-        return self.shard.read(0, self.shard_numel).clone()
-
-    # Readers gather the parameter, which waits for its shards, and only ``gathered_parameters`` changes them.
-
-    @property
-    def readers_can_wait(self) -> bool:
-        return can_wait(self.param)
-
-    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
-        pass
-
-    def stay(self, leaving: Collection[int]) -> None:
-        pass
-
-    def let_go(self) -> None:
-        pass
-
-    def was_written(self, changed: bool, used: Collection[DataWrites]) -> bool:
-        return False
-
-    def forget_writes(self) -> None:
-        pass
-
-    # --- the whole parameter -------------------------------------------------------------------------
-
     def empty(self) -> None:
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
         with torch.inference_mode(False), no_read():
@@ -133,6 +105,49 @@ class PartitionedParameter(Cut, LocalShard):
             self.empty()
         else:
             self.whole.untyped_storage().resize_(0)
+
+
+class RankShard(LocalShard):
+    """This rank's shards of a parameter. Readers gather it, which waits for the shards, and only
+    ``gathered_parameters`` changes them.
+
+    It keeps no record alive, because the record leads to the pipeline: a parameter must not.
+    """
+
+    def __init__(self, record: PartitionedParameter) -> None:
+        self.param = record.param
+        self._record = weakref.ref(record)
+
+    @property
+    def _shard(self) -> Shard:
+        record = self._record()
+        assert record is not None
+        return record.shard
+
+    def memory(self) -> torch.Tensor | OnDisk:
+        return self._shard.values
+
+    def copy(self) -> torch.Tensor:
+        return self._shard.read(0, self._shard.numel).clone()
+
+    @property
+    def readers_can_wait(self) -> bool:
+        return can_wait(self.param)
+
+    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+        pass
+
+    def stay(self, leaving: Collection[int]) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+    def was_written(self, changed: bool, used: Collection[DataWrites]) -> bool:
+        return False
+
+    def forget_writes(self) -> None:
+        pass
 
 
 class PartitionedParameters:

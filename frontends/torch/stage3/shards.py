@@ -28,6 +28,11 @@ class Shard(ABC):
 
     values: torch.Tensor | OnDisk
 
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """The elements of all of them."""
+
     @abstractmethod
     def read(self, start: int, numel: int) -> torch.Tensor:
         """Return elements: their memory, or where they lie on disk a copy."""
@@ -60,6 +65,10 @@ class MemoryShard(Shard):
     def __init__(self, values: torch.Tensor) -> None:
         self.values: torch.Tensor = values
 
+    @property
+    def numel(self) -> int:
+        return self.values.numel()
+
     def read(self, start: int, numel: int) -> torch.Tensor:
         return self.values[start : start + numel]
 
@@ -81,6 +90,10 @@ class DiskShard(Shard):
 
     def __init__(self, values: OnDisk) -> None:
         self.values: OnDisk = values
+
+    @property
+    def numel(self) -> int:
+        return self.values.numel
 
     def read(self, start: int, numel: int) -> torch.Tensor:
         out = np.empty(numel, self.values.dtype.numpy)
