@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from .internals import TensorGuards, no_read
-from .placed import Placed, local_of
+from .placed import Placement, local_of
 from .tensors import DTYPE, memory_order
 
 _of: Any = torch.Tensor
@@ -56,8 +56,8 @@ class Columns:
         self.params: list[torch.Tensor] = []
         self.taken: list[torch.Tensor] = []
         """The stand-in for each parameter's gradient."""
-        self._placed: dict[int, Placed] = {}
-        """The placements of parameters that are placed on a mesh."""
+        self._placed: dict[int, Placement] = {}
+        """The placements of DTensors."""
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[torch.Size] = []
         self._orders: dict[int, list[int]] = {}
@@ -72,14 +72,14 @@ class Columns:
         self._plain_alone: list[Likeness] = []
         """For each parameter, a gradient that came alone and was plain."""
 
-    def add(self, param: torch.Tensor, taken: torch.Tensor, placed: Placed | None) -> None:
+    def add(self, param: torch.Tensor, taken: torch.Tensor, placed: Placement) -> None:
         values, index = local_of(param), len(self.params)
         order = memory_order(values)
         if order is not None:
             self._orders[index] = order
         self.params.append(param)
         self.taken.append(taken)
-        if placed is not None:
+        if values is not param:
             self._placed[index] = placed
         self._dtypes.append(values.dtype)
         self._shapes.append(values.shape)

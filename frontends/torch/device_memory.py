@@ -33,12 +33,13 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
-from .pending import await_values, can_wait, end_wait, forget, forget_deleted, guard, make_pending
+from .pending import await_values, can_wait, end_wait, forget_deleted, guard, make_pending
 from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
 from .stage3.parameters import PartitionedParameter
-from .stage3.partitioned import PartitionedModel
+from .stage3.sharding import Sharding
+from .stage3.shards import MemoryShard, Shard
 
 HOST_COPIES = "released values"
 """The label of host memory that has the values of released tensors."""
@@ -71,7 +72,7 @@ class ReleaseReport:
 
 @dataclass(eq=False)
 class _Memory:
-    """One storage on the device, and the tensors in it."""
+    """One storage, and the tensors in it. It stays where it is, as the device's memory is the host's."""
 
     storage: torch.UntypedStorage
     n_bytes: int
@@ -83,11 +84,38 @@ class _Memory:
     """Each one's function that waits for it, by the ``id`` of the tensor."""
     trained: dict[int, int] = field(default_factory=dict)
     """Bytes of trained parameters, or shards of them, by the ``id`` of their tensor."""
-    shards: list[PartitionedParameter] = field(default_factory=list)
-    """Those of which it holds the shards."""
+    frozen: list[PartitionedParameter] = field(default_factory=list)
+    """Frozen parameters of which it holds the shards."""
     at: int = 0
     """The place of its copy on the host."""
     arrived: Event = field(default_factory=Done)
+
+    given_back = 0
+    """The bytes that leave the device."""
+
+    @property
+    def to_copy(self) -> bool:
+        """True if its values must be copied to the host before it leaves."""
+        return False
+
+    @property
+    def leaving(self) -> Sequence[torch.Tensor]:
+        """The tensors that others may read, and whose values leave the device."""
+        return ()
+
+    def values(self, tensor: torch.Tensor, host: np.ndarray) -> torch.Tensor:
+        """Return a tensor's values while it is released."""
+        return tensor.detach()
+
+    def stand_in(self, host: np.ndarray) -> dict[PartitionedParameter, Shard]:
+        """Put copies in the place of frozen shards. Return the shards themselves."""
+        return {}
+
+    def free(self) -> None:
+        """Give the memory back."""
+
+    def take(self) -> None:
+        """Have memory again, without values."""
 
     def end_waits(self) -> None:
         """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
@@ -105,6 +133,41 @@ class _Memory:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
+class _MovedMemory(_Memory):
+    """A storage that leaves the device."""
+
+    @property
+    def given_back(self) -> int:  # type: ignore[override]
+        return self.n_bytes
+
+    @property
+    def to_copy(self) -> bool:
+        return self.copied
+
+    @property
+    def leaving(self) -> Sequence[torch.Tensor]:
+        return self.tensors
+
+    def values(self, tensor: torch.Tensor, host: np.ndarray) -> torch.Tensor:
+        assert self.copied
+        run = as_torch(host[self.at : self.at + self.n_bytes])
+        offset = run.storage_offset() // tensor.element_size() + int(tensor.storage_offset())
+        return torch.empty(0, dtype=tensor.dtype).set_(run.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+    def stand_in(self, host: np.ndarray) -> dict[PartitionedParameter, Shard]:
+        shards = {record: record.shard for record in self.frozen}
+        for record, shard in shards.items():
+            [values] = shard.on(self.storage.device)
+            record.shard = MemoryShard(self.values(values, host))
+        return shards
+
+    def free(self) -> None:
+        self.storage.resize_(0)
+
+    def take(self) -> None:
+        self.storage.resize_(self.n_bytes)
+
+
 class DeviceMemory:
     """The device memory of an optimizer's parameters and of its model's other tensors.
 
@@ -120,17 +183,18 @@ class DeviceMemory:
         memory: TensorMemory,
         registration: Registration,
         intake: Intake,
-        partitioned: PartitionedModel | None,
+        sharding: Sharding,
     ) -> None:
         self._pipeline = pipeline
         self._memory = memory
         self._registration = registration
         self._intake = intake
-        self._partitioned = partitioned
+        self._sharding = sharding
+        self._kind = _MovedMemory if self._moves else _Memory
         self._memories: dict[int, _Memory] = {}
         """The storages that were released last, by their number; none once all have come back. They have memory again
         unless the pipeline says that parameters are released."""
-        self._on_device: dict[PartitionedParameter, torch.Tensor] = {}
+        self._on_device: dict[PartitionedParameter, Shard] = {}
         """The shards on the device of parameters that are not trained; while they are released, a copy stands in their
         place."""
         self._host = np.empty(0, np.uint8)
@@ -145,13 +209,7 @@ class DeviceMemory:
             memory = self._memories.get(_number(tensor))
             if memory is None:
                 return tensor
-            assert memory.copied
-            return self._on_host(tensor, memory) if self._moves else tensor.detach()
-
-    def _on_host(self, tensor: torch.Tensor, memory: _Memory) -> torch.Tensor:
-        run = as_torch(self._host[memory.at : memory.at + memory.n_bytes])
-        offset = run.storage_offset() // tensor.element_size() + int(tensor.storage_offset())
-        return torch.empty(0, dtype=tensor.dtype).set_(run.untyped_storage(), offset, tensor.shape, tensor.stride())
+            return memory.values(tensor, self._host)
 
     # --- release -------------------------------------------------------------------------------------
 
@@ -176,17 +234,14 @@ class DeviceMemory:
             memories = self._to_release([*named], keep)
             leaving = {memory.storage._cdata for memory in memories}
             self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
-            copied = [memory for memory in memories if memory.copied] if self._moves else []
+            copied = [memory for memory in memories if memory.to_copy]
             self._host_for(copied)
         with self._together("release()"):
             pipeline.flush(self._registration.current_tensors())
-            if self._partitioned is not None:
-                self._partitioned.before_change()
+            self._sharding.before_change()
             self._await_others(memories)
-            with no_read():
-                staying = [s.param for s in slots.values() if not s.partitioned and _number(s.values) not in leaving]
-            for param in staying:
-                forget(param)  # the flush has written it, and it may be read and written while others are released
+            for slot in slots.values():
+                slot.shard.stay(leaving)  # the flush has written it, and it may be used while others are released
             for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
                 event.wait()
             if self._moves:  # kernels on any stream may read what is freed now
@@ -204,17 +259,14 @@ class DeviceMemory:
                 self._let_go(memory)
 
         uninterrupted(section)
-        if not self._moves:
-            return ReleaseReport(0, 0, None, None)
-        told_by_allocator(lambda _: torch.accelerator.empty_cache(), self._device)
-        after, given_back = self._allocator(), sum(memory.n_bytes for memory in memories)
+        after, given_back = self._allocator(emptied=True), sum(memory.given_back for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
         """Order the copies to the host after all that another engine brings back of what both use."""
-        for memory in memories if self._moves else ():
-            for tensor in memory.tensors:
+        for memory in memories:
+            for tensor in memory.leaving:
                 await_values(tensor)
 
     def _agreed(self, what: str) -> bool:
@@ -230,21 +282,20 @@ class DeviceMemory:
     def _check_idle(self) -> None:
         if backward_number() != NO_BACKWARD or self._intake.in_backward:
             raise StateError("release() in the middle of a backward; expected it after step()")
-        if self._partitioned is not None:
-            self._partitioned.gathering.check_closed("release()")
+        self._sharding.check_closed("release()")
         self._pipeline.check_idle("release()", waiting=self._intake.fresh or self._intake.has_deferred)
 
     def _to_release(self, named: Sequence[tuple[str, torch.Tensor]], keep: Collection[str]) -> list[_Memory]:
         """The storages to release: those of these tensors and of shards, but of none that stays."""
         found: dict[int, _Memory] = {}
         kept, used = set[int](), set[str]()
-        slots, parted = self._registration.slots, self._partitioned
+        slots = self._registration.slots
         with no_read():
             for name, tensor in named:
                 stays = {each for each in keep if name == each or name.startswith(f"{each}.")}
                 used |= stays
-                record = None if parted is None else next(iter(parted.parameters.among([tensor])), None)
-                values = local_of(tensor) if record is None else record.shard
+                record = self._sharding.record_with(tensor)
+                values = local_of(tensor) if record is None else record.shard.values
                 if not isinstance(values, torch.Tensor) or values.device != self._device or values.numel() == 0:
                     continue
                 if is_traceable_wrapper_subclass(values):
@@ -264,13 +315,13 @@ class DeviceMemory:
                 number, storage = _number(values), values.untyped_storage()
                 if stays:
                     kept.add(number)
-                trained = tensor in slots if record is None else record.index is not None
+                trained = tensor in slots
                 kind = "trained parameters" if trained else "frozen parameters and buffers"
-                memory = found.setdefault(number, _Memory(storage, storage.nbytes(), kind))
+                memory = found.setdefault(number, self._kind(storage, storage.nbytes(), kind))
                 if trained:
                     memory.trained[id(tensor)] = values.nbytes
                 if record is not None:
-                    memory.shards += [record] if record not in memory.shards else []
+                    memory.frozen += [record] if not trained and record not in memory.frozen else []
                 elif all(tensor is not other for other in memory.tensors):
                     memory.tensors.append(tensor)
         if unknown := [name for name in keep if name not in used]:
@@ -310,11 +361,7 @@ class DeviceMemory:
 
     def _let_go(self, memory: _Memory) -> None:
         """Free a storage. Whoever reads its tensors from now on waits for them."""
-        for record in memory.shards if self._moves else ():
-            if record.index is None:
-                assert isinstance(record.shard, torch.Tensor)
-                self._on_device[record] = record.shard
-                record.shard = self._on_host(record.shard, memory)
+        self._on_device.update(memory.stand_in(self._host))
         for tensor in memory.tensors:
             of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
             wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
@@ -323,8 +370,7 @@ class DeviceMemory:
                 make_pending(tensor, wait, before_modules=True)
             else:
                 guard(tensor, wait)
-        if self._moves:
-            memory.storage.resize_(0)
+        memory.free()
 
     # --- restore -------------------------------------------------------------------------------------
 
@@ -340,7 +386,7 @@ class DeviceMemory:
             self._registration.current_tensors()  # what was kept may have been written to, and is sent again, too
             self._allocate()
         pipeline = self._pipeline
-        copied = [memory for memory in self._memories.values() if memory.copied] if self._moves else []
+        copied = [memory for memory in self._memories.values() if memory.to_copy]
         ends: dict[int, list[Event]] = {}
         after = pipeline.device.mark()
         for copies, host in self._chunks(copied):
@@ -349,9 +395,8 @@ class DeviceMemory:
                 ends.setdefault(_number(copy.tensor), []).append(event)
         for memory in copied:
             memory.arrived = AfterAll(ends[memory.storage._cdata])
-            for record in memory.shards:
-                if record.index is None:
-                    record.live.updated = partial(_identity, memory.arrived)
+            for record in memory.frozen:
+                record.live.updated = partial(_identity, memory.arrived)
         for record, shard in self._on_device.items():
             record.shard = shard
         with no_read():
@@ -369,12 +414,12 @@ class DeviceMemory:
     def _allocate(self) -> None:
         done: list[_Memory] = []
         try:
-            for memory in self._memories.values() if self._moves else ():
+            for memory in self._memories.values():
                 done.append(memory)
-                memory.storage.resize_(memory.n_bytes)
+                memory.take()
         except BaseException as error:
             for memory in done:
-                memory.storage.resize_(0)
+                memory.free()
             if not isinstance(error, RuntimeError):
                 raise
             raise DeviceMemoryError(self._no_room(error)) from error
@@ -415,8 +460,8 @@ class DeviceMemory:
         if self._pipeline.released or not self._memories:
             return
         arrived = all(memory.arrived.done() for memory in self._memories.values())
-        for memory in self._memories.values() if self._moves else ():
-            for tensor in memory.tensors:
+        for memory in self._memories.values():
+            for tensor in memory.leaving:
                 if _has_memory(tensor):  # else another engine has released it
                     await_values(tensor)
         if arrived:
@@ -442,9 +487,16 @@ class DeviceMemory:
     def _device(self) -> torch.device:
         return self._registration.device
 
-    def _allocator(self) -> tuple[int | None, int | None]:
+    def _allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
+        """The bytes that the allocator has given out, and that it holds.
+
+        Args:
+            emptied: it gives back first what it holds for later.
+        """
         if not self._moves:
             return None, None
+        if emptied:
+            told_by_allocator(lambda _: torch.accelerator.empty_cache(), self._device)
         asked: list[Callable[[torch.device], int]] = [
             torch.accelerator.memory_allocated,
             torch.accelerator.memory_reserved,

@@ -122,8 +122,7 @@ class Engine(nn.Module):
         """The configuration."""
         warn_if_slow(self.offload_config, model)
         _start_alike(model, self.optimizer)
-        parted = self.optimizer.partitioned
-        whole = [param for param in model.parameters() if parted is None or param not in parted]
+        whole = [param for param in model.parameters() if param not in self.optimizer.sharding]
         self.optimizer.casts.cast(whole, model.buffers())
         self.module = model
         """The wrapped module."""
@@ -158,8 +157,8 @@ class Engine(nn.Module):
             self.optimizer.pipeline.check_present()
         elif self.optimizer.updates == 0:
             self.optimizer.follow_sizes()
-        if self.optimizer.partitioned is not None and not torch.compiler.is_dynamo_compiling():
-            self._have_compiled_modules_wait()  # those that were compiled just now gather their parameters, too
+        if not torch.compiler.is_dynamo_compiling():
+            self.optimizer.sharding.before_forward(self.module)
         args, kwargs = self.cast(args, kwargs)
         try:
             return self.module(*args, **kwargs)
@@ -179,9 +178,7 @@ class Engine(nn.Module):
         self._compiled = self._have_compiled_modules_wait()
 
     def _have_compiled_modules_wait(self) -> bool:
-        parted = self.optimizer.partitioned
-        around = pending.AwaitsInside() if parted is None else parted.runs.units
-        return run_compiled_modules(self.module, around)
+        return run_compiled_modules(self.module, self.optimizer.sharding.units)
 
     def cast(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of a forward, with floating-point tensors in ``param_dtype``, as :meth:`forward` says."""
@@ -189,8 +186,7 @@ class Engine(nn.Module):
 
     def _recover(self) -> None:
         """Release all gathered parameters after an error."""
-        if self.optimizer.partitioned is not None:
-            self.optimizer.partitioned.recover()
+        self.optimizer.sharding.recover()
 
     @untraced
     def backward(self, loss: torch.Tensor, *, average: bool = True, **kwargs: Any) -> None:
@@ -336,8 +332,7 @@ class Engine(nn.Module):
         Raises:
             StateError: an update inside; a parameter was changed without ``gathered_parameters``: the change is lost.
         """
-        parted = self.optimizer.partitioned
-        return nullcontext() if parted is None else parted.gathering.generating()
+        return self.optimizer.sharding.generating()
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module's ``generate`` returns, which runs in :meth:`generating`.
@@ -674,8 +669,7 @@ class Engine(nn.Module):
         buffers are waited for at once."""
         for module in fsdp_modules(self.module):
             module.reshard()
-        parted = self.optimizer.partitioned
-        packed = packed_values(self.module) if parted is None else parted.parameters.packed
+        packed = packed_values(self.module)
         yield from self.module.named_buffers(remove_duplicate=False)
         for name, param in self.module.named_parameters(remove_duplicate=False):
             yield name, param
@@ -767,11 +761,10 @@ def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
     """Give frozen parameters and buffers rank 0's values, too. DTensors have those that their mesh says."""
     if optimizer.pipeline.device.world_size == 1:
         return
-    parted = optimizer.partitioned
-    packed = packed_values(model) if parted is None else parted.parameters.packed
+    packed = packed_values(model)
     given = [*model.named_parameters(), *model.named_buffers()]
     others = [(n, t) for n, t in given if not is_placed(t)]
-    rest = [(n, t) for n, t in others if t not in optimizer.state and (parted is None or t not in parted)]
+    rest = [(n, t) for n, t in others if t not in optimizer.state and t not in optimizer.sharding]
     for name, whole in rest:
         for tensor in packed[id(whole)].tensors if id(whole) in packed else [whole]:
             host = tensor.detach().cpu().contiguous()

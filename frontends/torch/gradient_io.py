@@ -37,7 +37,7 @@ class TorchGradients:
         if slot is None:
             return None
         run = self._access.whole(slot.index, divisor=self._intake.divisor)
-        if slot.placed is not None and slot.placed.is_cut:
+        if slot.placed.is_cut:
             return self._joined(slot, run)
         return None if run is None else shaped_like(as_torch(run), slot.values)
 

@@ -183,8 +183,7 @@ class NamedWeights:
         for param in model.parameters():
             if optimizer.has_states(param):
                 continue
-            parted = optimizer.partitioned is not None and param in optimizer.partitioned
-            now = _Frozen.of(param, parted, number)
+            now = _Frozen.of(param, param in optimizer.sharding, number)
             before = known.get(id(param))
             self._known[id(param)] = before if before is not None and before.is_as(now) else now
 
@@ -202,11 +201,11 @@ class _Frozen:
     """The optimizer's count of changes when a change was last seen; -1: none was."""
 
     @classmethod
-    def of(cls, param: torch.Tensor, parted: bool, number: int) -> Self:
+    def of(cls, param: torch.Tensor, in_shards: bool, number: int) -> Self:
         with no_read():
             local = local_of(param)
             version = None if local.is_inference() else local._version + (0 if local is param else param._version)
-            return cls(weakref.ref(param), version, None if parted else storage_of(local), number)
+            return cls(weakref.ref(param), version, None if in_shards else storage_of(local), number)
 
     def is_as(self, other: "_Frozen") -> bool:
         """True if the parameter is the same, and nothing was seen to have changed it."""

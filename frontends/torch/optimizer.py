@@ -40,14 +40,15 @@ from .groups import (
     without_torchs_options,
 )
 from .internals import NO_BACKWARD, backward_number, grad_mode_kept
+from .lives import Closed, GaveWay, Life, Open, OpenAlone, Waiting
 from .matrix_groups import groups_for
 from .parts import Foundation, Parts, trained
-from .placed import is_placed, ranks_of, shards_to_come
+from .placed import ranks_of, shards_to_come
 from .ranks.collectives import checked_group
 from .registration import NamedParam, Slot, named_in, named_params, owner_of
 from .shared_tensors import note_optimizer
 from .stage3.leaf_modules import mark_leaf
-from .stage3.partitioned import PartitionedModel
+from .stage3.sharding import NoSharding, Sharding
 from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
 from .state_views import plain_entries
 from .steps import Steps
@@ -63,23 +64,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     # Not class attributes: Lightning's wrapper is a subclass, and only asks the optimizer for what it lacks itself.
     report: StepReport | None
     """The report of the last ``step``."""
-    _steps: Steps | None
-    """None until the optimizer is built, and after it is closed."""
+    _life: Life
+    """Whether it waits for shards, is open or is closed."""
     _model: "weakref.ref[nn.Module] | None"
     """An engine's model, which names the parameters of groups that are added; None: there is none."""
-    partitioned: PartitionedModel | None
-    """The model's partitioned parameters (stage 3); None: none are."""
+    sharding: Sharding
+    """The model's parameters in shards (stage 3)."""
     _ranks: frozenset[int]
     """The ranks that partition the states; empty: this process alone."""
-    _gave_way: bool
-    """True if a later optimizer took over."""
-    _waits_for: "weakref.ref[torch.Tensor] | None"
-    """The first parameter, if a library is about to put shards in the place of all of them. There are no states until
-    it has, or until they are used: memory for those of whole parameters may be lacking. None: the parts are made."""
-    _states: Any
-    """``state`` while there are no parts."""
-    _updates: int
-    """``updates`` while there are no parts."""
     names: dict[torch.Tensor, str]
     """The model's names of an engine's parameters whose groups have none."""
     takes_names: bool
@@ -148,8 +140,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         all_of_it: bool = False,
         named: bool = True,
     ) -> None:
-        self._steps = self._waits_for = None
-        self._gave_way = False
+        self._life = Life()
         self.names = {}
         self.takes_names = named
         self._model = None if model is None else weakref.ref(model)
@@ -190,14 +181,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ParameterError("params: got none, expected at least one parameter; was the iterator used up already?")
         if not named:
             params, self.names = without_names(params)
-        self._updates = 0
         own: dict[str, Any] = {"lr": lr} if isinstance(lr, torch.Tensor) else {}
         own |= {"betas": tuple(betas)} if isinstance(betas, tuple | list) else {}
         super().__init__(params, {**defaults_of(self.config), **own})
         if model is None and asked is None and shards_to_come():
             hypers_of(self.param_groups, self.config, self.updates)  # checks them
-            self._waits_for = weakref.ref(self.param_groups[0]["params"][0])
-            self._state_lock, self.awaited, self.partitioned = StateLock(), AwaitedStates(), None
+            self._life = Waiting(self.param_groups[0]["params"][0])
+            self._state_lock, self.awaited, self.sharding = StateLock(), AwaitedStates(), NoSharding()
         else:
             self._build(process_group, model)
 
@@ -215,7 +205,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             casts: likewise, the element types that its parameters got.
         """
         hypers_of(self.param_groups, self.config, self.updates)  # checks them
-        self._gave_way = False
         self.awaited = AwaitedStates()
         """The states that a loaded file named and did not hold."""
         named = named_in(self.param_groups, self.names)
@@ -225,6 +214,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._foundation = made = Foundation.of(
             self,
             named,
+            self.param_groups,
             config,
             process_group,
             model,
@@ -232,17 +222,21 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             scaler=scaler,
             casts=casts,
         )
-        self.partitioned = made.partitioned
+        self.sharding = made.sharding
         self._open(trained(named), model)
-        self._waits_for = None
         note_optimizer(self)
+
+    def _make_parts(self) -> None:
+        """Make the parts that hold parameters and states, of the parameters that are in the groups."""
+        self._build(None)
 
     def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
         """Make the parts that hold parameters and states, and take on these parameters."""
         parts = self._foundation.parts(self, named, self.param_groups, model)
-        parts.pipeline.counts.updates = self._updates
-        self._steps = Steps(parts)
-        self._steps.hypers(self.param_groups)  # from here on nothing else may set what functions give
+        parts.pipeline.counts.updates = self._life.updates
+        steps = Steps(parts)
+        self._life = OpenAlone(steps) if self._model is None else Open(steps)
+        steps.hypers(self.param_groups)  # from here on nothing else may set what functions give
         self._state_lock = parts.pipeline.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
         self._checkpoints = Checkpoints(parts.pipeline)
@@ -250,36 +244,26 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def updates(self) -> int:
         """Updates made so far."""
-        return self._updates if self._steps is None else self._steps.parts.pipeline.counts.updates
+        return self._life.updates
 
     @updates.setter
     def updates(self, count: int) -> None:
-        self._updates = count
-        if self._steps is not None:
-            self._steps.set_updates(count)
+        self._life.updates = count
 
     @property
     def steps(self) -> Steps:
         """The part that makes steps of the others; :class:`StateError` once the optimizer is closed."""
-        self._end_wait()
-        if self._steps is None and self._gave_way:
-            raise StateError(
-                "this optimizer was closed, because a later one was made of its parameters; expected that one to be "
-                "used (was the model wrapped twice?), or the model to be wrapped anew"
-            )
-        if self._steps is None:
-            raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
-        return self._steps
+        return self._life.steps_of(self)
 
     @property
     def parts(self) -> Parts:
         """The optimizer's parts that hold parameters and states; :class:`StateError` once it is closed."""
-        return self.steps.parts
+        return self._life.steps_of(self).parts
 
     @property
     def pipeline(self) -> Pipeline:
         """The core that holds the states."""
-        return self.steps.parts.pipeline
+        return self._life.steps_of(self).parts.pipeline
 
     @whole("flush()")
     def flush(self) -> None:
@@ -294,33 +278,33 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def casts(self) -> Casts:
         """The element types of the model's tensors."""
-        self._end_wait()
+        self._life.begin(self)
         return self._foundation.casts
 
     @property
     def checkpoints(self) -> Checkpoints:
         """Saves and loads the states."""
-        self._end_wait()
+        self._life.begin(self)
         return self._checkpoints
 
     @property
     def slots(self) -> list[Slot]:
         """One for each parameter that has states, in the pipeline's order."""
-        return [] if self._steps is None else [*self._steps.parts.registration.slots.values()]
+        return [*self._life.slots.values()]
 
     def has_states(self, param: torch.Tensor) -> bool:
         """True if the optimizer has states of the parameter; a frozen one that was trained before has them, too."""
-        return self._steps is not None and param in self._steps.parts.registration.slots
+        return param in self._life.slots
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
-        if self._steps is not None and self.partitioned is None:
+        if self._life.is_open and not self.sharding.is_open:  # the end of a block checks, too
             self.parts.registration.check_unchanged()
 
     @property
     def is_open(self) -> bool:
         """True until the optimizer is closed."""
-        return self._steps is not None
+        return self._life.is_open
 
     def held_tensors(self) -> list[torch.Tensor]:
         """The tensors that the optimizer and its engine use: all of the model's, and those that have states."""
@@ -345,7 +329,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         pipeline = self.pipeline
         self._state_lock.change("sent_bytes", pipeline.last_step.finish)
-        return pipeline.device.sent_bytes + (self.partitioned.sent_bytes if self.partitioned is not None else 0)
+        return pipeline.device.sent_bytes + self.sharding.sent_bytes
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
         """Planned and measured bytes.
@@ -376,7 +360,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 params = [(names.get(id(p), f"group {g}, parameter {i}"), p) for i, p in enumerate(params)]
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
-        if self._steps is None:  # called by Optimizer.__init__: _build takes on all groups at once
+        if not self._life.is_open:  # called by Optimizer.__init__: _build takes on all groups at once
             return
         try:
             self.steps.hypers(self.param_groups)
@@ -417,44 +401,15 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             ParameterError, HostMemoryError: there can be no such states; the optimizer is closed.
         """
-        self._follow_shards()
-        self._end_wait()
-        if self._steps is None or self.updates or self.partitioned:
+        self._life.follow_shards(self)
+        self._life.begin(self)
+        if not self._life.is_open or self.updates or self.sharding.is_fixed:
             return
-        parts = self._steps.parts
+        parts = self.parts
         changed = parts.registration.grown() or parts.registration.have_other_states(self.param_groups)
         if changed and not parts.pipeline.arrivals.holds_gradients:
             self.checkpoints.wait()
             self._start_over(parts)
-
-    def _follow_shards(self) -> bool:
-        """Before the first update, make states anew if a library has put DTensors in the place of all parameters, as
-        ``accelerator.prepare(model, optimizer)`` does. Collective then.
-
-        Returns:
-            True if the optimizer has no states, and waits for such parameters.
-        """
-        if self._model is not None:  # an engine has the parameters of its model
-            return False
-        first = next((param for group in self.param_groups for param in group["params"]), None)
-        if self._waits_for is not None:
-            if first is self._waits_for():
-                return True
-            self._end_wait()
-        elif self._steps is not None and first is not None and is_placed(first) and not self.has_states(first):
-            members = [param for group in self.param_groups for param in group["params"]]
-            if not self.updates and self.slots and not any(map(self.has_states, members)):
-                self._steps.parts.close()
-                self._build(None)
-        return False
-
-    def _end_wait(self) -> None:
-        """Make the parts, if the optimizer has waited for other parameters, of those that are in the groups."""
-        if self._waits_for is not None:
-            self._build(None)
-            for param, entry in self._states.items():  # assigned while there were no states
-                if entry and self.has_states(param):
-                    self.state[param] = entry
 
     @changes("a resize of parameters")
     def _start_over(self, parts: Parts) -> None:
@@ -466,43 +421,41 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._open(named, None if self._model is None else self._model())
             self.parts.states.keep_masters(masters)
         except BaseException:
-            self._steps = None
-            self.state = defaultdict(dict)
+            self._life = Closed()
             parts.pipeline.device.close()
             raise
 
     @whole("close()")
     def close(self) -> None:
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
-        if self._steps is not None:
+        if self._life.is_open:
             self.checkpoints.wait()
-            pipeline = self._steps.parts.pipeline
+            parts = self.parts
+            pipeline = parts.pipeline
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
-                self._steps.parts.device_memory.settle()
+                parts.device_memory.settle()
                 if pipeline.health.usable and pipeline.buckets.terms.updates_early:
                     pipeline.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
                 self._state_lock.change("close()", pipeline.last_step.abandon)
                 if pipeline.health.usable:
-                    self._state_lock.change("close()", self._steps.parts.registration.flush)
-        if self.partitioned is not None:
-            self.partitioned.make_whole()
+                    self._state_lock.change("close()", parts.registration.flush)
+        self.sharding.make_whole()
         uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
 
     def _end(self) -> None:
-        if self.partitioned is not None:
-            self.partitioned.close()
-        if self._steps is not None:
-            self._steps.parts.close()
-        self.partitioned = self._steps = self._waits_for = None
-        self.state = defaultdict(dict)
+        self.sharding.close()
+        if self._life.is_open:
+            self.parts.close()
+        self._life = Closed(self.updates)
+        self.sharding = NoSharding()
 
     # --- phases ----------------------------------------------------------------------------------------
 
     @property
     def is_released(self) -> bool:
         """True between :meth:`release` and :meth:`restore`."""
-        return self._steps is not None and self._steps.parts.pipeline.released
+        return self._life.released
 
     def release(self) -> ReleaseReport:
         """Give back the device memory of the parameters that have states, until :meth:`restore`: their master weights
@@ -541,7 +494,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return "of which this one is a shallow copy (copy.deepcopy() makes a twin)"
         if left:
             return f"which also has {', '.join(map(repr, left[:2]))}{', …' * (len(left) > 2)}, and this one does not"
-        if self.partitioned is not None:
+        if self.sharding.is_fixed:
             return "which has it in shards (stage 3), and not all may fit whole"
         if not self._ranks <= other._ranks:
             return f"which partitions its states over the ranks {sorted(self._ranks)}, and this one does not"
@@ -558,7 +511,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def give_way(self) -> None:
         """As :meth:`Owner.give_way`."""
         self.close()
-        self._gave_way = True
+        self._life = GaveWay(self.updates)
 
     # --- step --------------------------------------------------------------------------------------
 
@@ -573,7 +526,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ``torch.optim.Optimizer.zero_grad``; gradients on the host are discarded too."""
-        if self._follow_shards():
+        if self._life.follow_shards(self):
             super().zero_grad(set_to_none)
             return
         try:
@@ -609,16 +562,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Values assigned to ``state``, ``state[p]`` or ``state[p]["exp_avg"]`` are copied into that memory. A parameter
         whose entry is deleted or left out starts again, with moments and a step count of 0.
         """
-        if self._steps is not None or self._waits_for is not None:
-            self._follow_shards()
-        return self._states if self._steps is None else self._steps.parts.states.views
+        self._life.follow_shards(self)
+        return self._life.states
 
     @state.setter
     def state(self, states: Mapping[Any, Any]) -> None:
-        if self._steps is None:
-            self._states = states
-        else:
-            self._steps.parts.states.assign(states)
+        self._life.states = states
 
     @whole("state_dict()")
     def state_dict(self) -> dict[str, Any]:
@@ -629,7 +578,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ``lr`` or ``betas`` is a function, the number of ``"updates"``; under a rule whose updates torch does not count,
         ``"steps"`` by the parameters' numbers. Each rank may call this on its own.
         """
-        if self._follow_shards():
+        if self._life.follow_shards(self):
             return super().state_dict()
         if self.pipeline.device.world_size == 1:
             self.flush()  # among ranks that would be collective under schedule="delayed"
@@ -653,11 +602,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StateError, ConfigError: the states are of another model or rank, of float64 or of no floating-point type,
                 or a count or a hyperparameter is out of range; nothing has changed.
         """
-        if self._follow_shards():
+        if self._life.follow_shards(self):
             if not state_dict["state"] and IN_SHARDS not in state_dict:  # Accelerate loads what it has just asked for
                 super().load_state_dict(state_dict)
                 return
-            self._end_wait()
+            self._life.begin(self)
         if IN_SHARDS in state_dict:
             self.awaited.begin(self, state_dict[IN_SHARDS])
             return
@@ -774,7 +723,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._state_lock.change("load_gradient()", self.parts.gradients.load, param, values, own=own)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.pipeline.device.world_size > 1 or self.partitioned is not None:
+        if self.pipeline.device.world_size > 1 or self.sharding.is_fixed:
             raise StateError(
                 "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
                 "state_dict() to be copied"
@@ -787,18 +736,16 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state: ``load_state_dict`` calls this with hidden entries, copy and pickle on an empty object."""
-        for name in ("_steps", "_model", "_waits_for"):
-            vars(self).setdefault(name, None)
-        vars(self).setdefault("names", {})
-        vars(self).setdefault("takes_names", True)
-        if self._waits_for is not None:
+        for name, value in (("_life", Life()), ("_model", None), ("names", {}), ("takes_names", True)):
+            vars(self).setdefault(name, value)
+        if self._life.follow_shards(self):
             super().__setstate__({"param_groups": state["param_groups"]})
             return
         given = Revealed.of(state)
-        if self._steps is None:
+        if not self._life.is_open:
             rest = given.rest
             scaler, casts = rest.pop("scaler"), rest.pop("casts")
-            self._updates = rest.pop("updates")
+            self.updates = rest.pop("updates")
             super().__setstate__(rest)
             self.report = None
             self._build(None, scaler=scaler, casts=casts)

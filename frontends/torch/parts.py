@@ -25,17 +25,14 @@ from .shared_tensors import check_shared
 from .stage3.construction import check_finished, check_takes_none
 from .stage3.leaf_modules import leaf_modules
 from .stage3.partitioned import PartitionedModel
+from .stage3.sharding import NoSharding, Sharding
 from .state_io import TorchStates
 from .tensors import ELEMENT_TYPES
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The parts of an open optimizer that hold parameters and states.
-
-    Attributes:
-        partitioned: the model's partitioned parameters (stage 3); None: none are.
-    """
+    """The parts of an open optimizer that hold parameters and states."""
 
     pipeline: Pipeline
     registration: Registration
@@ -43,7 +40,7 @@ class Parts:
     states: TorchStates
     gradients: TorchGradients
     device_memory: DeviceMemory
-    partitioned: PartitionedModel | None
+    sharding: Sharding
 
     def take_on(
         self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]], model: nn.Module | None = None
@@ -78,13 +75,9 @@ class Parts:
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
         """As ``OffloadedAdamW.mark_leaf_modules``."""
-        if self.partitioned is None:
-            return
         waiting = self.intake.fresh or self.intake.has_deferred
-        self.pipeline.check_idle("leaf modules are to change", waiting=waiting)
-        runs, slots = self.partitioned.runs, self.registration.slots
-        runs.mark_leaves(modules, leaf)
-        self.pipeline.arrivals.settle_apart([slots[p].index for p in runs.leaves.numbers() if p in slots])
+        settled, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
+        self.pipeline.arrivals.settle_apart([slots[param].index for param in settled if param in slots])
 
     def let_go(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
@@ -105,7 +98,7 @@ class Foundation:
     Attributes:
         memory: the pipeline's device.
         casts: the element types of the model's tensors.
-        partitioned: the model's partitioned parameters (stage 3); None: none are.
+        sharding: the model's parameters in shards.
         device: the device of all trained parameters.
         early_copy: True if gradients are taken during backward.
         members: the ranks of torch's default group that may have parts of placed parameters.
@@ -114,7 +107,7 @@ class Foundation:
     pipeline: Pipeline
     memory: TensorMemory
     casts: Casts
-    partitioned: PartitionedModel | None
+    sharding: Sharding
     device: torch.device
     early_copy: bool
     members: tuple[int, ...]
@@ -124,6 +117,7 @@ class Foundation:
         cls,
         owner: Owner,
         named: Sequence[NamedParam],
+        groups: Sequence[Mapping[str, Any]],
         config: OffloadConfig,
         process_group: Any,
         model: nn.Module | None,
@@ -135,6 +129,7 @@ class Foundation:
         """Check all parameters of the groups, and make what does not depend on their states.
 
         Args:
+            groups: the optimizer's parameter groups.
             model: an engine's; None: there is none.
             scaler: the loss scaler of a copied or unpickled optimizer; an engine's follows from the configuration.
             casts: likewise, the element types that its parameters got.
@@ -163,19 +158,20 @@ class Foundation:
             check_alone(params, config, process_group=process_group)
             world = device_of_placed(device, group_of(ranks), config)
         pipeline = Pipeline(config, world, scaler)
-        partitioned = None
+        sharding: Sharding = NoSharding()
         apart = model is not None and config.takes_apart(pipeline.device.world_size)
         if model is not None:
             check_shared(model, config, casts, apart=apart, give_way=give_way)
         if model is not None and apart:
-            partitioned = PartitionedModel(model, device, process_group, pipeline, casts)
+            matrices = matrices_of_frozen(named, [config.rule(group) for group in groups])
+            sharding = PartitionedModel(model, device, process_group, pipeline, casts, matrices)
         else:
             if model is not None:
                 leaf_modules(model, config.leaf_modules)
             others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
             check_takes_none([*(entry[:2] for entry in named), *others], config)
         own = this_process() if pipeline.device.world_size == 1 else ()
-        return cls(pipeline, world.memory, casts, partitioned, device, early_copy, ranks or own)
+        return cls(pipeline, world.memory, casts, sharding, device, early_copy, ranks or own)
 
     def parts(
         self,
@@ -189,29 +185,24 @@ class Foundation:
         Args:
             groups: the optimizer's parameter groups.
         """
-        pipeline, partitioned, config = self.pipeline, self.partitioned, self.pipeline.config
+        pipeline, sharding = self.pipeline, self.sharding
         registration = Registration(
             owner,
             pipeline,
             self.device,
-            partitioned,
+            sharding,
             self.casts,
             members=self.members,
             gradients_leave=self.early_copy,
         )
         intake = Intake(pipeline, registration, early=self.early_copy)
-        if partitioned is not None:
-            partitioned.runs.leaves.settle_by(intake.settle)
-            partitioned.parameters.matrices = matrices_of_frozen(
-                registration.named(groups), [config.rule(g) for g in groups]
-            )
-        device_memory = DeviceMemory(pipeline, self.memory, registration, intake, partitioned)
+        sharding.settle_by(intake.settle)
+        device_memory = DeviceMemory(pipeline, self.memory, registration, intake, sharding)
         states = TorchStates(pipeline, registration)
         gradients = TorchGradients(pipeline, registration, intake, states)
-        parts = Parts(pipeline, registration, intake, states, gradients, device_memory, partitioned)
+        parts = Parts(pipeline, registration, intake, states, gradients, device_memory, sharding)
         parts.take_on(named, groups, model)
-        if partitioned is not None:
-            partitioned.keep_frozen([param for _, param, _ in named])
+        sharding.keep_frozen([param for _, param, _ in named])
         return parts
 
 

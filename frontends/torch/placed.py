@@ -9,7 +9,7 @@ process has master weights and states for its own part, its *local* tensor. A pa
 import hashlib
 import sys
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,8 +72,57 @@ class Part(Box):
     order: tuple[int, ...] | None = None
 
 
+class Placement:
+    """Which elements of a parameter its tensor has on this process: here, all of them. Those of a DTensor are
+    :class:`Placed`."""
+
+    is_cut = False
+    """True if processes may hold different elements: the same on all of them."""
+    can_grow = True
+    """True if the parameter may get more elements, and states for them."""
+    read_on_other_streams = False
+    """True if it may be read on streams that follow the reader's only at the beginning of a forward, as FSDP2 does."""
+
+    def __init__(self) -> None:
+        self.part: Part | None = None
+        """The elements; None: all, in their order in memory."""
+
+    def holds(self, param: Any) -> bool:
+        """True if the parameter still lies as it did."""
+        return True
+
+    def own(self, value: Any) -> Any:
+        """Return this process's part of a gradient or a state of the parameter."""
+        return value
+
+    def around(self, local: torch.Tensor, kind: Callable[[], Any] | None = None) -> torch.Tensor:
+        """Return a tensor, placed as the parameter, of this process's part of it.
+
+        Args:
+            kind: returns the class of one that is not ``local`` itself.
+        """
+        return local
+
+    def check_cast(self, name: str, got: str) -> None:
+        """Raise :class:`ParameterError` if the parameter cannot be cast to another element type."""
+
+    def fingerprints(self, rank: int) -> tuple[int, int]:
+        """Return two numbers: of the elements, and of the processes that have them by the mesh's word."""
+        return 0, rank
+
+    def words(self, param: Any) -> str:
+        """Return how the parameter lies, for errors."""
+        return f"DTensor on {param.device_mesh}, which this process is not on" if is_placed(param) else "plain"
+
+    among_others = "a plain tensor beside DTensors"
+    """What the parameter is where other processes have other values of it."""
+
+
+UNDIVIDED = Placement()
+
+
 @dataclass(frozen=True, eq=False)
-class Placed:
+class Placed(Placement):
     """A placed parameter, as it lay when its states were made.
 
     Attributes:
@@ -87,6 +136,9 @@ class Placed:
     like: Any
     part: Part
     ranks: frozenset[int]
+    can_grow = False
+    read_on_other_streams = True
+    among_others = "a DTensor on submeshes beside each other"
 
     @classmethod
     def of(cls, name: str, param: Any, order: Sequence[int] | None) -> "Placed":
@@ -118,14 +170,13 @@ class Placed:
         return cls(mesh, placements, param, part, _ranks_on(mesh))
 
     @property
-    def is_cut(self) -> bool:
-        """True if processes may hold different elements: the same on all of them, unlike ``part.is_whole``. A value
-        head of one row is whole on the process that has the row, and the others have nothing."""
+    def is_cut(self) -> bool:  # type: ignore[override]
+        """As ``Placement.is_cut``, unlike ``part.is_whole``. A value head of one row is whole on the process that has
+        the row, and the others have nothing."""
         sizes = zip(self.placements, self.mesh.shape, strict=True)
         return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
 
     def holds(self, param: Any) -> bool:
-        """True if the parameter still lies as it did."""
         return (
             is_placed(param)
             and tuple(param.placements) == self.placements
@@ -146,9 +197,40 @@ class Placed:
             return value[self.part.index]
         return value
 
-    def around(self, local: torch.Tensor) -> torch.Tensor:
+    def around(self, local: torch.Tensor, kind: Callable[[], Any] | None = None) -> torch.Tensor:
         """Return a DTensor, placed as the parameter, with this local tensor; it may be in another memory."""
-        return around(local, self.like)
+        placed = around(local, self.like)
+        if kind is not None:
+            placed.__class__ = kind()
+        return placed
+
+    def check_cast(self, name: str, got: str) -> None:
+        raise ParameterError(
+            f"parameter {name!r} is a DTensor of {got}; expected no param_dtype: MixedPrecisionPolicy(param_dtype=...) "
+            "of fully_shard says what it computes in, or cast the model before it is placed"
+        )
+
+    def fingerprints(self, rank: int) -> tuple[int, int]:
+        return fingerprint(str(self.part.box)), fingerprint(str(sorted(self.ranks)))
+
+    def words(self, param: Any) -> str:
+        return f"DTensor {list(self.placements)} on a mesh of {tuple(self.mesh.shape)}"
+
+    def __str__(self) -> str:
+        return f"{list(self.placements)} on {self.mesh}"
+
+
+def placement_of(name: str, param: Any, order: Sequence[int] | None) -> Placement:
+    """Read which elements of a parameter its tensor has here; the arguments and errors of :meth:`Placed.of`.
+
+    All of them, if it is on a mesh that this process is not on: :func:`count_once` raises on all processes then.
+    """
+    return Placed.of(name, param, order) if is_placed(param) and is_here(param) else UNDIVIDED
+
+
+def placements_of(param: Any) -> str:
+    """Return a parameter's placements on its mesh, for errors."""
+    return f"{list(param.placements)}" if is_placed(param) else "plain"
 
 
 def _box(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -279,13 +361,13 @@ def check_within(name: str, param: torch.Tensor, members: Collection[int]) -> No
         )
 
 
-def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor, Placed | None]]) -> list[bool]:
+def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor, Placement]]) -> list[bool]:
     """Agree which of the processes that hold the same elements counts them.
 
     Args:
         held: the name, the tensor and the placement of each parameter that is taken on, in one order on all processes.
             None of them is pending.
-            One without a placement is the same on all processes, as a part that all of them hold; or it is a DTensor on
+            One that is undivided is the same on all processes, as a part that all of them hold; or it is a DTensor on
             a mesh that this process is not on, which is an error on all.
 
     Returns:
@@ -298,9 +380,10 @@ def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor,
     kinds, boxes, meshes = [], [], []
     for name, param, known in held:
         with no_read():
-            kinds.append(f"{name} {tuple(param.shape)} {param.dtype} {_words(param, known)}")
-        boxes.append(fingerprint(str(known.part.box)) if known else 0)
-        meshes.append(fingerprint(str(sorted(known.ranks))) if known else collectives.rank)
+            kinds.append(f"{name} {tuple(param.shape)} {param.dtype} {known.words(param)}")
+        box, mesh = known.fingerprints(collectives.rank)
+        boxes.append(box)
+        meshes.append(mesh)
     what = "the placement of parameters"
     mine = fingerprint("\n".join(kinds))
     known_to_all = combine(collectives, what, of_each=[mine, len(held)]).of_each
@@ -332,7 +415,7 @@ def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor,
 
 def _check_copies(
     collectives: Collectives,
-    held: Sequence[tuple[str, torch.Tensor, Placed | None]],
+    held: Sequence[tuple[str, torch.Tensor, Placement]],
     box_of: np.ndarray,
     mesh_of: np.ndarray,
     what: str,
@@ -351,18 +434,11 @@ def _check_copies(
             copies = values[box_of[:, i] == box]
             if (copies != copies[0]).any():
                 name, _, known = held[i]
-                kind = "a plain tensor beside DTensors" if known is None else "a DTensor on submeshes beside each other"
                 raise ParameterError(
-                    f"parameter {name!r} is {kind}, and processes have different values of it; expected it to be the "
-                    "same on all of them, or a DTensor on one mesh that says which process has which elements "
-                    "(DTensor.from_local)"
+                    f"parameter {name!r} is {known.among_others}, and processes have different values of it; expected "
+                    "it to be the same on all of them, or a DTensor on one mesh that says which process has which "
+                    "elements (DTensor.from_local)"
                 )
-
-
-def _words(param: Any, placed: Placed | None) -> str:
-    if placed is None:
-        return f"DTensor on {param.device_mesh}, which this process is not on" if is_placed(param) else "plain"
-    return f"DTensor {list(placed.placements)} on a mesh of {tuple(placed.mesh.shape)}"
 
 
 def _digest(param: torch.Tensor) -> int:

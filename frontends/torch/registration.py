@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -17,10 +18,10 @@ from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import available_bytes
-from offload_core.memory.plan import DISK, FROZEN_SHARDS, MemoryPlan
+from offload_core.memory.plan import DEVICE, MemoryPlan
 from offload_core.memory.report import MemoryReport
 from offload_core.plans.planner import Planner, check_memory
-from offload_core.plans.terms import GATHERED, GRADIENTS, PARAMETERS
+from offload_core.plans.terms import GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine, heard_by_all
 from offload_core.rules import Matrix, Rule
 from offload_core.step.health import Health
@@ -31,21 +32,15 @@ from offload_core.support.threads import clear_up
 
 from .casting import Casts
 from .columns import Columns
-from .data_writes import DataWrites, data_of
+from .data_writes import DataWrites
 from .internals import no_read
+from .local_shards import InPlaceShard, LocalShard
 from .overlaps import check_apart, tensors_of
-from .pending import (
-    await_all,
-    await_values_of_garbage,
-    can_wait,
-    forget,
-    have_been_written,
-    is_pending,
-    make_pending,
-)
-from .placed import Placed, check_within, count_once, is_here, is_placed, local_of
+from .pending import await_all, have_been_written, is_pending
+from .placed import UNDIVIDED, Placement, check_within, count_once, local_of, placement_of, placements_of
 from .stage3.construction import shards_of
-from .stage3.partitioned import PartitionedModel
+from .stage3.parameters import RankShard
+from .stage3.sharding import Sharding
 from .tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -126,33 +121,24 @@ class Slot:
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
     owner: "weakref.ref[Owner]"
-    partitioned: bool = False
-    """True if the rank holds a shard of it; then only ``gathered_parameters`` changes it from outside."""
-    data_writes: DataWrites | None = None
-    """The watch of writes through ``param.data``; None if the rank holds a shard."""
-    placed: Placed | None = None
-    """The parameter's placement on a mesh (DTensor); None: it is this process's alone, or partitioned."""
+    shard: LocalShard
+    """The elements that this process owns."""
+    placed: Placement
+    """Which elements of the parameter its tensor has on this process."""
 
     @property
     def values(self) -> torch.Tensor:
         """The tensor that holds this process's values: the parameter, or a DTensor's local tensor."""
         return local_of(self.param)
 
-    @property
-    def is_released(self) -> bool:
-        """True if the parameter has no memory, so that every read must be refused."""
-        with no_read():
-            values = self.values
-            return not self.partitioned and values.numel() > 0 and values.untyped_storage().nbytes() == 0
-
     def replace_stand_in(self) -> None:
         """Make another stand-in; autograd has attached a graph to the one that was."""
         self.taken = TakenGradient(self.values, self.name)
-        self.stand_in = self.taken if self.placed is None else self.placed.around(self.taken)
+        self.stand_in = self.placed.around(self.taken)
 
     def own(self, value: Any) -> Any:
         """Return this process's part of a gradient or a state of the parameter."""
-        return value if self.placed is None else self.placed.own(value)
+        return self.placed.own(value)
 
     def release(self) -> None:
         """Remove the stand-in from the parameter."""
@@ -169,7 +155,7 @@ class _New:
     group: int
     target: ElementType | None
     """The element type that it is cast to; None: it keeps its own."""
-    placed: Placed | None
+    placed: Placement
     counted: bool = True
     """False: another process counts its elements in the norm, and saves them."""
 
@@ -211,7 +197,7 @@ class Registration:
     Args:
         owner: the optimizer, which is not kept alive.
         device: the device of all parameters.
-        partitioned: the model's partitioned parameters; None: none are.
+        sharding: the model's parameters in shards.
         casts: the element types that parameters get.
         members: the ranks of torch's default group that may have parts of placed parameters.
         gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
@@ -222,7 +208,7 @@ class Registration:
         owner: Owner,
         pipeline: Pipeline,
         device: torch.device,
-        partitioned: PartitionedModel | None,
+        sharding: Sharding,
         casts: Casts,
         *,
         members: Collection[int],
@@ -230,8 +216,9 @@ class Registration:
     ) -> None:
         self.slots: dict[torch.Tensor, Slot] = {}
         self.columns = Columns(device)
-        self._flat: list[torch.Tensor] = []
-        """The memory of whole parameters when it was last asked for."""
+        self._flat: list[torch.Tensor | OnDisk] = []
+        """The memory of all parameters when it was last asked for."""
+        """The parameters that have no such memory, but shards."""
         self._replaced: set[int] = set()
         """The numbers of parameters that have got other memory since then; their old memory is not kept alive."""
         self._used: set[DataWrites] = set()
@@ -241,7 +228,7 @@ class Registration:
         self._pipeline = pipeline
         self.device = device
         """The device of all parameters."""
-        self._partitioned = partitioned
+        self._sharding = sharding
         self._casts = casts
         self._members = members
         self._gradients_leave = gradients_leave
@@ -302,16 +289,11 @@ class Registration:
         known = ((slot.name, slot.values) for slot in self.slots.values())
         others = ((name, local_of(tensor)) for name, tensor in tensors_of(model))
         check_apart([(name, local_of(param)) for name, param, _ in named], (*known, *others))
-        pipeline, parted = self._pipeline, self._partitioned
-        news = self._new(named)
-        specs = [self._spec(new, rules[new.group]) for new in news]
-        if parted is not None:
-            for spec, (_, param, _) in zip(specs, named, strict=True):
-                parted.parameters.check_cut(spec, param)
-            leaves = parted.runs.leaves.numbers()
-            specs = [replace(spec, settled_with=leaves.get(p)) for spec, (_, p, _) in zip(specs, named, strict=True)]
-        frozen = parted.parameters.frozen([p for _, p, _ in named]) if parted is not None and model is not None else []
-        trained = [(spec, p) for spec, (_, p, _) in zip(specs, named, strict=True)]
+        pipeline, sharding = self._pipeline, self._sharding
+        news, params = self._new(named), [param for _, param, _ in named]
+        specs = sharding.describe([(self._spec(new, rules[new.group]), new.param) for new in news])
+        frozen = [] if model is None else sharding.frozen(params)
+        trained = [*zip(specs, params, strict=True)]
         make_plan = partial(self._plan, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
         plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
         device = pipeline.device
@@ -328,14 +310,9 @@ class Registration:
                 lent=pipeline.buckets.lent_bytes(specs),
             )
         first = len(pipeline.params)
-        cut = parted.parameters.cut(trained) if parted else {}
-        tensors = [cut[new.param].shard if new.param in cut else flat(new.values) for new in news]
-        pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
-        if parted is not None:
-            for i, (_, param, _) in enumerate(named):
-                if param in cut:
-                    parted.parameters.train(cut[param], first + i)
-            parted.keep_shards(cut.values())
+        with sharding.cut(trained, first) as shards:
+            tensors = [shards[new.param] if new.param in shards else flat(new.values) for new in news]
+            pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         return [self._hold(new, spec, first + i) for i, (new, spec) in enumerate(zip(news, specs, strict=True))]
 
     def _new(self, named: Sequence[NamedParam]) -> list["_New"]:
@@ -343,15 +320,10 @@ class Registration:
         news = []
         for name, param, group in named:
             check_within(name, param, self._members)
-            is_part = is_placed(param) and is_here(param)
-            placed = Placed.of(name, param, memory_order(local_of(param))) if is_part else None
+            placed = placement_of(name, param, memory_order(local_of(param)))
             target = self._casts.of_param(param)
-            if placed is not None and target not in (None, ELEMENT_TYPES[param.dtype]):
-                raise ParameterError(
-                    f"parameter {name!r} is a DTensor of {param.dtype}, and param_dtype asks for {target}; expected no "
-                    "param_dtype: MixedPrecisionPolicy(param_dtype=...) of fully_shard says what it computes in, or "
-                    "cast the model before it is placed"
-                )
+            if target not in (None, ELEMENT_TYPES[param.dtype]):
+                placed.check_cast(name, f"{param.dtype}, and param_dtype asks for {target}")
             news.append(_New(name, param, group, target, placed))
         device = self._pipeline.device
         if device.world_size == 1 and device.collectives.world_size > 1:
@@ -362,30 +334,23 @@ class Registration:
         return news
 
     def _spec(self, new: "_New", rule: Rule) -> ParamSpec:
-        in_shards = self._partitioned is not None and self._partitioned.parameters.takes(new.param)
-        part = None if new.placed is None else new.placed.part
-        spec = spec_of(new.name, new.values, new.group, new.target, in_shards, part)
+        spec = spec_of(new.name, new.values, new.group, new.target, elements=new.placed.part)
         return replace(spec, rule=rule, matrix=_matrix(rule, new.name, new.param, new.placed), counted=new.counted)
 
     def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
         """Hold a parameter that the pipeline has taken on."""
-        if not spec.partitioned and new.target is not None:
-            cast_param(new.param, TORCH_DTYPES[new.target])
-        taken = TakenGradient(new.values, new.name)
-        let_go = partial(_let_go_of, self._flat, self._replaced, index)
-        slot = Slot(
-            new.name,
-            new.param,
-            index,
-            taken,
-            taken if new.placed is None else new.placed.around(taken),
-            memory_order(new.values),
-            self._owner,
-            partitioned=spec.partitioned,
-            data_writes=None if spec.partitioned else DataWrites(new.param, self._used, let_go),
-            placed=new.placed,
-        )
-        self._flat.append(_NOWHERE if slot.partitioned else _whole(slot))
+        shard: LocalShard
+        if (record := self._sharding.record_of(new.param)) is not None:
+            shard = RankShard(record)
+        else:
+            if new.target is not None:
+                cast_param(new.param, TORCH_DTYPES[new.target])
+            let_go = partial(_let_go_of, self._flat, self._replaced, index)
+            shard = InPlaceShard(new.param, DataWrites(new.param, self._used, let_go))
+        taken, order = TakenGradient(new.values, new.name), memory_order(new.values)
+        stand_in = new.placed.around(taken)
+        slot = Slot(new.name, new.param, index, taken, stand_in, order, self._owner, shard, new.placed)
+        self._flat.append(shard.memory())
         self.columns.add(new.param, slot.stand_in, new.placed)
         self.slots[new.param] = slot
         OWNED[id(new.param)] = slot
@@ -411,17 +376,7 @@ class Registration:
 
     def tensors(self) -> list[torch.Tensor | OnDisk]:
         """The memory of all parameters, or this rank's shards of them."""
-        return [self.tensor(slot) for slot in self.slots.values()]
-
-    def tensor(self, slot: Slot) -> torch.Tensor | OnDisk:
-        shard = self._partitioned.parameters.shard_of(slot.param) if self._partitioned is not None else None
-        return _whole(slot) if shard is None else shard
-
-    def copy_of_shard(self, slot: Slot) -> torch.Tensor:
-        """Return a copy of this rank's shards of a partitioned parameter."""
-        assert self._partitioned is not None
-        record = self._partitioned.parameters.records[id(slot.param)]
-        return record.read(0, record.shard_numel).clone()
+        return [slot.shard.memory() for slot in self.slots.values()]
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
@@ -433,21 +388,14 @@ class Registration:
                 for slot in self.slots.values():
                     if slot.index in self._replaced:
                         self._replaced.discard(slot.index)  # first: it may be replaced again
-                        self._flat[slot.index] = _whole(slot)
+                        self._flat[slot.index] = slot.shard.memory()
         for slot in written if slots is None else set(slots).intersection(written):
             with no_read():
-                tensor = self._flat[slot.index] = _whole(slot)
+                tensor = self._flat[slot.index] = slot.shard.memory()
             if self._pipeline.health.state is not Health.TORN:  # else only a load may follow, which replaces all states
                 StateAccess(self._pipeline).adopt(slot.index, tensor)
             self.note(slot)
-        return self._last_tensors(slots)
-
-    def _last_tensors(self, slots: Collection[Slot] | None) -> list[torch.Tensor | OnDisk]:
-        """Return the memory of all parameters, or of these, as it was last found."""
-        if slots is None and self._partitioned is None:
-            return [*self._flat]
-        asked = self.slots.values() if slots is None else slots
-        return [self.tensor(slot) if slot.partitioned else self._flat[slot.index] for slot in asked]
+        return [*self._flat] if slots is None else [self._flat[slot.index] for slot in slots]
 
     def _written_from_outside(self) -> list[Slot]:
         """Whole parameters that somebody else wrote to since :meth:`note`, as far as can be told."""
@@ -455,16 +403,11 @@ class Registration:
         used = {writes for writes in [*self._used] if writes.seen()}
         if not changed and not used:
             return []
-        return [
-            slot
-            for slot in self.slots.values()
-            if not slot.partitioned and (slot.index in changed or slot.data_writes in used)
-        ]
+        return [slot for slot in self.slots.values() if slot.shard.was_written(slot.index in changed, used)]
 
     def note(self, slot: Slot) -> None:
         """Record that the parameter now matches its master weights."""
-        if slot.data_writes is not None:
-            slot.data_writes.forget()
+        slot.shard.forget_writes()
         self.columns.note(slot.index)
 
     def doubt(self, slot: Slot) -> None:
@@ -488,7 +431,7 @@ class Registration:
             same = param.shape == before and memory_order(param) == slot.order
             if not (larger or same) or (param.dtype, param.device) != (dtype, self.device):
                 return False
-            if slot.placed is not None and not (same and slot.placed.holds(slot.param)):
+            if not (slot.placed.holds(slot.param) and (same or slot.placed.can_grow)):
                 return False
             grown |= larger
         return grown
@@ -498,12 +441,11 @@ class Registration:
         if self.columns.unchanged():
             return
         for slot in self.slots.values():
-            if slot.placed is not None and not slot.placed.holds(slot.param):
-                lies = f"{list(slot.param.placements)}" if is_placed(slot.param) else "plain"  # type: ignore[attr-defined]
+            if not slot.placed.holds(slot.param):
                 raise ParameterError(
-                    f"parameter {slot.name!r} is placed as {lies}, and was {list(slot.placed.placements)} on "
-                    f"{slot.placed.mesh} when its states were made; expected no change: shard and redistribute the "
-                    "model before wrap(), or wrap it anew"
+                    f"parameter {slot.name!r} is placed as {placements_of(slot.param)}, and was {slot.placed} when its "
+                    "states were made; expected no change: shard and redistribute the model before wrap(), or wrap it "
+                    "anew"
                 )
             spec, param = self._pipeline.params[slot.index], slot.values
             got = (param.numel(), param.dtype, param.device)
@@ -523,8 +465,8 @@ class Registration:
         """As ``OffloadedAdamW.flush``."""
         if self._pipeline.released:  # :meth:`DeviceMemory.release` has flushed
             return
-        if self._partitioned is not None and self._pipeline.config.schedule == "delayed":
-            self._partitioned.before_change()
+        if self._pipeline.config.schedule == "delayed":
+            self._sharding.before_change()
         with no_read():  # one that was sent early is written again, and would refuse a read on this rank alone
             tensors = self.tensors()
         self._pipeline.flush(tensors)
@@ -544,16 +486,14 @@ class Registration:
         if not self._pipeline.updates.finished:
             slots = [*self.slots.values()]
             for slot in [slots[index] for index in written]:
-                if not slot.partitioned:
-                    _make_readers_wait(slot, self._pipeline)
+                slot.shard.have_readers_wait(_await, slot, self._pipeline)
         elif not broken:
             have_been_written([self.columns.params[index] for index in written])
 
     def have_readers_wait(self) -> None:
         """Have the readers of all whole parameters wait for them."""
         for slot in self.slots.values():
-            if not slot.partitioned:
-                _make_readers_wait(slot, self._pipeline)
+            slot.shard.have_readers_wait(_await, slot, self._pipeline)
 
     def await_values(self, slot: Slot) -> None:
         """Wait until a whole parameter has been written."""
@@ -569,10 +509,7 @@ class Registration:
     @property
     def readers_can_wait(self) -> bool:
         """True if every reader and writer of every parameter can be made to wait for it."""
-        return all(
-            can_wait(slot.param) and not (slot.data_writes is not None and slot.data_writes.possible)
-            for slot in self.slots.values()
-        )
+        return all(slot.shard.readers_can_wait for slot in self.slots.values())
 
     def before_send(self, params: Collection[int]) -> None:
         """Tell autograd that the pipeline is about to write parameters during backward, and have their readers wait.
@@ -580,9 +517,8 @@ class Registration:
         slots = list(self.slots.values())
         self.columns.count_writes(params)
         for slot in (slots[param] for param in params):
-            if not slot.partitioned:
-                self.note(slot)
-                _make_readers_wait(slot, self._pipeline)
+            self.note(slot)
+            slot.shard.have_readers_wait(_await, slot, self._pipeline)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -592,25 +528,17 @@ class Registration:
         Args:
             given: the tensors in the optimizer's groups.
         """
-        pipeline, parted = self._pipeline, self._partitioned
+        pipeline, sharding = self._pipeline, self._sharding
         trained = [(pipeline.params[slot.index], slot.param) for slot in self.slots.values()]
-        frozen = [] if parted is None else parted.parameters.frozen([param for _, param in trained])
+        frozen = sharding.frozen([param for _, param in trained])
         others = self._others(trained, frozen, [*given, *_tensors_of(model)])
         plan = self._plan(trained, frozen, others)
-        whole = [
-            param for param in (*(param for _, param in trained), *others) if parted is None or param not in parted
-        ]
+        whole = [param for param in (*(param for _, param in trained), *others) if param not in sharding]
         gradients = [slot.param.grad for slot in self.slots.values() if slot.param.grad is not slot.stand_in]
-        held = {
-            PARAMETERS: memory_of_all(whole),
-            GRADIENTS: memory_of_all(gradient for gradient in gradients if gradient is not None),
-        }
-        if parted is not None:
-            held[PARAMETERS] += parted.parameters.shard_bytes
-            held[GATHERED] = parted.live.n_bytes
-        rows = [row for row in plan.rows if row.where == "device"]
-        on_disk = {(DISK, FROZEN_SHARDS): 0 if parted is None else parted.parameters.disk_bytes}
-        return pipeline.memory_report(rows, {**{("device", what): n for what, n in held.items()}, **on_disk})
+        held = Counter(sharding.held_bytes())
+        held[DEVICE, PARAMETERS] += memory_of_all(whole)
+        held[DEVICE, GRADIENTS] += memory_of_all(gradient for gradient in gradients if gradient is not None)
+        return pipeline.memory_report([row for row in plan.rows if row.where == DEVICE], held)
 
     def _others(
         self,
@@ -635,20 +563,14 @@ class Registration:
             besides=sum(map(self._casts.n_bytes, others)),
             gradients_stay=not self._gradients_leave,
         )
-        rows = [] if self._partitioned is None else [self._partitioned.parameters.plan_cut(trained, frozen)]
         whole = [*params, *(param for _, param in frozen), *others]
-        shards = [built.values for built in map(shards_of, whole) if built is not None]
-        inside = [*whole, *(shard for shard in shards if isinstance(shard, torch.Tensor))]
-        held = memory_of_all(tensor for tensor in inside if tensor.device == self.device)
-        return replace(plan, rows=(*plan.rows, *rows), held=held)
+        built = [shards.shard for shards in map(shards_of, whole) if shards is not None]
+        here = [tensor for tensor in whole if tensor.device == self.device]
+        held = memory_of_all([*here, *(values for shard in built for values in shard.on(self.device))])
+        return replace(plan, rows=(*plan.rows, *self._sharding.plan_rows(trained, frozen)), held=held)
 
 
-def _whole(slot: Slot) -> torch.Tensor:
-    """The memory of a parameter that is not partitioned."""
-    return flat(data_of(slot.values))  # autograd must not count the pipeline's writes; follow_update counts each once
-
-
-def _let_go_of(memory: list[torch.Tensor], replaced: set[int], index: int) -> None:
+def _let_go_of(memory: list[torch.Tensor | OnDisk], replaced: set[int], index: int) -> None:
     memory[index] = _NOWHERE
     replaced.add(index)
 
@@ -678,13 +600,13 @@ def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> di
     for name, param, g in named:
         if not param.requires_grad and is_offloadable(param):
             with suppress(ParameterError):  # it cannot be trained so, and is refused when it is unfrozen
-                found[id(param)] = _matrix(rules[g], name, param, None)
+                found[id(param)] = _matrix(rules[g], name, param, UNDIVIDED)
     return {key: matrix for key, matrix in found.items() if matrix is not None}
 
 
-def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placed | None) -> Matrix | None:
+def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placement) -> Matrix | None:
     matrix = rule.matrix(name, param.shape, in_order=memory_order(local_of(param)) is None)
-    if matrix is not None and placed is not None and placed.is_cut:
+    if matrix is not None and placed.is_cut:
         raise ParameterError(
             f"parameter {name!r} is a DTensor of which this process has {placed.part}, and optimizer={rule.name!r} "
             "needs whole matrices; expected another optimizer for it ({'params': ..., 'optimizer': 'adamw'}), or "
@@ -749,13 +671,7 @@ def earlier_owners(
 def let_go(slots: dict[torch.Tensor, Slot]) -> None:
     """Remove the stand-ins for gradients from the parameters, and release the parameters."""
     for slot in slots.values():
-        if not slot.partitioned:
-            with suppress(StateError):  # it was sent early, for a step that is never made
-                await_values_of_garbage(slot.param)
-            if not slot.is_released:
-                forget(slot.param)
-        if slot.data_writes is not None:
-            slot.data_writes.end()
+        slot.shard.let_go()
         slot.release()
         slot.taken.when_added(None)
         if OWNED.get(id(slot.param)) is slot:
@@ -767,11 +683,5 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
     return [] if model is None else [*model.parameters(), *model.buffers()]
 
 
-def _make_readers_wait(slot: Slot, pipeline: Pipeline) -> None:
-    make_pending(slot.param, partial(_await, slot, pipeline), before_modules=True)
-
-
 def _await(slot: Slot, pipeline: Pipeline) -> None:
-    # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
-    on_host = slot.placed is not None
-    pipeline.state_lock.run(pipeline.await_param, slot.index, on_host=on_host)
+    pipeline.state_lock.run(pipeline.await_param, slot.index, on_host=slot.placed.read_on_other_streams)

@@ -33,8 +33,7 @@ def note_optimizer(optimizer: Any) -> None:
 def owners_of_shards(model: nn.Module) -> list[Any]:
     """Return the open optimizers whose engines hold parameters of this model in shards."""
     params = [*model.parameters()]
-    open_ones = [each for each in _OPTIMIZERS if each.is_open and each.partitioned is not None]
-    return [each for each in open_ones if any(param in each.partitioned for param in params)]
+    return [each for each in _OPTIMIZERS if each.is_open and any(param in each.sharding for param in params)]
 
 
 def end_earlier(owners: Collection[Any]) -> None:
@@ -84,7 +83,7 @@ def _conflict(
             continue
         held = {id(tensor) for tensor in other.held_tensors()}
         for name, param in params:
-            if other.partitioned is not None and param in other.partitioned:
+            if param in other.sharding:
                 return StateError(
                     f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
                     ".close(), or give this model a parameter of its own"

@@ -198,11 +198,11 @@ class TorchStates:
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views.held(slot.param)  # where no thread can be started, a read is refused in the section
-        shard = self._registration.copy_of_shard(slot) if slot.partitioned else None  # its values stay
+        values = slot.shard.copy()
         self._states.will_change([slot.index])
-        views.take(entry, lambda: self._states.reload_master(slot.index, self._registration.tensor(slot)))
-        if shard is not None:
-            self._states.adopt(slot.index, shard)
+        views.take(entry, lambda: self._states.reload_master(slot.index, slot.shard.memory()))
+        if values is not None:
+            self._states.adopt(slot.index, values)
         self._registration.doubt(slot)  # the model's weights may be loaded after this
 
     def whole(
@@ -213,14 +213,14 @@ class TorchStates:
         [tensor] = self._registration.current_tensors([slot])
         found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
         states = {name: shaped_like(as_torch(state), slot.values) for name, state in found.items()}
-        if slot.placed is None or not slot.placed.is_cut:
+        if not slot.placed.is_cut:
             return states
         return {name: self.joined(slot, name, state) for name, state in states.items()}
 
     def joined(self, slot: Slot, name: str, state: torch.Tensor) -> torch.Tensor:
         """A state of a placed parameter, put together of all processes' parts."""
-        assert slot.placed is not None
         part = slot.placed.part
+        assert part is not None  # the parameter is cut
         own = memory(state.contiguous().view(-1)).reshape(tuple(state.shape))
         parts = [(part.index, own)] if self._pipeline.params[slot.index].counted else []
         what = f"parameter {slot.name!r}: {name} of all processes"

@@ -16,7 +16,7 @@ from offload_core.step.state_access import StateAccess
 
 from .internals import DISPATCH_ALONE, around, grad_mode_kept, no_read, parse_to
 from .parts_of_wholes import Held, PartOfWhole, pickled
-from .placed import Placed, is_placed, local_of, placed_type
+from .placed import UNDIVIDED, Placement, is_placed, local_of, placed_type
 from .ranks.device import as_torch
 from .rule_words import WORDS
 from .tensors import TORCH_DTYPES, flat_like, memory, shaped_like
@@ -169,10 +169,10 @@ class Encoded:
         own: this process's part of the state.
         param: the parameter, or a DTensor's local tensor, if this is its whole state; None: it is a part,
             one-dimensional.
-        placed: the DTensor's placement.
+        placed: which elements of the parameter ``param`` has here.
     """
 
-    def __init__(self, own: StateRun, param: torch.Tensor | None, placed: Placed | None) -> None:
+    def __init__(self, own: StateRun, param: torch.Tensor | None, placed: Placement) -> None:
         self._own = own
         self._param = param
         self._placed = placed
@@ -185,11 +185,7 @@ class Encoded:
         if self._param is None:
             return run.as_subclass(DecodedPart)
         values = shaped_like(run, self._param).as_subclass(DecodedState)
-        if self._placed is None:
-            return values
-        placed = self._placed.around(values)
-        placed.__class__ = _decoded_placed()
-        return placed
+        return self._placed.around(values, _decoded_placed)
 
     def write(self, value: torch.Tensor) -> None:
         """Take these values, each rounded to nearest."""
@@ -209,7 +205,7 @@ class Views(Kept):
         encoded: states that have no view. Each read makes a copy.
         changing: called before states change.
         rule: the parameter's update rule.
-        placed: the parameter's placement, if it is a DTensor; its states are DTensors, too.
+        placed: the parameter's placement; a DTensor's states are DTensors, too.
         held: the elements of the parameter that this rank's part of its states has; None: all, or a DTensor's.
     """
 
@@ -221,7 +217,7 @@ class Views(Kept):
         encoded: Mapping[str, Encoded],
         changing: Callable[[], None],
         rule: Rule,
-        placed: Placed | None,
+        placed: Placement,
         held: Held | None = None,
     ) -> None:
         self._counted_by = WORDS[rule.name].counted_by
@@ -253,7 +249,7 @@ class Views(Kept):
                 local_of(target).copy_(value)
 
     def _own(self, value: Any) -> torch.Tensor:
-        return torch.as_tensor(value if self._placed is None else self._placed.own(value))
+        return torch.as_tensor(self._placed.own(value))
 
     def __delitem__(self, name: str) -> None:
         if name not in self.held:
@@ -351,7 +347,7 @@ class Views(Kept):
             return PartOfWhole(plain, self.of_whole)
         if live:
             return value
-        return plain if self._placed is None else self._placed.around(plain)
+        return self._placed.around(plain)
 
     def __repr__(self) -> str:
         return repr(dict(self))
@@ -363,12 +359,12 @@ class Views(Kept):
         return dict, ({**self.unlisted, **self},)
 
 
-def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Placed | None = None) -> Views:
+def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Placement = UNDIVIDED) -> Views:
     """The states of a parameter, and the number of its updates.
 
     Args:
         param: the tensor that holds its values here.
-        placed: its placement, if it is the local tensor of a DTensor.
+        placed: which elements of the parameter it has.
     """
     step, views = torch.from_numpy(pipeline.counts.steps[index]), dict[str, torch.Tensor]()
     encoded: dict[str, Encoded] = {}
@@ -386,8 +382,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
         views |= {name: torch.empty(shape, device="cpu") for name in rule.state_names if name != MASTER}
     kind = HostState if alone else StatePart
     shared: dict[str, torch.Tensor] = {name: view.as_subclass(kind) for name, view in views.items()}
-    if placed is not None:
-        shared |= {name: placed.around(view) for name, view in shared.items()}
+    shared = {name: placed.around(view) for name, view in shared.items()}
     changing = partial(pipeline.state_lock.change, "an assignment to optimizer.state", access.will_change, [index])
     held = None if alone else _held(pipeline, access, index)
     return Views(shape, step.as_subclass(kind), shared, encoded, changing, rule, placed, held)

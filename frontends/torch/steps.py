@@ -117,7 +117,7 @@ class Steps:
             if self._config.update_in_backward:
                 pipeline.early.confirm_step(arguments)
             intake.end_micro_step(boundary=True, may_be_empty=micro_step.may_be_empty)
-        gathered = 0 if parts.partitioned is None else parts.partitioned.before_change()
+        gathered = parts.sharding.before_change()
         try:
             report = pipeline.step(arguments, gathered=gathered)
             if micro_step is None or not micro_step.reads_wait:
@@ -155,8 +155,7 @@ class Steps:
             parts.pipeline.last_step.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
             parts.pipeline.drop_gradients()
-        if parts.partitioned is not None:
-            parts.partitioned.live.forget_order()
+        parts.sharding.forget_order()
         parts.intake.forget()
         parts.registration.follow_update(broken=True)
 
@@ -175,8 +174,7 @@ class Steps:
             parts.states.count_written()
         grouping = registration.grouping(groups)
         if boundary:
-            if parts.partitioned is not None:
-                parts.partitioned.gathering.check_closed()
+            parts.sharding.check_closed()
             if self._config.update_in_backward:  # else no gradient has been used yet
                 arguments = StepArguments(hypers, (), parts.intake.divisor, grouping.groups)
                 parts.pipeline.early.check_expected(arguments)
@@ -199,8 +197,8 @@ class Steps:
 
         Autograd then raises if it would read a parameter that was written; other readers wait.
         """
-        pipeline, registration, partitioned = self.parts.pipeline, self.parts.registration, self.parts.partitioned
-        by_hand = partitioned is not None and partitioned.gathering.is_open  # what a block has whole stays as it is
+        pipeline, registration = self.parts.pipeline, self.parts.registration
+        by_hand = self.parts.sharding.is_open  # what a block has whole stays as it is
         if registration.readers_can_wait and not by_hand:
             if not (pipeline.counts.updates or pipeline.early.has_begun):
                 self.parts.states.count_written()

@@ -125,8 +125,7 @@ class Weights:
         return lock.change("a read of master weights", parts.states.whole, tensor, ("master",), dtype)["master"]
 
     def _record_of(self, tensor: torch.Tensor) -> PartitionedParameter | None:
-        parted = self._optimizer.partitioned
-        return None if parted is None else parted.parameters.record_of(tensor)
+        return self._optimizer.sharding.record_of(tensor)
 
     def _from_shards(self, record: PartitionedParameter, dtype: torch.dtype) -> torch.Tensor:
         """Return a partitioned parameter in host memory, put together of all ranks' shards, in this element type."""
@@ -136,7 +135,7 @@ class Weights:
         for start, first, numel in record.runs:
             for at in range(0, numel, _PIECE):
                 part = out[start + at : start + min(at + _PIECE, numel)]
-                part.copy_(record.read(first + at, part.numel()).detach())
+                part.copy_(record.shard.read(first + at, part.numel()).detach())
         if not self._holds_all():
             merge(InOrder(self._optimizer.pipeline).sum_integers, words, f"the values of {spec.name}")
         return shaped(out, cast(InMemory, spec.elements))
@@ -172,8 +171,7 @@ class Weights:
 
     def _holds_all(self) -> bool:
         """True if this process has all shards, and nothing that is not in them yet was written to parameters."""
-        parted = self._optimizer.partitioned
-        return parted is not None and parted.live.device.world_size == 1 and not parted.gathering.is_open
+        return self._optimizer.pipeline.device.world_size == 1 and not self._optimizer.sharding.is_open
 
 
 # --- the tensors of a model --------------------------------------------------------------------------------------
@@ -297,7 +295,7 @@ def _read(run: torch.Tensor, at: int, out: np.ndarray) -> None:
 
 
 def _read_shard(record: PartitionedParameter, first: int, at: int, out: np.ndarray) -> None:
-    _read(record.read(first + at, out.size), 0, out)
+    _read(record.shard.read(first + at, out.size), 0, out)
 
 
 def laid(values: torch.Tensor, dtype: torch.dtype, layout: str, device: torch.device, *, fresh: bool) -> torch.Tensor:

@@ -327,7 +327,7 @@ def test_one_parameter_is_gathered_at_a_time_and_none_where_one_rank_has_all_sha
         @on_ranks(world_size)
         def found(rank):
             engine = wrap(nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(8))), **STAGE_3, **BF16)
-            live, sizes = engine.optimizer.partitioned.live, []
+            live, sizes = engine.optimizer.sharding.live, []
             acquire = live.acquire
             live.acquire = lambda params: (acquire(params), sizes.append(live.numel))[0]
             engine.export_safetensors(tmp_path)

@@ -18,10 +18,10 @@ ROOMS = {
         errors dtypes support native rules deepspeed config layout memory ranks device disk states plans step stage3
         checkpoint commands testing lr_schedules memory_report pipeline step_log __main__""",
     "frontends.torch": """
-        internals parts_of_wholes placed compiled tensors columns overlaps data_writes pending values casting
-        rule_words groups matrix_groups device_parts ranks stage3 registration shared_tensors intake device_memory fsdp
-        state_views state_io gradient_io parts state_dicts steps optimizer parameter_states clients schedulers
-        run_counts weights merged_weights named_weights files model_changes engine zero_files
+        internals parts_of_wholes placed compiled tensors columns overlaps data_writes pending local_shards values
+        casting rule_words groups matrix_groups device_parts ranks stage3 registration shared_tensors intake
+        device_memory fsdp state_views state_io gradient_io parts state_dicts steps lives optimizer parameter_states
+        clients schedulers run_counts weights merged_weights named_weights files model_changes engine zero_files
         integrations deepspeed""",
     "frontends.jax": "tree devices placement training optax_bridge files offloaded",
     "bench": """record markdown plots fits headers peers harness train disk_demo screens losses phases parts formats

@@ -155,10 +155,12 @@ def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fie
     with gathered_parameters(parted.module.parameters()):
         for p, q in zip(plain.parameters(), parted.parameters(), strict=True):
             assert same_bits(p, q)
-    assert parted.optimizer.partitioned.live.numel == 0
-    parameters = parted.optimizer.partitioned.parameters
-    shard = next(iter(parameters.records.values())).shard
-    on_its_way = torch.from_numpy(parameters._disk.ahead._free[0]) if fields.get("offload_param") == "nvme" else shard
+    assert parted.optimizer.sharding.live.numel == 0
+    parameters = parted.optimizer.sharding.parameters
+    shard = next(iter(parameters.records.values())).shard.values
+    on_its_way = (
+        torch.from_numpy(parameters._tier._disk.ahead._free[0]) if fields.get("offload_param") == "nvme" else shard
+    )
     assert on_its_way.is_pinned()
     plain.close()
 

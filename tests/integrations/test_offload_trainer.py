@@ -181,7 +181,7 @@ def test_callbacks_may_read_and_write_weights_between_steps(tmp_path, stage, wri
     assert_same_run(found, expected)
     assert bits(ours.reference) == bits(theirs.reference)
     if stage == "3":
-        assert found.engine.optimizer.partitioned.live.numel == 0
+        assert found.engine.optimizer.sharding.live.numel == 0
         with pytest.raises(StateError, match=r"read outside the forward .* or stage=2 where that is code of others"):
             ours.on_step_end(None, None, None, found.model)
 
@@ -410,7 +410,7 @@ class TooLarge(TrainerCallback):
             model.model.layers[0].self_attn.o_proj.register_full_backward_hook(self.refuse)
         offloaded = optimizer.optimizer
         if isinstance(offloaded, OffloadedAdamW):
-            records = {} if offloaded.partitioned is None else offloaded.partitioned.parameters.records
+            records = offloaded.sharding.parameters.records if offloaded.sharding.gathers else {}
             whole = sum(record.whole.untyped_storage().nbytes() for record in records.values())
             self.left.append(
                 (offloaded.pipeline.arrivals.holds_gradients, offloaded.pipeline.arrivals.since.micro_steps, whole)

@@ -48,7 +48,7 @@ def plain(kind, seeds=range(4)):
 
 
 def record_of(engine, name="0.base.weight"):
-    return engine.optimizer.partitioned.parameters.record_of(dict(engine.module.named_parameters())[name])
+    return engine.optimizer.sharding.parameters.record_of(dict(engine.module.named_parameters())[name])
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -173,7 +173,7 @@ def counted(folder, **settings):
     class Counting(on_engine("grpo")):
         def create_optimizer(self, model=None):
             made = super().create_optimizer(model)
-            counts.live = self.engine.optimizer.partitioned.live
+            counts.live = self.engine.optimizer.sharding.live
             return made
 
     fields = {**STAGES["3"], "max_live_parameters": 4000, "prefetch_bucket_size": 2500}
@@ -187,7 +187,7 @@ def counted(folder, **settings):
 def test_a_generation_inside_a_step_gathers_each_parameter_once(tmp_path):
     """TRL's of 32 tokens, and those of a callback, in a model of more elements than may be live; else by layer."""
     trainer, counts = counted(tmp_path)
-    in_shards = [name for name, p in trainer.model.named_parameters() if p in trainer.engine.optimizer.partitioned]
+    in_shards = [name for name, p in trainer.model.named_parameters() if p in trainer.engine.optimizer.sharding]
     assert len(counts) == 6
     assert all(gathered == dict.fromkeys(in_shards, 1) for gathered in counts)
     other, counts = counted(tmp_path, ds3_gather_for_generation=False)
@@ -416,12 +416,12 @@ def test_a_teachers_head_is_whole_until_the_micro_step_ends(tmp_path):
     class Noting(on_engine("distillation")):
         def training_step(self, *args, **kwargs):
             loss = super().training_step(*args, **kwargs)
-            whole.append(self.frozen_engines[0].optimizer.partitioned.live.numel)
+            whole.append(self.frozen_engines[0].optimizer.sharding.live.numel)
             return loss
 
         def prediction_step(self, *args, **kwargs):
             step = super().prediction_step(*args, **kwargs)
-            whole.append(self.frozen_engines[0].optimizer.partitioned.live.numel)
+            whole.append(self.frozen_engines[0].optimizer.sharding.live.numel)
             return step
 
     run(tmp_path, "distillation", lambda kind: Noting, offload=STAGES["3"])
@@ -462,7 +462,7 @@ def test_the_reference_follows_with_one_weight_whole_at_a_time(tmp_path):
     class Noting(on_engine("dpo")):
         def create_optimizer(self, model=None):
             made = super().create_optimizer(model)
-            lives[:] = [engine.optimizer.partitioned.live for engine in (self.engine, *self.frozen_engines)]
+            lives[:] = [engine.optimizer.sharding.live for engine in (self.engine, *self.frozen_engines)]
             return made
 
     lives = []

@@ -399,7 +399,7 @@ def a_forward_that_fails_in_shards():
     engine = two_steps(on_device(**STREAMED))
     with pytest.raises(RuntimeError):
         engine(batch(0, torch.bfloat16)[:, 1:].to(D))
-    assert engine.optimizer.partitioned.live.numel == 0
+    assert engine.optimizer.sharding.live.numel == 0
 
 
 def parameters_of_a_class_of_their_own():
@@ -612,13 +612,13 @@ FOUND = by_name(
 )
 ALL_MUTANTS = {name.removeprefix("frontends.torch."): mutant for name, mutant in FOUND.items()}
 UNNOTICED = {
-    "engine.Engine._recover: self.optimizer.partitioned.recover()": "each hook lets go of its own parameters; this "
+    "engine.Engine._recover: self.optimizer.sharding.recover()": "each hook lets go of its own parameters; this "
     "releases those gathered ahead, which the next forward would",
     "intake.Intake.discard: self._registration.flush()": "test_device_failures.py needs it",
     "device_memory.DeviceMemory._await_others: await_values(tensor)": "test_several_engines.py needs it",
     "device_memory.DeviceMemory.before_backward: await_values(tensor)": "test_release.py needs it",
     "engine.Engine.restore: self.flush()": "test_compiled_blocks.py needs it",
-    "integrations.trainer.OffloadTrainer.training_step: parted.recover()": "test_trl.py needs it",
+    "integrations.trainer.OffloadTrainer.training_step: engine.optimizer.sharding.recover()": "test_trl.py needs it",
     "device_memory.DeviceMemory.release: event.wait()": "the device is waited for next; this raises a copy's error, "
     "test_release.py",
     "device_memory.DeviceMemory.await_values: self._registration.await_values(slot)": "a read between two lines of "

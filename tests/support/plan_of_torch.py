@@ -94,7 +94,7 @@ def measure(dtype, frozen=0, shape=SHAPE, **fields):
     with plans() as seen:
         engine = wrap(model, lr=1e-4, **{**FIELDS, **fields})
     [plan] = seen
-    if engine.optimizer.partitioned is not None and engine.offload_config.offload_param is None:
+    if engine.optimizer.sharding.gathers and engine.offload_config.offload_param is None:
         memory.shards = engine.optimizer.parts.registration.tensors()
     ids = torch.randint(0, 64, (1, 9))
 

@@ -329,7 +329,7 @@ def test_a_unit_is_whole_while_its_graph_and_its_backward_run_and_nothing_else_i
             for handle in handles:
                 handle.remove()
             assert engine.step().updated
-            assert engine.optimizer.partitioned.live.numel == 0
+            assert engine.optimizer.sharding.live.numel == 0
 
 
 class Two(nn.Module):
@@ -355,7 +355,7 @@ def test_a_unit_waits_only_for_its_own_parameters(device, monkeypatch):
     for seed in range(2):  # the order is learnt
         step(engine, seed, device)
     engine.flush()
-    live = engine.optimizer.partitioned.live
+    live = engine.optimizer.sharding.live
     release = hold_after_the_first(live.device.memory, slow, device, first=3)  # up.weight, up.bias, down.weight
     seen = []
 
@@ -470,7 +470,7 @@ def test_units_give_the_bits_of_the_model_as_it_is(way, device):
             with save_on_cpu() if way == "activations on the host" else torch.enable_grad():
                 loss = engine(batch(seed, device)).pow(2).mean()
             engine.backward(loss)
-            assert engine.optimizer.partitioned.live.numel == 0
+            assert engine.optimizer.sharding.live.numel == 0
             assert engine.step().updated
             frames.append(counter.frame_count)
         assert frames[1] == frames[-1]
@@ -554,7 +554,7 @@ def test_a_whole_graph_that_cannot_gather_says_what_to_do(device):
     engine = wrap(block, lr=1e-2, **STREAMED)
     with pytest.raises(torch._dynamo.exc.Unsupported, match=r"register_external_parameter\(\) for what a block reads"):
         engine(batch(0, device))
-    assert engine.optimizer.partitioned.live.numel == 0
+    assert engine.optimizer.sharding.live.numel == 0
 
 
 def test_a_compiled_model_outlives_its_engine_and_its_copies_are_plain(device):
@@ -569,7 +569,7 @@ def test_a_compiled_model_outlives_its_engine_and_its_copies_are_plain(device):
     assert all(same_bits(seen[0], other) for other in seen)
     engine = wrap(model, lr=1e-2, **STREAMED)
     step(engine, 0, device)
-    assert engine.optimizer.partitioned.live.numel == 0
+    assert engine.optimizer.sharding.live.numel == 0
 
 
 def test_an_engine_that_is_collected_while_other_code_is_compiled_does_not_change_what_that_has_seen(

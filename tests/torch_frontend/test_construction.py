@@ -15,9 +15,9 @@ from bench.train.gpt_torch import GPT
 from bench.train.presets import PRESETS
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, register_external_parameter, wrap
 from frontends.torch.stage3 import construction
+from frontends.torch.stage3.shards import DiskShard
 from offload_core import ConfigError, OffloadConfig, ParameterError, StateError
 from offload_core.commands.model_shapes import GPTConfig
-from offload_core.disk.shards import OnDisk
 from tests.support.held import await_end_on_disk, on_disk
 from tests.support.late_stores import STATES_ON_DISK
 from tests.support.partitioned_models import MODELS, gpt, gpt_loss, llama
@@ -250,7 +250,7 @@ def test_a_model_that_was_built_on_disk_is_wrapped_with_its_parameters_anywhere(
             assert on_disk() - before
             for param in model.parameters():
                 shards = construction.shards_of(param)
-                assert shards is None or isinstance(shards.values, OnDisk)
+                assert shards is None or isinstance(shards.shard, DiskShard)
         disk = STATES_ON_DISK if then == "nvme" else {}
         engine = wrap(model, lr=1e-2, param_dtype="bfloat16", **{**STAGE_3, "offload_param": then}, **disk)
         for step in range(2):
@@ -364,7 +364,7 @@ def test_an_engine_that_would_not_cut_alike_is_refused_and_another_takes_the_sha
         act(model)
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
     engine = wrap(model, **{**STAGE_3, "param_persistence_threshold": 1_000_000})
-    assert engine.optimizer.partitioned.live.peak_numel == 0  # nothing was gathered
+    assert engine.optimizer.sharding.live.peak_numel == 0  # nothing was gathered
     assert all(torch.equal(value, expected[name]) for name, value in values(model).items())
 
 

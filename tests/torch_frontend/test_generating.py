@@ -23,7 +23,7 @@ rarely = pytest.mark.parametrize(
 
 def counted(engine, act):
     """What a function returns, and how often each parameter was gathered in it."""
-    live, gathered = engine.optimizer.partitioned.live, collections.Counter()
+    live, gathered = engine.optimizer.sharding.live, collections.Counter()
     gather = live._gather
 
     def count(param):
@@ -54,9 +54,9 @@ def test_a_generation_gathers_each_parameter_once():
         expected = plain.generate(prompt, max_new_tokens=32, do_sample=False)
         texts, gathered = counted(engine, lambda: engine.generate(prompt, max_new_tokens=32, do_sample=False))
         assert texts.tolist() == expected.tolist()
-        names = [name for name, p in engine.module.named_parameters() if p in engine.optimizer.partitioned]
+        names = [name for name, p in engine.module.named_parameters() if p in engine.optimizer.sharding]
         assert gathered == dict.fromkeys(names, 1)
-        assert engine.optimizer.partitioned.live.numel == 0
+        assert engine.optimizer.sharding.live.numel == 0
     _, gathered = counted(engine, lambda: engine.module.generate(prompt, max_new_tokens=32, do_sample=False))
     assert max(gathered.values()) > 8  # as it would be without
     assert whole_bits(engine) == whole_bits(plain)
@@ -162,6 +162,6 @@ def test_an_error_inside_releases_all_parameters():
     engine = wrap(llama(), lr=1e-2, **STAGE_3)
     with pytest.raises(ZeroDivisionError), engine.generating():
         raise ZeroDivisionError
-    assert engine.optimizer.partitioned.live.numel == 0
+    assert engine.optimizer.sharding.live.numel == 0
     with pytest.raises(AttributeError, match="generate"):
         wrap(nn.Linear(4, 4), lr=1e-2).generate()

@@ -119,9 +119,9 @@ def test_what_a_hook_of_the_user_catches_is_whole_too():
 def test_parameters_of_a_graph_that_left_are_released_after_its_backward():
     engine = wrap(made(Model, "a list"), lr=1e-2, **WAYS["stage 3, nothing live"])
     engine(inputs(0))
-    assert engine.optimizer.partitioned.live.numel == 0
+    assert engine.optimizer.sharding.live.numel == 0
     engine.backward(sum(block.left() for block in engine.module.blocks))
-    assert engine.optimizer.partitioned.live.numel == 0
+    assert engine.optimizer.sharding.live.numel == 0
 
 
 @pytest.mark.parametrize("what", ["parameter", "tensor"])

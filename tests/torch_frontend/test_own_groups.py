@@ -114,7 +114,7 @@ def test_engines_leave_no_descriptors_and_no_threads():
             engine = trained(rank, [0], lr=1e-2, stage=stage, param_persistence_threshold=100)
             engine.flush()
             engine.close()
-            return engine, engine.optimizer.partitioned  # a program may keep what is closed
+            return engine, engine.optimizer.sharding  # a program may keep what is closed
 
         for stage in (2, 3):
             kept = [closed(stage)]  # what the first one starts may stay

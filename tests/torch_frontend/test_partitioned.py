@@ -43,7 +43,7 @@ rarely = pytest.mark.parametrize(
 
 
 def live(engine):
-    return engine.optimizer.partitioned.live
+    return engine.optimizer.sharding.live
 
 
 def held(model):
@@ -53,7 +53,7 @@ def held(model):
 
 
 def released(engine):
-    parted = engine.optimizer.partitioned
+    parted = engine.optimizer.sharding
     whole = sum(p.nbytes for p in engine.parameters() if p not in parted)
     return parted.live.numel == parted.live.n_bytes == 0 and held(engine) == whole
 
@@ -281,6 +281,17 @@ def test_every_schedule_and_element_type_gives_the_bits_of_stage_2(device, field
 
 def raising(*args):
     raise ZeroDivisionError
+
+
+def test_a_forward_that_fails_on_a_parameter_that_was_replaced_names_it():
+    engine = wrap(gpt(), lr=1e-2, **STAGE_3 | {"param_persistence_threshold": 40})
+    train(engine, gpt_loss, 1)
+    [name, whole] = next((n, p) for n, p in engine.module.named_parameters() if p not in engine.optimizer.sharding)
+    values, whole.data = whole.data, whole.data.double()
+    with pytest.raises(ParameterError, match=f"{name!r} is .*float64 .*, and was .*float32 .*before wrap"):
+        gpt_loss(engine, 5)
+    whole.data = values
+    train(engine, gpt_loss, 1)
 
 
 @parameters_on_disk_too
@@ -545,7 +556,7 @@ def test_moving_or_casting_what_is_in_shards_says_what_to_do(move):
 def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
     engine = wrap(external(), **STAGE_3)
     touched = []
-    runs = engine.optimizer.partitioned.runs
+    runs = engine.optimizer.sharding.runs
     use = runs.use
     runs.use = lambda record: (touched.append(id(record.param)), use(record))[1]
     train(engine, external_loss, 1)
@@ -590,7 +601,7 @@ def test_modules_that_run_no_hooks_are_refused_unless_their_parameters_stay_whol
     for each in (plain, engine):
         each.backward(each(torch.ones(2, 4)).square().mean())
         each.step()
-    assert engine.module[0].weight in engine.optimizer.partitioned
+    assert engine.module[0].weight in engine.optimizer.sharding
     engine.close()
     for p, q in zip(engine.module.parameters(), plain.module.parameters(), strict=True):
         assert torch.equal(p, q)
@@ -877,7 +888,7 @@ def test_experts_are_gathered_when_tokens_are_routed_to_them():
     engine = wrap(mixture(), lr=1e-2, **{**STAGE_3, "max_reuse_distance": 0})
     gathered, routed = [], []
     for name, param in engine.module.named_parameters():
-        record = engine.optimizer.partitioned.parameters.record_of(param)
+        record = engine.optimizer.sharding.parameters.record_of(param)
         if name.endswith("up.weight"):
             allocate = record.live.memory.allocate
             record.allocate = lambda name=name, allocate=allocate: gathered.append(name) or allocate()

@@ -100,7 +100,7 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits(drawn):
             parts_module.device_for = partitioned_module.device_for = between_devices if between else through_the_host
             engine = trained(clipping, **fields)
             if fields == IN_SHARDS and not between:
-                parted = engine.optimizer.partitioned
+                parted = engine.optimizer.sharding
                 whole = sum(p.nbytes for p in engine.module.parameters() if p not in parted)
                 n_bytes = sum(p.nbytes for p in engine.module.parameters() if p in parted)
                 # Nothing but this rank's half.
@@ -282,4 +282,4 @@ def test_a_rank_that_is_lost_in_forward_is_an_error_that_names_what_was_gathered
             engine.module.blocks[1].register_forward_pre_hook(lambda *args: os.kill(os.getpid(), signal.SIGKILL))
         said = said_by(lambda: gpt_loss(engine, 4))
         assert re.match("CollectiveError: .*parameter 'blocks.*gathering of its shards failed", said)
-        assert engine.optimizer.partitioned.live.numel == 0
+        assert engine.optimizer.sharding.live.numel == 0

@@ -108,11 +108,11 @@ def test_activations_on_the_host_change_no_bit_and_take_no_weight_along(again, w
 
 def test_saved_activations_keep_no_gathered_parameter(device):
     engine = wrap(Blocks("nothing again"), lr=1e-2, **STREAMED)
-    live = engine.optimizer.partitioned.live
+    live = engine.optimizer.sharding.live
     with save_on_cpu():
         loss = engine(rows(0)).pow(2).mean()
     assert live.n_bytes == 0
-    storages = [r.whole.untyped_storage().nbytes() for r in engine.optimizer.partitioned.parameters.records.values()]
+    storages = [r.whole.untyped_storage().nbytes() for r in engine.optimizer.sharding.parameters.records.values()]
     assert not any(storages)
     engine.backward(loss)
     assert live.n_bytes == 0

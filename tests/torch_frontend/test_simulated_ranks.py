@@ -242,7 +242,7 @@ def seconds_of_its_own(device):
     """The timeout of the group that an engine makes for its gathers, beside one of seven seconds."""
     group = dist.new_group(backend=collectives.BACKEND, timeout=timedelta(seconds=7))
     engine = wrap(make().to(device), process_group=group, **SETTINGS["stage 3"])
-    found = timeout_of(engine.optimizer.partitioned._world._group()).total_seconds()
+    found = timeout_of(engine.optimizer.sharding._world._group()).total_seconds()
     engine.close()
     return found
 

@@ -102,9 +102,8 @@ def initialize(
         UserLine.now().warn(ConfigWarning(why))
     engine = DeepSpeedEngine(model, resolved, given, params)
     with engine.closed_on_error("initialize"):
-        parted = engine.optimizer.partitioned
         for param in model.parameters() if engine.zero_optimization_stage() == 3 else ():
-            mark(param, parted is not None and param in parted)
+            mark(param, param in engine.optimizer.sharding)
         for module in leaf_modules(model, resolved.leaf_modules):  # those that the configuration names stay so
             mark_leaf(module, True)
         if client is not None:

@@ -40,7 +40,7 @@ from ..internals import grad_mode_kept, no_read
 from ..optimizer import OffloadedOptimizer
 from ..placed import count_once, is_placed, local_of
 from ..stage3.parameters import PartitionedParameter
-from ..stage3.partitioned import PartitionedModel
+from ..stage3.sharding import NoSharding, Sharding
 from ..tensors import NUMPY_DTYPES, flat, memory, usable_accelerator
 from ..values import is_quantised
 from ..weights import HeldRun, Weights, elements_in, is_dense, placed_as
@@ -203,8 +203,7 @@ class ModelCheckpoints:
             )
 
         def publish() -> None:
-            if optimizer.partitioned is not None:
-                optimizer.partitioned.before_change()
+            optimizer.sharding.before_change()
             optimizer.awaited.end()
             optimizer.parts.registration.follow_replaced(tensors)
             optimizer.parts.intake.forget()
@@ -259,8 +258,7 @@ class ModelCheckpoints:
     # --- the model's tensors -------------------------------------------------------------------------
 
     def _check_closed(self, what: str) -> None:
-        if self._optimizer.partitioned is not None:
-            self._optimizer.partitioned.gathering.check_closed(what)
+        self._optimizer.sharding.check_closed(what)
 
     def names(self) -> list[str]:
         """The model's names of the trained parameters."""
@@ -284,7 +282,7 @@ class ModelCheckpoints:
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
         """Frozen parameters and buffers."""
         trained = {id(slot.param) for slot in self._optimizer.slots}
-        return _tensors_of(self._model, but=trained, parted=self._optimizer.partitioned)
+        return _tensors_of(self._model, self._optimizer.sharding, but=trained)
 
 
 def load_weights(model: nn.Module, path: Any) -> None:
@@ -294,7 +292,7 @@ def load_weights(model: nn.Module, path: Any) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged, or belongs to another model.
     """
-    targets = [_target(name, tensor, tensor) for name, tensor, _ in _tensors_of(model)]
+    targets = [_target(name, tensor, tensor) for name, tensor, _ in _tensors_of(model, NoSharding())]
     loaded = load_values(path, targets, [TENSORS])
     modules = loaded.state.get("modules", {})
     run_last(loaded.checkpoint.path, _module_parts(dict(_stateful_modules(model)), modules))
@@ -348,12 +346,12 @@ def _module_parts(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) ->
 
 
 def _tensors_of(
-    model: nn.Module, *, but: Collection[int] = (), parted: PartitionedModel | None = None
+    model: nn.Module, sharding: Sharding, *, but: Collection[int] = ()
 ) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
     """The model's parameters except ``but`` (by ``id``), with the records of partitioned ones, and its buffers."""
     for name, param in model.named_parameters():
         if id(param) not in but:
-            yield uncompiled(name), param, None if parted is None else parted.parameters.record_of(param)
+            yield uncompiled(name), param, sharding.record_of(param)
     seen: set[int] = set()
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
@@ -367,8 +365,8 @@ def _targets(name: str, tensor: torch.Tensor, record: PartitionedParameter | Non
     """The targets of a tensor: of a partitioned one on disk each bucket, so that host memory holds a few at a time."""
     if record is None:
         return [_target(name, tensor, tensor)]
-    if isinstance(record.shard, torch.Tensor):
-        return [_target(name, tensor, record.shard, record.runs)]
+    if isinstance(record.shard.values, torch.Tensor):
+        return [_target(name, tensor, record.shard.values, record.runs)]
     return [_target_on_disk(name, tensor, record, bucket) for bucket in record.buckets]
 
 
@@ -402,7 +400,7 @@ def _target_on_disk(name: str, tensor: torch.Tensor, record: PartitionedParamete
 
     def begin() -> torch.Tensor:
         host = torch.zeros(bucket.shard_numel, dtype=record.whole.dtype, device="cpu")  # padding, too
-        staged.append(partial(record.write, host, start))
+        staged.append(partial(record.shard.write, host, start))
         return host
 
     runs = [(first, at - start, numel) for first, at, numel in record.runs_of(bucket)]

@@ -36,7 +36,7 @@ class _Generate:
         model, engine = self._model(), self._engine()
         assert model is not None
         method = _own(model, self._name)
-        if engine is None or engine.optimizer.partitioned is None:
+        if engine is None or not engine.optimizer.sharding.gathers:
             return method(*args, **kwargs)
         if self._gather:
             with engine.generating():

@@ -239,8 +239,8 @@ class OffloadStrategy(DDPStrategy):
         A checkpoint has the weights in its shards. Of this dict it holds only values that a callback replaced (by an
         average, for example).
         """
-        partitioned = self.engine is not None and self.engine.optimizer.partitioned is not None
-        self._weights = {} if partitioned else super().lightning_module_state_dict()
+        gathers = self.engine is not None and self.engine.optimizer.sharding.gathers
+        self._weights = {} if gathers else super().lightning_module_state_dict()
         return dict(self._weights)
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -254,7 +254,7 @@ class OffloadStrategy(DDPStrategy):
             return
         optimizer, together = self.engine.optimizer, self.engine.optimizer.checkpoints.together
         if "optimizer_states" not in checkpoint:
-            if optimizer.partitioned is not None:
+            if optimizer.sharding.gathers:
                 checkpoint["state_dict"] = (
                     whole_state_dict(self._module, wanted=self.is_global_zero) | checkpoint["state_dict"]
                 )

@@ -192,8 +192,7 @@ class OffloadTrainer(Trainer):
         with _gathered_when_read(self.frozen_engines):
             loss = super().training_step(*args, **kwargs)
         for engine in self.frozen_engines:
-            if (parted := engine.optimizer.partitioned) is not None:
-                parted.recover()  # a graph may have saved the head
+            engine.optimizer.sharding.recover()  # a graph may have saved the head
         return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,7 +255,7 @@ class OffloadTrainer(Trainer):
         """Prepare an engine's model as ``Accelerator.prepare_model`` does, and its generation."""
         accelerator = self.accelerator
         type(accelerator).prepare_model(accelerator, engine.module, device_placement=False, evaluation_mode=True)
-        if engine.optimizer.partitioned is not None:
+        if engine.optimizer.sharding.gathers:
             generate_whole(engine, gather=getattr(self.args, "ds3_gather_for_generation", True))  # TRL's
         vars(engine.module)["_is_accelerate_prepared"] = True  # Accelerate's own mark: no DistributedDataParallel
 
@@ -296,9 +295,9 @@ class OffloadTrainer(Trainer):
         trained: dict[str, nn.Parameter] = {}
         if self.engine is not None and state_dict is None:
             self.engine.flush()
-            if self.engine.optimizer.partitioned is not None and is_peft_model(self.model):
+            if self.engine.optimizer.sharding.gathers and is_peft_model(self.model):
                 trained = {name: param for name, param in self._module.named_parameters() if param.requires_grad}
-            elif self.engine.optimizer.partitioned is not None:
+            elif self.engine.optimizer.sharding.gathers:
                 state_dict = whole_state_dict(self._module, wanted=self.args.should_save)
         with gathered_parameters(trained.values()):  # PEFT reads them itself, too
             super()._save(output_dir, {name: param.detach() for name, param in trained.items()} or state_dict)
@@ -327,7 +326,7 @@ class OffloadTrainer(Trainer):
         if self.engine is None or self.engine.module is not self.model:
             return False
         if is_peft_model(self.model):  # the base comes from where it came from
-            if self.engine.optimizer.partitioned is not None and not states:
+            if self.engine.optimizer.sharding.gathers and not states:
                 raise CheckpointError(
                     f"{folder}: an adapter without {FOLDER}/, and PEFT reads the whole model to load it, which in "
                     "stage 3 is in shards; expected save_only_model=False when it is saved, or stage=2"
@@ -361,8 +360,7 @@ def _gathered_when_read(engines: Sequence[Engine]) -> ExitStack:
     """A context in which weights that are read outside forward and backward are gathered, until it ends (stage 3)."""
     with ExitStack() as reads:
         for engine in engines:
-            if (parted := engine.optimizer.partitioned) is not None:
-                reads.enter_context(parted.gathering.gathered_when_read())
+            reads.enter_context(engine.optimizer.sharding.gathered_when_read())
         return reads.pop_all()
 
 

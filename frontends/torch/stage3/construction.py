@@ -29,7 +29,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.config.settings import OffloadSettings
 from offload_core.device.host_ranks import HostRanks
 from offload_core.disk.folders import check_folders
-from offload_core.disk.shards import DiskShards, InMemory, OnDisk, ShardSource
+from offload_core.disk.shards import DiskShards
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.memory.host_memory import HostMemory, give_back_freed
 from offload_core.memory.plan import PARAMETER_SHARDS
@@ -41,8 +41,9 @@ from ..pending import METADATA, forget, forget_at_end, is_moving_model, make_pen
 from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
 from ..ranks.device_ranks import device_for
-from ..tensors import ELEMENT_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
-from .cut import Cut, on_disk
+from ..tensors import ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
+from .cut import Cut
+from .shards import MemoryShard, Shard, on_disk
 
 _LONE = 2
 """References to a storage that nothing else uses (``storage_users``)."""
@@ -121,7 +122,7 @@ class Shards(Cut):
         spec = spec_of(name, param, 0, partitioned=True)
         super().__init__(spec, self.device.ranks, self.device.world_size, home.config)
         self.device.start_alike([spec], [flat(param)], source)
-        self.values = home.keep(self, flat(param))
+        self.shard = home.keep(self, flat(param))
         self.holds = 0
         """The number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
@@ -143,11 +144,7 @@ class Shards(Cut):
     def _gathered(self, on: torch.device) -> torch.Tensor:
         """The whole parameter, one-dimensional, on this device. Collective."""
         whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=on)
-        shards: ShardSource
-        if isinstance(self.values, OnDisk):
-            shards = self.values
-        else:
-            shards = InMemory(self.device.host_array(self.values) if self.values.device.type == "cpu" else self.values)
+        shards = self.shard.source(self._lent)
         after, what = self.device.mark(), f"parameter {self.spec.name!r}: gathering of its shards"
         for bucket in self.buckets:
             shard = shards.lend(bucket, after)
@@ -155,7 +152,10 @@ class Shards(Cut):
             shards.give_back(bucket, None)
         return whole[: self.spec.numel]
 
-    def for_engine(self, cut: Cut, on: torch.device) -> torch.Tensor | OnDisk:
+    def _lent(self, values: torch.Tensor) -> Any:
+        return self.device.host_array(values) if values.device.type == "cpu" else values
+
+    def for_engine(self, cut: Cut, on: torch.device) -> Shard:
         """Return the shard for an engine that cuts the parameter the same way, or the same but for matrices that it
         keeps whole. Collective in the second case.
 
@@ -172,7 +172,7 @@ class Shards(Cut):
                 "expected wrap() after the block"
             )
         if self.alike(cut):
-            return self.values
+            return self.shard
         if not self.alike(cut.without_matrices()):
             raise ConfigError(
                 f"parameter {cut.spec.name!r} was cut for {self.device.world_size} ranks with reduce_bucket_size="
@@ -319,7 +319,7 @@ class _Construction:
             self._devices[device] = device_for(device, self._group, self.config)
         return self._devices[device]
 
-    def keep(self, cut: Cut, run: torch.Tensor) -> torch.Tensor | OnDisk:
+    def keep(self, cut: Cut, run: torch.Tensor) -> Shard:
         """Copy this rank's part of a whole parameter, which is one-dimensional, to the place of its shards.
 
         On the host they are mappings of their own, so that they do not fragment the heap.
@@ -329,7 +329,8 @@ class _Construction:
         else:
             values = torch.zeros(cut.shard_numel, dtype=run.dtype, device=run.device)
         cut.cut(run, values)
-        return values if self._disk is None else on_disk(self._disk, cut, values)
+        shard = MemoryShard(values)
+        return shard if self._disk is None else on_disk(self._disk, cut, shard, MOVED_TYPES[run.dtype])
 
     @contextmanager
     def building(self) -> "Iterator[_Construction]":

@@ -6,10 +6,7 @@ from dataclasses import replace
 import torch
 
 from offload_core.config.options import OffloadConfig
-from offload_core.disk.shards import DiskShards, OnDisk
 from offload_core.layout.partition import Bucket, ParamSpec, cut
-
-from ..tensors import MOVED_TYPES, memory
 
 
 class Cut:
@@ -55,9 +52,3 @@ class Cut:
         """Copy this rank's part of the whole parameter to ``out``; both are one-dimensional."""
         for start, at, numel in self.runs:
             out[at : at + numel].copy_(run[start : start + numel])
-
-
-def on_disk(disk: DiskShards, cut: Cut, shard: torch.Tensor) -> OnDisk:
-    """Copy this rank's shards of a parameter to disk."""
-    dtype = MOVED_TYPES[shard.dtype]
-    return disk.keep(((b, memory(shard[b.shard_start : b.shard_start + b.shard_numel])) for b in cut.buckets), dtype)

@@ -194,7 +194,7 @@ class Gathering:
                 if record.index is not None:
                     adopt = StateAccess(self._pipeline).adopt
                     self._pipeline.state_lock.change("gathered_parameters()", adopt, record.index, values)
-                record.write(values)
+                record.shard.write(values)
 
     def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:
         self._parameters.live.in_order(lambda: self._world.start_alike([spec], [values], source))

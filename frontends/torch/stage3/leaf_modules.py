@@ -13,7 +13,7 @@ runs where the backward of one has not come.
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,9 +58,8 @@ class LeafModules:
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._modules
 
-    def holds(self, param: torch.Tensor) -> bool:
-        """Return True if a leaf module has this parameter."""
-        return any(param is own for module in self._modules for own in module.parameters())
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
 
     def choose(self, module: nn.Module, leaf: bool) -> None:
         """Have a module be a leaf module from now on, or no longer. No forward and no backward of it is running."""

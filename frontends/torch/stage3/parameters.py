@@ -5,24 +5,23 @@ is released its storage has no bytes. Gathering resizes the storage and fills it
 autograd saved in forward share this storage, so they have their values again in backward, and no version counter moves.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import nn
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
-from offload_core.disk.shards import DiskShards, OnDisk
 from offload_core.disk.shards import InMemory as InMemoryShards
-from offload_core.dtypes import ElementType
+from offload_core.disk.shards import OnDisk
 from offload_core.errors import ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
-from offload_core.memory.plan import DEVICE, DISK, HOST, PARAMETER_SHARDS, PlanRow
+from offload_core.memory.plan import PlanRow
 from offload_core.ranks.consistency import check_start
 from offload_core.rules import Matrix
 from offload_core.stage3.live_params import LiveParams, PartitionedParam
@@ -32,11 +31,13 @@ from offload_core.step.state_access import StateAccess
 from ..casting import Casts
 from ..data_writes import DataWrites, set_data
 from ..internals import grad_mode_kept, no_read, storage_of
-from ..ranks.device import as_torch
-from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory, memory_of_all, shaped
+from ..local_shards import LocalShard
+from ..pending import can_wait
+from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory_of_all, shaped
 from ..values import Values, packed_values
 from .construction import hand_over, in_shards, shards_of
-from .cut import Cut, on_disk
+from .cut import Cut
+from .shards import MemoryShard, Shard, tier_for
 
 _EXTERNAL = "_offload_external_parameters"
 """The attribute of a module that lists the parameters of other modules that its forward uses."""
@@ -60,7 +61,7 @@ class PartitionedParameter(Cut):
         self.values = values
         self.module = module
         """Type and name of the module that has it, for errors."""
-        self.shard: torch.Tensor | OnDisk = torch.empty(0)
+        self.shard: Shard = MemoryShard(torch.empty(0))
         """This rank's shards, end to end. Only this package writes to them: through :meth:`StateAccess.adopt` if the
         parameter is trained."""
         self.whole = torch.empty(0)
@@ -75,22 +76,6 @@ class PartitionedParameter(Cut):
         self.lasts = False
         """True if other tensors may refer to the storage. It is then left to them instead of freed."""
         self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
-
-    def read(self, start: int, numel: int) -> torch.Tensor:
-        """Return elements of the shards: their memory, or where they lie on disk a copy."""
-        if isinstance(self.shard, torch.Tensor):
-            return self.shard[start : start + numel]
-        out = np.empty(numel, self.shard.dtype.numpy)
-        self.shard.read(start, out)
-        return as_torch(out)
-
-    def write(self, values: torch.Tensor, at: int = 0) -> None:
-        """Replace whole buckets' shards, from element ``at`` of the shards on. Master weights that hold them have the
-        values already."""
-        if isinstance(self.shard, torch.Tensor):
-            self.shard[at : at + values.numel()].copy_(values)
-        elif self.index is None:
-            self.shard.write(memory(values), at)
 
     def empty(self) -> None:
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
@@ -122,6 +107,49 @@ class PartitionedParameter(Cut):
             self.whole.untyped_storage().resize_(0)
 
 
+class RankShard(LocalShard):
+    """This rank's shards of a parameter. Readers gather it, which waits for the shards, and only
+    ``gathered_parameters`` changes them.
+
+    It keeps no record alive, because the record leads to the pipeline: a parameter must not.
+    """
+
+    def __init__(self, record: PartitionedParameter) -> None:
+        self.param = record.param
+        self._record = weakref.ref(record)
+
+    @property
+    def _shard(self) -> Shard:
+        record = self._record()
+        assert record is not None
+        return record.shard
+
+    def memory(self) -> torch.Tensor | OnDisk:
+        return self._shard.values
+
+    def copy(self) -> torch.Tensor:
+        return self._shard.read(0, self._shard.numel).clone()
+
+    @property
+    def readers_can_wait(self) -> bool:
+        return can_wait(self.param)
+
+    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+        pass
+
+    def stay(self, leaving: Collection[int]) -> None:
+        pass
+
+    def let_go(self) -> None:
+        pass
+
+    def was_written(self, changed: bool, used: Collection[DataWrites]) -> bool:
+        return False
+
+    def forget_writes(self) -> None:
+        pass
+
+
 class PartitionedParameters:
     """The partitioned parameters of a model.
 
@@ -130,10 +158,17 @@ class PartitionedParameters:
         world: the device and ranks over which shards are gathered.
         pipeline: updates the trained ones.
         casts: the element types that they get.
+        matrices: the matrices that frozen ones consist of, by the parameter's ``id``; training them needs them whole.
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, world: GatheringDevice, pipeline: Pipeline, casts: Casts
+        self,
+        model: nn.Module,
+        device: torch.device,
+        world: GatheringDevice,
+        pipeline: Pipeline,
+        casts: Casts,
+        matrices: Mapping[int, Matrix],
     ) -> None:
         self._config = config = pipeline.config
         self._pipeline = pipeline
@@ -148,10 +183,8 @@ class PartitionedParameters:
         """The ``id`` of a quantised parameter, by the ``id`` of each tensor that holds values of it."""
         self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
         """Each parameter of the model, its name, and type and name of its module, by the parameter's ``id``."""
-        self.matrices: dict[int, Matrix] = {}
-        """The matrices that frozen parameters consist of, by the parameter's ``id``; training them needs them whole."""
-        self._disk = DiskShards(config.nvme_path or (), pipeline.memory) if config.offload_param == "nvme" else None
-        """The shards that lie on disk; None: none do."""
+        self._matrices = matrices
+        self._tier = tier_for(config, device, pipeline.memory)
         self.packed = packed_values(model)
         """The values of frozen quantised parameters, by the parameter's ``id``."""
         for number, values in self.packed.items():
@@ -183,11 +216,6 @@ class PartitionedParameters:
         """Return the records of the parameters that these modules have or are registered to use, each once."""
         return self.among(p for m in modules for p in (*m._parameters.values(), *externals_of(m)))
 
-    def shard_of(self, param: torch.Tensor) -> torch.Tensor | OnDisk | None:
-        """Return this rank's shard, one-dimensional; None if the parameter is not partitioned."""
-        record = self.records.get(id(param))
-        return None if record is None else record.shard
-
     def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
         """Return the parameter's record; None if it is not partitioned."""
         return self.records.get(id(param))
@@ -209,7 +237,7 @@ class PartitionedParameters:
         ]
         specs = [self._values(param).spec(name, self._casts.of_param(param)) for name, param in owned]
         return [
-            (replace(spec, matrix=None if id(param) in self.packed else self.matrices.get(id(param))), param)
+            (replace(spec, matrix=None if id(param) in self.packed else self._matrices.get(id(param))), param)
             for spec, (_, param) in zip(specs, owned, strict=True)
         ]
 
@@ -233,8 +261,7 @@ class PartitionedParameters:
         """Plan the bytes that :meth:`cut` of each of these, one after the other, takes until :meth:`keep_shard`, beside
         the whole parameters."""
         n_bytes = max(sum(self._given_bytes(spec, param) for spec, param in each) for each in entries)
-        where = DISK if self._disk is not None else HOST if self.shards_device.type == "cpu" else DEVICE
-        return PlanRow("shards as they were given", where, n_bytes, "init()", passing=True)
+        return PlanRow("shards as they were given", self._tier.where, n_bytes, "init()", passing=True)
 
     def _given_bytes(self, spec: ParamSpec, param: torch.Tensor) -> int:
         if not spec.partitioned or id(param) in self.records or in_shards(param):
@@ -253,78 +280,56 @@ class PartitionedParameters:
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
         given = [f"{param.dtype}{' in shards' * in_shards(param)}" for _, param in new]
         check_start(self._world.collectives, self._config, [spec for spec, _ in new], given)
-        given_on_disk = DiskShards(self._config.nvme_path or (), self._pipeline.memory) if self._disk and new else None
+        if not new:
+            return {param: record for param, record in found.items() if record is not None}
+        shard_of = self._tier.given()
         with grad_mode_kept(), torch.no_grad():
             for spec, param in new:
                 words, built = self._owners[id(param)][2], shards_of(param)
                 values = self._values(param)
                 record = PartitionedParameter(self.live, spec, param, values, words, self._config)
                 if built is not None:
-                    shard = built.for_engine(record, param.device)
-                    record.shard = shard if isinstance(shard, OnDisk) else shard.to(self.shards_device)
+                    record.shard = built.for_engine(record, param.device).near(self.shards_device)
                 else:
                     run = values.run()
                     self._world.start_alike([spec], [run])
-                    shard = torch.zeros(record.shard_numel, dtype=run.dtype, device=self.shards_device)
-                    record.cut(run, shard)
-                    record.shard = shard if given_on_disk is None else on_disk(given_on_disk, record, shard)
+                    part = torch.zeros(record.shard_numel, dtype=run.dtype, device=self.shards_device)
+                    record.cut(run, part)
+                    record.shard = shard_of(record, part)
                 found[param] = record
         return {param: record for param, record in found.items() if record is not None}
 
     @property
     def shards_device(self) -> torch.device:
         """The device whose memory shards take, or pass through on their way to disk."""
-        return self._device if self._config.offload_param is None else torch.device("cpu")
+        return self._tier.device
 
     def keep_shard(self, record: PartitionedParameter) -> None:
         """Cast the record's shard to its final element type, move it to its place, and release the whole parameter."""
-        dtype = record.spec.dtype
-        shard: torch.Tensor | OnDisk
-        host = None if record.index is None else self._in_states(record.index, dtype)
-        if host is not None:
-            shard = host  # the master weights have brought the values
-        elif self._disk is not None:
-            given = record.read
-            shard = self._disk.keep(
-                ((b, memory(given(b.shard_start, b.shard_numel).to(TORCH_DTYPES[dtype]))) for b in record.buckets),
-                dtype,
-            )
-        elif self._config.offload_param == "cpu":
-            host_memory = self._pipeline.memory.allocate(PARAMETER_SHARDS, record.shard_numel, dtype.numpy, pinned=True)
-            shard = as_torch(host_memory).copy_(record.read(0, record.shard_numel))
-        else:
-            shard = record.read(0, record.shard_numel).to(self.shards_device, TORCH_DTYPES[dtype])
-        self._place(record, shard)
+        # Master weights have brought the values where they hold them.
+        self._place(record, self._in_states(record) or self._tier.keep(record, record.shard))
         hand_over(record.param)
         gradient, record.param.grad = record.param.grad, None
         record.empty()
-        record.param.grad = None if gradient is None else gradient.to(TORCH_DTYPES[dtype])
+        record.param.grad = None if gradient is None else gradient.to(record.whole.dtype)
         self.records[id(record.param)] = record
 
     def join_master(self, record: PartitionedParameter) -> None:
         """Train a parameter that was frozen until now: its master weight may hold its shard."""
-        assert record.index is not None
-        host = self._in_states(record.index, record.spec.dtype)
-        if host is not None:
+        if (shard := self._in_states(record)) is not None:
             self.live.device.synchronize()  # copies from the old memory may be in flight
-            self._place(record, host)
+            self._place(record, shard)
 
-    def _in_states(self, index: int, dtype: ElementType) -> torch.Tensor | OnDisk | None:
+    def _in_states(self, record: PartitionedParameter) -> Shard | None:
         """The shards of a trained parameter whose master weights hold them; None: they do not."""
-        states = StateAccess(self._pipeline)
-        if self._disk is not None:
-            parts = states.parameter_parts(index)
-            return None if parts is None else self._disk.with_states(parts, dtype)
-        host = states.parameter_memory(index)
-        return None if host is None else as_torch(host)
+        if record.index is None:
+            return None
+        return self._tier.in_states(StateAccess(self._pipeline), record.index, record.spec.dtype)
 
-    def _place(self, record: PartitionedParameter, shard: torch.Tensor | OnDisk) -> None:
+    def _place(self, record: PartitionedParameter, shard: Shard) -> None:
         record.shard = shard
-        if isinstance(shard, OnDisk):
-            record.live.shards = shard
-        else:
-            on_host = self._pipeline.buckets.terms.host_shards
-            record.live.shards = InMemoryShards(self._world.host_array(shard) if on_host else shard)
+        on_host = self._pipeline.buckets.terms.host_shards
+        record.live.shards = shard.source(self._world.host_array if on_host else _itself)
 
     def train(self, record: PartitionedParameter, index: int) -> None:
         """Connect the record with the parameter's number in the pipeline."""
@@ -336,19 +341,21 @@ class PartitionedParameters:
         """The bytes that shards take on the device."""
         if self._config.offload_param is not None:
             return 0
-        shards = [r.shard for r in self.records.values() if isinstance(r.shard, torch.Tensor)]
-        return memory_of_all(shard for shard in shards if shard.device == self._device)
+        return memory_of_all(values for record in self.records.values() for values in record.shard.on(self._device))
 
     @property
     def disk_bytes(self) -> int:
         """The bytes of disk that shards take beside those that lie with states."""
-        return 0 if self._disk is None else self._disk.n_bytes
+        return self._tier.disk_bytes
 
     def close(self) -> None:
         """Forget the parameters, and give back what their shards take on disk."""
         self.records.clear()
-        if self._disk is not None:
-            self._disk.close()
+        self._tier.close()
+
+
+def _itself(values: torch.Tensor) -> torch.Tensor:
+    return values
 
 
 def note_external(module: nn.Module, param: torch.Tensor) -> None:

@@ -1,23 +1,32 @@
 """Stage 3: parameters in shards, made whole for the modules that use them."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from offload_core.disk.shards import OnDisk
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.plan import DEVICE, DISK, FROZEN_SHARDS, PlanRow
+from offload_core.plans.terms import GATHERED, PARAMETERS
+from offload_core.rules import Matrix
 from offload_core.step.pipeline import Pipeline
 
 from ..casting import Casts
+from ..compiled import Around, run_compiled_modules
 from ..ranks.device_ranks import device_for
 from .gathering import Gathering
 from .hooks import check_hooks_run
 from .leaf_modules import leaf_modules
 from .parameters import PartitionedParameter, PartitionedParameters
 from .runs import ModuleRuns
+from .sharding import Entries, Sharding
 
 
-class PartitionedModel:
+class PartitionedModel(Sharding):
     """The partitioned parameters of a model, the hooks that make them whole, and ``gathered_parameters`` for them.
 
     Args:
@@ -25,13 +34,25 @@ class PartitionedModel:
         group: as in ``device_for``; gathers use a group of their own. Making it is collective.
         pipeline: updates the trained parameters.
         casts: the element types that the model's tensors get.
+        matrices: the matrices that frozen parameters consist of, by the parameter's ``id``.
     """
 
-    def __init__(self, model: nn.Module, device: torch.device, group: Any, pipeline: Pipeline, casts: Casts) -> None:
+    is_fixed = gathers = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        group: Any,
+        pipeline: Pipeline,
+        casts: Casts,
+        matrices: Mapping[int, Matrix],
+    ) -> None:
         check_hooks_run(model, pipeline.config.param_persistence_threshold)
+        self._pipeline = pipeline
         self._world = device_for(device, group, pipeline.config, apart=True)
         self._world.trace = pipeline.device.trace
-        self.parameters = PartitionedParameters(model, device, self._world, pipeline, casts)
+        self.parameters = PartitionedParameters(model, device, self._world, pipeline, casts, matrices)
         self.live = self.parameters.live
         """Tracks which parameters are whole."""
         self.runs = ModuleRuns(model, self.parameters, pipeline, leaf_modules(model, pipeline.config.leaf_modules))
@@ -40,7 +61,42 @@ class PartitionedModel:
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self.parameters
 
-    def keep_shards(self, records: Iterable[PartitionedParameter]) -> None:
+    def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
+        return self.parameters.record_of(param)
+
+    def record_with(self, tensor: torch.Tensor) -> PartitionedParameter | None:
+        return next(iter(self.parameters.among([tensor])), None)
+
+    # --- parameters that an optimizer takes on -------------------------------------------------------
+
+    def describe(self, entries: Entries) -> list[ParamSpec]:
+        leaves = self.runs.leaves.numbers()
+        described = []
+        for spec, param in entries:
+            spec = replace(spec, partitioned=self.parameters.takes(param), settled_with=leaves.get(param))
+            self.parameters.check_cut(spec, param)
+            described.append(spec)
+        return described
+
+    def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
+        return self.parameters.frozen(trained)
+
+    def plan_rows(self, trained: Entries, frozen: Entries) -> list[PlanRow]:
+        return [self.parameters.plan_cut(trained, frozen)]
+
+    @contextmanager
+    def cut(self, entries: Entries, first: int) -> Iterator[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
+        cut = self.parameters.cut(entries)
+        yield {param: record.shard.values for param, record in cut.items()}
+        for i, (_, param) in enumerate(entries):
+            if param in cut:
+                self.parameters.train(cut[param], first + i)
+        self._keep_shards(cut.values())
+
+    def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
+        self._keep_shards(self.parameters.cut(self.parameters.frozen(trained)).values())
+
+    def _keep_shards(self, records: Iterable[PartitionedParameter]) -> None:
         """Keep only the shards of these parameters, in their final element type."""
         for record in records:
             if record.param not in self.parameters:
@@ -50,41 +106,75 @@ class PartitionedModel:
                 self.parameters.join_master(record)
         self.runs.hook_all()
 
-    def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
-        """Partition the model's parameters that are not trained."""
-        self.keep_shards(self.parameters.cut(self.parameters.frozen(trained)).values())
+    # --- a step --------------------------------------------------------------------------------------
+
+    def before_forward(self, model: nn.Module) -> None:
+        run_compiled_modules(model, self.units)
 
     @property
-    def sent_bytes(self) -> int:
-        """The bytes of parameters that this rank has sent to others."""
-        return self._world.sent_bytes
+    def units(self) -> Around:
+        return self.runs.units
 
     def before_change(self) -> int:
-        """Release all parameters before they change.
-
-        Returns:
-            A number that is equal on ranks that gathered the same parameters in the same order.
-
-        Raises:
-            StateError: inside ``gathered_parameters``.
-        """
         self.gathering.check_closed()
         self.runs.forget()
         return self.live.release_all()
 
     def recover(self) -> None:
-        """Release all parameters, after an error."""
         self.runs.forget()
         self.live.release_idle()
 
+    def forget_order(self) -> None:
+        self.live.forget_order()
+
+    # --- whole by hand -------------------------------------------------------------------------------
+
+    @property
+    def is_open(self) -> bool:
+        return self.gathering.is_open
+
+    def check_closed(self, what: str = "an update") -> None:
+        self.gathering.check_closed(what)
+
+    def generating(self) -> AbstractContextManager[None]:
+        return self.gathering.generating()
+
+    def gathered_when_read(self) -> AbstractContextManager[None]:
+        return self.gathering.gathered_when_read()
+
+    # --- leaf modules --------------------------------------------------------------------------------
+
+    @property
+    def leaf_modules(self) -> Collection[nn.Module]:
+        return [*self.runs.leaves]
+
+    def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool, *, waiting: bool) -> Collection[torch.Tensor]:
+        self._pipeline.check_idle("leaf modules are to change", waiting=waiting)
+        self.runs.mark_leaves(modules, leaf)
+        return self.runs.leaves.numbers()
+
+    def settle_by(self, settle: Callable[..., Collection[torch.Tensor]]) -> None:
+        self.runs.leaves.settle_by(settle)
+
+    # --- bytes, and the end --------------------------------------------------------------------------
+
+    @property
+    def sent_bytes(self) -> int:
+        return self._world.sent_bytes
+
+    def held_bytes(self) -> Mapping[tuple[str, str], int]:
+        return {
+            (DEVICE, PARAMETERS): self.parameters.shard_bytes,
+            (DEVICE, GATHERED): self.live.n_bytes,
+            (DISK, FROZEN_SHARDS): self.parameters.disk_bytes,
+        }
+
     def make_whole(self) -> None:
-        """Make all parameters whole, for :meth:`close`. Collective."""
         self.before_change()
         for record in self.parameters.records.values():
             self.runs.whole.hold([record])
 
     def close(self) -> None:
-        """Remove the hooks. Parameters stay as they are, whole after :meth:`make_whole`."""
         self.gathering.close()
         self.parameters.close()
         self.runs.close()

@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from frontends.torch import OffloadedAdamW
-from frontends.torch.placed import Placed, count_once, is_placed
+from frontends.torch.placed import count_once, placement_of
 from offload_core.testing.thread_ranks import run_ranks
 from tests import sampling
 from tests.support.drawn_meshes import Drawn, Tensor, drawn
@@ -39,7 +39,7 @@ def as_rank(rank, case, body):
 def parts_of(case, mesh):
     """This rank's parameters by name, and what the optimizer reads of their placement."""
     named = [(f"p{i}", tensor.on(mesh, torch.zeros(tensor.shape))) for i, tensor in enumerate(case.tensors)]
-    return [(name, p, Placed.of(name, p, None) if is_placed(p) else None) for name, p in named]
+    return [(name, p, placement_of(name, p, None)) for name, p in named]
 
 
 def assert_owned(case):
@@ -49,7 +49,7 @@ def assert_owned(case):
         times = torch.zeros(tensor.shape, dtype=torch.int)
         for place, held_by_rank, mine in zip(case.places(), ranks, counted, strict=True):
             _, param, placed = held_by_rank[i]
-            if placed is None:
+            if placed.part is None:
                 times += mine[i]
                 continue
             held = torch.arange(times.numel()).reshape(tensor.shape)[placed.part.index]

@@ -4,7 +4,7 @@ The functions of one parameter find its optimizer themselves. They work in every
 ``backward`` and ``step``. On several ranks all call them alike. They return None for a parameter that no engine trains.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from logging import INFO, getLogger
 from typing import Any
@@ -18,7 +18,7 @@ from offload_core.deepspeed.names import refuse
 from ...casting import built_as
 from ...optimizer import mark_leaves, optimizer_of
 from ...parameter_states import get_gradient, get_state, left_in_place, set_gradient, set_state
-from ...stage3.leaf_modules import LeafModules, chosen_modules, is_marked_leaf, is_of_one
+from ...stage3.leaf_modules import chosen_modules, is_marked_leaf, is_of_one
 
 logger = getLogger("DeepSpeed")
 """DeepSpeed's logger, without a handler of its own."""
@@ -175,13 +175,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Return True if this module is a leaf module."""
-    return is_marked_leaf(model) or any(model in leaves for leaves in map(_leaves, model.parameters()) if leaves)
+    return is_marked_leaf(model) or any(model in leaves for leaves in map(_leaves, model.parameters()))
 
 
 def z3_leaf_parameter(model: torch.Tensor) -> bool:
     """Return True if this parameter of an engine is inside a leaf module."""
-    leaves = _leaves(model)
-    return leaves is not None and leaves.holds(model)
+    return any(model is param for leaf in _leaves(model) for param in leaf.parameters())
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -189,9 +188,10 @@ def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
-def _leaves(param: torch.Tensor) -> LeafModules | None:
+def _leaves(param: torch.Tensor) -> Collection[nn.Module]:
+    """Return the leaf modules of the engine that has this parameter."""
     optimizer = optimizer_of(param)
-    return None if optimizer is None or optimizer.partitioned is None else optimizer.partitioned.runs.leaves
+    return () if optimizer is None else optimizer.sharding.leaf_modules
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,210 @@
+"""Where a rank's shards of one parameter lie, end to end: in memory, or on disk."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from offload_core.config.options import OffloadConfig
+from offload_core.disk.shards import DiskShards, InMemory, OnDisk, ShardSource
+from offload_core.dtypes import ElementType
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.plan import DEVICE, DISK, HOST, PARAMETER_SHARDS
+from offload_core.step.state_access import StateAccess
+
+from ..ranks.device import as_torch
+from ..tensors import MOVED_TYPES, TORCH_DTYPES, memory
+from .cut import Cut
+
+
+class Shard(ABC):
+    """A rank's shards of a parameter, end to end.
+
+    Attributes:
+        values: what the pipeline reads start values from and publishes to.
+    """
+
+    values: torch.Tensor | OnDisk
+
+    @property
+    @abstractmethod
+    def numel(self) -> int:
+        """The elements of all of them."""
+
+    @abstractmethod
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        """Return elements: their memory, or where they lie on disk a copy."""
+
+    @abstractmethod
+    def write(self, values: torch.Tensor, at: int = 0) -> None:
+        """Replace the shards of whole buckets, from element ``at`` on. Master weights that hold them have the values
+        already."""
+
+    @abstractmethod
+    def source(self, lent: Callable[[torch.Tensor], Any]) -> ShardSource:
+        """Return what parameters are gathered from.
+
+        Args:
+            lent: returns memory as the gathering device takes it.
+        """
+
+    @abstractmethod
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        """Return the memory that they take on a device."""
+
+    @abstractmethod
+    def near(self, device: torch.device) -> "Shard":
+        """Return the same shards, in this device's memory unless they lie on disk."""
+
+
+class MemoryShard(Shard):
+    """Shards in the memory of a device or of the host; the upper halves of master weights may be their memory."""
+
+    def __init__(self, values: torch.Tensor) -> None:
+        self.values: torch.Tensor = values
+
+    @property
+    def numel(self) -> int:
+        return self.values.numel()
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        return self.values[start : start + numel]
+
+    def write(self, values: torch.Tensor, at: int = 0) -> None:
+        self.values[at : at + values.numel()].copy_(values)
+
+    def source(self, lent: Callable[[torch.Tensor], Any]) -> ShardSource:
+        return InMemory(lent(self.values))
+
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        return [self.values] if self.values.device == device else []
+
+    def near(self, device: torch.device) -> Shard:
+        return MemoryShard(self.values.to(device))
+
+
+class DiskShard(Shard):
+    """Shards in a space of their own on disk."""
+
+    def __init__(self, values: OnDisk) -> None:
+        self.values: OnDisk = values
+
+    @property
+    def numel(self) -> int:
+        return self.values.numel
+
+    def read(self, start: int, numel: int) -> torch.Tensor:
+        out = np.empty(numel, self.values.dtype.numpy)
+        self.values.read(start, out)
+        return as_torch(out)
+
+    def write(self, values: torch.Tensor, at: int = 0) -> None:
+        self.values.write(memory(values), at)
+
+    def source(self, lent: Callable[[torch.Tensor], Any]) -> ShardSource:
+        return self.values
+
+    def on(self, device: torch.device) -> list[torch.Tensor]:
+        return []
+
+    def near(self, device: torch.device) -> Shard:
+        return self
+
+
+class StatesShard(DiskShard):
+    """Shards that are the master weights on disk."""
+
+    def write(self, values: torch.Tensor, at: int = 0) -> None:
+        pass
+
+
+# --- tiers: where all shards of a model lie ---------------------------------------------------------------
+
+
+class DeviceTier:
+    """Shards in the memory of the device that parameters are gathered on.
+
+    Attributes:
+        device: whose memory shards take, or pass through on their way to disk.
+        where: the word for it in plans.
+    """
+
+    def __init__(self, device: torch.device, memory: HostMemory) -> None:
+        self.device = device
+        self.where = HOST if device.type == "cpu" else DEVICE
+        self._memory = memory
+
+    def given(self) -> Callable[[Cut, torch.Tensor], Shard]:
+        """Return what makes shards of this rank's part of each parameter, in its own element type, for a time."""
+        return lambda cut, part: MemoryShard(part)
+
+    def keep(self, cut: Cut, given: Shard) -> Shard:
+        """Return the shards of a parameter in its final element type, where they stay."""
+        return MemoryShard(given.read(0, cut.shard_numel).to(self.device, TORCH_DTYPES[cut.spec.dtype]))
+
+    def in_states(self, states: StateAccess, index: int, dtype: ElementType) -> Shard | None:
+        """Return the shards of a trained parameter whose master weights hold them; None: they do not."""
+        values = states.parameter_memory(index)
+        return None if values is None else MemoryShard(as_torch(values))
+
+    @property
+    def disk_bytes(self) -> int:
+        """The bytes of disk that shards take beside those that lie with states."""
+        return 0
+
+    def close(self) -> None:
+        """Give back what shards take on disk."""
+
+
+class HostTier(DeviceTier):
+    """Shards in pinned host memory."""
+
+    def __init__(self, memory: HostMemory) -> None:
+        super().__init__(torch.device("cpu"), memory)
+
+    def keep(self, cut: Cut, given: Shard) -> Shard:
+        host = self._memory.allocate(PARAMETER_SHARDS, cut.shard_numel, cut.spec.dtype.numpy, pinned=True)
+        return MemoryShard(as_torch(host).copy_(given.read(0, cut.shard_numel)))
+
+
+class DiskTier(HostTier):
+    """Shards on disk: with the states of trained parameters, those of others in a space of their own."""
+
+    def __init__(self, folders: Sequence[str], memory: HostMemory) -> None:
+        super().__init__(memory)
+        self.where = DISK
+        self._folders = folders
+        self._disk = DiskShards(folders, memory)
+
+    def given(self) -> Callable[[Cut, torch.Tensor], Shard]:
+        disk = DiskShards(self._folders, self._memory)
+        return lambda cut, part: on_disk(disk, cut, MemoryShard(part), MOVED_TYPES[part.dtype])
+
+    def keep(self, cut: Cut, given: Shard) -> Shard:
+        return on_disk(self._disk, cut, given, cut.spec.dtype)
+
+    def in_states(self, states: StateAccess, index: int, dtype: ElementType) -> Shard | None:
+        parts = states.parameter_parts(index)
+        return None if parts is None else StatesShard(self._disk.with_states(parts, dtype))
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._disk.n_bytes
+
+    def close(self) -> None:
+        self._disk.close()
+
+
+def on_disk(disk: DiskShards, cut: Cut, shard: Shard, dtype: ElementType) -> DiskShard:
+    """Copy this rank's shards of a parameter to disk, bucket by bucket, in this element type."""
+    values = ((b, memory(shard.read(b.shard_start, b.shard_numel).to(TORCH_DTYPES[dtype]))) for b in cut.buckets)
+    return DiskShard(disk.keep(values, dtype))
+
+
+def tier_for(config: OffloadConfig, device: torch.device, memory: HostMemory) -> DeviceTier:
+    """Return the tier of ``offload_param``."""
+    if config.offload_param == "nvme":
+        return DiskTier(config.nvme_path or (), memory)
+    return DeviceTier(device, memory) if config.offload_param is None else HostTier(memory)
