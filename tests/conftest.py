@@ -261,6 +261,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             simulated.prepare()  # before any test's backward
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``make test`` gives a folder whose files share what they start to one worker. ``make test-all``, where such a
+    folder takes many minutes, does not."""
+    if config.getoption("dist") != "loadfile" or config.option.whole:
+        return None
+    from tests.support.side_by_side import ByFileOrFolder
+
+    return ByFileOrFolder(config, log)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[object]:
     """Modules and cases stay, so each walk through them in search of garbage is lost: a quarter of a collection's 13
