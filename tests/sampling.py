@@ -15,7 +15,7 @@ from typing import TypeVar
 ROOT = Path(__file__).resolve().parents[1]
 DRAWS = 10
 """The commits in a row that see all cases."""
-THINNED = 6
+THINNED = 10
 """``make test`` tries one in so many examples of a law of Hypothesis."""
 
 whole = False
@@ -56,7 +56,7 @@ def least(cases: int) -> int:
     return -(-cases // DRAWS)
 
 
-def examples(number: int, least: int = 8) -> int:
+def examples(number: int, least: int = 6) -> int:
     """Return how many examples of a law of Hypothesis this run tries, of so many in all."""
     return number if whole else max(number // THINNED, min(number, least))
 
@@ -262,7 +262,7 @@ SAMPLED = {
     "test_close_between_a_backward_and_its_step_leaves_each_parameter_before_the_update_or_after_it": 2,
     "test_closures_are_called_once_and_their_loss_is_returned": 3,
     "test_code_of_others_runs_last_and_its_failure_says_what_is_loaded": 1,
-    "test_code_runs_and_says_what_stands_there": 4,
+    "test_code_runs_and_says_what_stands_there": 6,
     "test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_second_step": 2,
     "test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model": 1,
     "test_compiled_blocks_are_compiled_once_and_give_the_bits_of_the_model_as_it_is": 1,
@@ -460,7 +460,7 @@ SAMPLED = {
     "test_weights_are_those_of_an_export_bit_for_bit_in_the_order_of_the_model": 2,
     "test_weights_of_a_released_engine_are_the_same": 2,
     "test_weights_that_are_clipped_after_each_step_are_those_of_a_counted_write": 5,
-    "test_weights_that_are_put_back_have_their_master_weights": 2,
+    "test_weights_that_are_put_back_have_their_master_weights": 4,
     "test_what_a_graph_may_read_again_is_kept_over_other_forwards": 2,
     "test_what_cannot_be_taken_is_refused_before_anything_changes": 5,
     "test_what_changes_anything_is_refused_without_the_state_lock": 3,
