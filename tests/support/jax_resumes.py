@@ -22,7 +22,7 @@ BF16 = {"param_dtype": "bfloat16"}
 KINDS = {
     "fp32": {},
     "bf16": BF16,
-    "fp16": {"param_dtype": "float16", "initial_loss_scale": 2.0**15, "loss_scale_window": 3},
+    "fp16": {"param_dtype": "float16", "initial_loss_scale": 2.0**16, "loss_scale_window": 3},
     "late": {**BF16, "schedule": "delayed", "delay_warmup_steps": 2},
 }
 """Fields of the configuration that the bits depend on."""
