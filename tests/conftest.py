@@ -213,7 +213,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
     for (_, law, _), each in cases.items():
         count = max(sampling.SAMPLED[law], sampling.least(len(each)))  # another machine may have more cases
-        kept = [] if sampling.whole else sampling.chosen(each, count, sampling.draw)
+        kept = [] if sampling.whole else sampling.chosen(each, count, sampling.number_of(law))
         for item in each:
             if item not in kept:
                 item.add_marker("slow")

@@ -7,6 +7,7 @@ all cases of all of them; they are marked slow then.
 """
 
 import subprocess
+import zlib
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -49,6 +50,12 @@ def chosen(cases: Sequence[Case], count: int, number: int) -> list[Case]:
     bounds = [len(cases) * i // count for i in range(count + 1)] if count else []
     stretches = [cases[begin:end] for begin, end in pairwise(bounds)]
     return [stretch[(number + i) % len(stretch)] for i, stretch in enumerate(stretches)]
+
+
+def number_of(law: str) -> int:
+    """Return the number of this run's draw of a law. Laws begin at different numbers, else one draw would have all of
+    their dear cases: of laws for one process or two, each second commit had all in two."""
+    return draw + zlib.crc32(law.encode())
 
 
 def least(cases: int) -> int:

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -92,7 +93,9 @@ def run(folder, *options):
 
 def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
     cases, inside, examples, said = run(tmp_path, "-m", "not slow and not soak", "--draw", "3")
-    assert (cases, inside, examples) == (chosen(range(20), 2, 3), chosen(range(20), 2, 3), 6), said
+    law = next(name for name in SAMPLED if SAMPLED[name] == 2)
+    of_law = chosen(range(20), 2, 3 + zlib.crc32(law.encode()))
+    assert (cases, inside, examples) == (of_law, chosen(range(20), 2, 3), 6), said
     assert "random draws: --seed 0; cases of this commit: --draw 3" in said
     cases, inside, examples, said = run(tmp_path, "-m", "slow", "--whole")
     assert (cases, inside, examples) == ([*range(20)], [*range(20)], 60), said
