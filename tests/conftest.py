@@ -202,7 +202,7 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
 
     Those with the libraries of ``make test-integrations`` are drawn apart, as ``make test`` has none of them.
     """
-    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
+    cases: dict[tuple[Path, str, bool], list[pytest.Item]] = {}
     for item in items:
         if runs_whole(item):
             continue
@@ -211,9 +211,9 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
             cases.setdefault((*law_of(item), apart), []).append(item)
         elif sampling.whole and {"drawn", "drawn_of_file"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
-    for each in cases.values():
-        count = sampling.SAMPLED[law_of(each[0])[1]]
-        kept = [] if sampling.whole else sampling.chosen(each, count, sampling.draw)
+    for (_, law, _), each in cases.items():
+        count = max(sampling.SAMPLED[law], sampling.least(len(each)))  # another machine may have more cases
+        kept = [] if sampling.whole else sampling.chosen(each, count, sampling.number_of(law))
         for item in each:
             if item not in kept:
                 item.add_marker("slow")
@@ -259,6 +259,28 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
         if simulated.why_not() is None:
             simulated.prepare()  # before any test's backward
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """``make test`` gives a folder whose files share what they start to one worker. ``make test-all``, where such a
+    folder takes many minutes, does not."""
+    if config.getoption("dist") != "loadfile" or config.option.whole:
+        return None
+    from tests.support.side_by_side import ByFileOrFolder
+
+    return ByFileOrFolder(config, log)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[object]:
+    """Modules and cases stay, so each walk through them in search of garbage is lost: a quarter of a collection's 13
+    seconds, in each worker."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
 
 
 def collect_garbage_of_others() -> None:

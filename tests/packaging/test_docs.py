@@ -82,9 +82,6 @@ def jobs(page: Path) -> Iterator[Job]:
                 yield Job(page, line, tuple(words[1:]), output)
 
 
-JOBS = [job for page in PAGES for job in jobs(page)]
-
-
 LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "flax.nnx")
 """Imports of several blocks, at most 4 s each. The process that blocks are forks of has done them already."""
 OF_INTEGRATIONS = re.compile(
@@ -101,28 +98,34 @@ def is_integration(job: Job) -> bool:
     return any(map(OF_INTEGRATIONS.search, code))
 
 
-MARKED = [pytest.param(job, id=job.name, marks=pytest.mark.integration if is_integration(job) else ()) for job in JOBS]
+def cases(page: Path) -> Iterator[list[Job]]:
+    """Each block alone, and all commands of a page's sessions in one case: each needs those before it."""
+    yield from ([job] for job in jobs(page) if job.output is None)
+    if session := [job for job in jobs(page) if job.output is not None]:
+        yield session
+
+
+MARKED = [
+    pytest.param(case, id=case[0].name, marks=pytest.mark.integration if any(map(is_integration, case)) else ())
+    for page in PAGES
+    for case in cases(page)
+]
 
 
 @pytest.fixture(scope="module")
 def outcome_of(tmp_path_factory) -> Iterator[Callable[[Job], tuple[int, str]]]:
-    """Runs a job after those before it on its page; returns its exit status and its output."""
+    """Runs a job, a command in the folder of its page; returns its exit status and its output."""
     servers: dict[bool, ForkServer] = {}
     folders: dict[Path, Path] = {}
-    done: dict[Job, tuple[int, str]] = {}
 
     def run(job: Job) -> tuple[int, str]:
         if job.page not in folders:
             folders[job.page] = tmp_path_factory.mktemp("page")
             for name, code in files(job.page).items():
                 (folders[job.page] / name).write_text(code)
-        before = [other for other in JOBS if other.page == job.page and other.output is not None]
-        for each in [*before[: before.index(job)], job] if job in before else [job]:
-            if each not in done:
-                folder = tmp_path_factory.mktemp("block") if each.output is None else folders[each.page]
-                [ran] = server_of(job).run(each.arguments, folder=folder, merge=True)
-                done[each] = ran.returncode, ran.stdout
-        return done[job]
+        folder = tmp_path_factory.mktemp("block") if job.output is None else folders[job.page]
+        [ran] = server_of(job).run(job.arguments, folder=folder, merge=True)
+        return ran.returncode, ran.stdout
 
     def server_of(job: Job) -> ForkServer:
         if (needs := is_integration(job)) not in servers:
@@ -135,9 +138,13 @@ def outcome_of(tmp_path_factory) -> Iterator[Callable[[Job], tuple[int, str]]]:
         server.close()
 
 
-@pytest.mark.parametrize("job", MARKED)
-def test_code_runs_and_says_what_stands_there(job, outcome_of):
-    status, output = outcome_of(job)
+@pytest.mark.parametrize("case", MARKED)
+def test_code_runs_and_says_what_stands_there(case, outcome_of):
+    for job in case:
+        assert_says_what_stands_there(job, *outcome_of(job))
+
+
+def assert_says_what_stands_there(job: Job, status: int, output: str) -> None:
     if job.output is None:
         assert status == 0, output
         return

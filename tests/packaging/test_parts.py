@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from tests import parts
 from tests.parts import FOLDERS, PARTS, ROOT, SLICES, STORE_OF, WITH_DEEPSPEED, command_of, share
 
@@ -41,3 +43,14 @@ def test_a_series_of_commits_runs_each_slice_of_each_part(monkeypatch):
     assert {part for part, *_ in chosen} == set(PARTS)
     assert {("torch", f"--slice={i}/{parts.LONG['torch']}") for i in range(parts.LONG["torch"])} <= set(chosen)
     assert "--slice=1/2" in command_of("kernels", ["--slice=1/2"])
+
+
+def test_one_worker_has_all_files_of_jax_and_every_other_file_is_a_unit():
+    pytest.importorskip("xdist")
+    from tests.support.side_by_side import FOLDERS, unit_of
+
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")]
+    of_jax = [file for file in files if file.startswith("tests/jax_frontend/")]
+    assert len(of_jax) > 10
+    assert {unit_of(f"{file}::test_a[b::c]") for file in of_jax} == {*FOLDERS}
+    assert [unit_of(f"{file}::test_a") for file in files if file not in of_jax] == [f for f in files if f not in of_jax]

@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import zlib
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import sampling
-from tests.conftest import slice_of
+from tests.conftest import mark_others_slow, slice_of
 from tests.sampling import DRAWS, ROOT, SAMPLED, chosen, commit_number, least
 from tests.support.strategies import law
 
@@ -92,13 +93,35 @@ def run(folder, *options):
 
 def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
     cases, inside, examples, said = run(tmp_path, "-m", "not slow and not soak", "--draw", "3")
-    assert (cases, inside, examples) == (chosen(range(20), 2, 3), chosen(range(20), 2, 3), 10), said
+    law = next(name for name in SAMPLED if SAMPLED[name] == 2)
+    of_law = chosen(range(20), 2, 3 + zlib.crc32(law.encode()))
+    assert (cases, inside, examples) == (of_law, chosen(range(20), 2, 3), 6), said
     assert "random draws: --seed 0; cases of this commit: --draw 3" in said
     cases, inside, examples, said = run(tmp_path, "-m", "slow", "--whole")
     assert (cases, inside, examples) == ([*range(20)], [*range(20)], 60), said
     assert "soak" not in said
     *_, said = run(tmp_path, "-m", "soak")
     assert "soak 20" in said
+
+
+def test_ten_draws_see_all_cases_though_the_table_has_fewer(monkeypatch):
+    monkeypatch.setattr(sampling, "whole", False)
+    law, seen = next(name for name in SAMPLED if SAMPLED[name] == 2), set()
+    for draw in range(DRAWS):
+        monkeypatch.setattr(sampling, "draw", draw)
+        slow = {number: [] for number in range(21)}
+        fields = {
+            "path": ROOT,
+            "name": law,
+            "originalname": law,
+            "iter_markers": list,
+            "get_closest_marker": lambda name: None,
+        }
+        mark_others_slow([SimpleNamespace(**fields, add_marker=slow[number].append) for number in slow])
+        kept = {number for number, marks in slow.items() if not marks}
+        assert len(kept) == 3
+        seen |= kept
+    assert seen == {*range(21)}
 
 
 def test_a_slice_is_a_stretch_of_the_chosen_cases(tmp_path):

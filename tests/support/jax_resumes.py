@@ -15,14 +15,14 @@ import numpy as np
 from frontends.jax import RankGradients, ScaledGradients, wrap
 from frontends.jax.placement.on_mesh import OnMesh
 
-STEPS, SAVED_AT, MICRO_BATCHES = 10, 4, 4
+STEPS, SAVED_AT, MICRO_BATCHES = 6, 3, 4
 SHAPES = {"h": [{"w": (6, 8)}, {"w": (8, 24), "b": (24,)}], "embed": (33, 24), "odd": (5, 7), "empty": (0, 2)}
 HYPER = {"lr": lambda count: 1e-2 / (1 + count), "weight_decay": 0.1, "gradient_clipping": 1.0}
 BF16 = {"param_dtype": "bfloat16"}
 KINDS = {
     "fp32": {},
     "bf16": BF16,
-    "fp16": {"param_dtype": "float16", "initial_loss_scale": 2.0**15, "loss_scale_window": 3},
+    "fp16": {"param_dtype": "float16", "initial_loss_scale": 2.0**16, "loss_scale_window": 3},
     "late": {**BF16, "schedule": "delayed", "delay_warmup_steps": 2},
 }
 """Fields of the configuration that the bits depend on."""

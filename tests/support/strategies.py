@@ -16,12 +16,12 @@ from tests.support.oracles import Step
 from tests.support.rules import DRAWN
 
 
-def law(max_examples: int = 60, *, least: int = 8, **others: Any) -> Callable[[Any], Any]:
+def law(max_examples: int = 60, *, least: int = 6, **others: Any) -> Callable[[Any], Any]:
     """Decorate a law of Hypothesis, or a state machine's test case. ``make test`` tries a part of its examples, and
     ``make test-all`` all of them. Other arguments are those of ``settings``.
 
     Args:
-        least: fewer examples than these are not tried, but for that a law has fewer; less than 8 where one takes long.
+        least: fewer examples than these are not tried, but for that a law has fewer; less than 6 where one takes long.
     """
     chosen = settings(max_examples=sampling.examples(max_examples, least), **others)
 
