@@ -202,17 +202,17 @@ def mark_others_slow(items: list[pytest.Item]) -> None:
 
     Those with the libraries of ``make test-integrations`` are drawn apart, as ``make test`` has none of them.
     """
-    cases: dict[tuple[Path, str, bool], list[pytest.Item]] = {}
+    cases: dict[tuple[Path, str, bool, int], list[pytest.Item]] = {}
     for item in items:
         if runs_whole(item):
             continue
-        if law_of(item)[1] in sampling.SAMPLED:
+        if (mark := item.get_closest_marker("draws")) is not None:
             apart = item.get_closest_marker("integration") is not None
-            cases.setdefault((*law_of(item), apart), []).append(item)
+            cases.setdefault((*law_of(item), apart, *mark.args), []).append(item)
         elif sampling.whole and {"drawn", "drawn_of_file"} & {*getattr(item, "fixturenames", ())}:
             item.add_marker("slow")
-    for (_, law, _), each in cases.items():
-        count = max(sampling.SAMPLED[law], sampling.least(len(each)))  # another machine may have more cases
+    for (_, law, _, count), each in cases.items():
+        count = max(count, sampling.least(len(each)))  # another machine may have more cases
         kept = [] if sampling.whole else sampling.chosen(each, count, sampling.number_of(law))
         for item in each:
             if item not in kept:

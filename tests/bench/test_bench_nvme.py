@@ -47,6 +47,7 @@ def fio(tmp_path, monkeypatch):
     return lambda: [json.loads(line) for line in log.read_text().splitlines()]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("way", disk.WAYS, ids=lambda way: way.name)
 def test_fio_reads_and_writes_every_byte_once_past_the_page_cache(way, fio, tmp_path):
     file = disk.DiskFile(tmp_path, 3 * disk.UNIT + 5)
@@ -173,6 +174,7 @@ def test_without_fio_the_rest_is_measured(stands, tmp_path, monkeypatch):
     assert len(known["ratios"]) == 4
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fails_at", [1, 2, 5])
 def test_after_an_error_nothing_is_left_behind(fails_at, stands, fio, tmp_path, monkeypatch):
     monkeypatch.setattr(Stand, "fails_at", fails_at)

@@ -47,6 +47,7 @@ def last(path):
     return json.loads(path.read_text().splitlines()[-1])
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("slowdown", "dtype"), [(0.7, "bfloat16"), (180.0, "float32")])
 def test_where_bf16_is_slow_a_step_is_in_fp32_and_the_record_says_so(slowdown, dtype, tmp_path, monkeypatch, capsys):
     """The table shows it, no target of bf16 counts, and each round's rows are in the file at once."""

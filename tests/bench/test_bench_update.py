@@ -23,6 +23,7 @@ def calls_of(name, formats, dtype=BFLOAT16):
     return calls(memory, 1, rule, hyper, formats_of(rule, formats), grad, param)
 
 
+@pytest.mark.draws(9)
 @pytest.mark.parametrize("formats", FORMATS)
 @pytest.mark.parametrize("name", RULES)
 def test_a_call_writes_the_arrays_that_its_traffic_says(name, formats):

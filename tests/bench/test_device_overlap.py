@@ -142,6 +142,7 @@ HIDES_ALL = {("compute", "overlap"), ("compute", "in backward"), ("compute", "de
 """Cases, by what dominates and the schedule, that reach the limit. ``bench.parts.overlap`` says why others do not."""
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(("schedule", "stage"), RUNS)
 @pytest.mark.parametrize(
     "what", ["compute", *(pytest.param(name, marks=pytest.mark.slow) for name in ("link", "update"))]

@@ -89,6 +89,7 @@ def test_any_order_and_cut_of_elements_is_read_into_any_other(tmp_path_factory, 
         assert_same_bits(str(region), out, part.astype(types[0].numpy).astype(types[1].numpy))
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("device", [HostDevice, FakeDevice])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("schedule", ["overlap", "delayed"])
@@ -112,6 +113,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, device, dtype, schedul
     assert straight.pipeline.loss_scale == resumed.pipeline.loss_scale
 
 
+@pytest.mark.draws(1)
 @pytest.mark.filterwarnings(UNANNOUNCED)
 @pytest.mark.parametrize("update_in_backward", [False, True])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)

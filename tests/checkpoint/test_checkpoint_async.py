@@ -122,6 +122,7 @@ class Stalling:
         patch.setattr(ShardWriter, "_put", slowly)
 
 
+@pytest.mark.draws(1)
 @over_all_stores
 @law(60)
 @given(
@@ -175,6 +176,7 @@ def test_a_save_sees_nothing_of_what_is_done_meanwhile_and_is_not_seen(
                 subject.device.close()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("act", [step, adopt, reload_master, write_states], ids=lambda act: act.__name__)
 @pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
 def test_who_changes_states_copies_them_first(tmp_path, monkeypatch, act, schedule):
@@ -344,6 +346,7 @@ def test_a_run_that_is_dropped_is_saved(tmp_path, monkeypatch):
     assert bits(other) == before
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("device", [HostDevice, FakeDevice])
 def test_ranks_meet_for_the_save_after_all_that_was_asked_for(tmp_path, device):
     """``wait()`` is called while the step before goes on behind the caller's back, whose exchanges come first."""
@@ -380,6 +383,7 @@ run.buffer[:] = 5
 """
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("end", ["", "run.train()", "raise SystemExit(3)", "raise ValueError"])
 def test_a_program_that_ends_right_after_is_saved(tmp_path, end):
     code = EXIT.format(end=end)
@@ -419,6 +423,7 @@ def load_pytree():
     return offloaded._pipeline, list(offloaded._tree.leaves), lambda: offloaded.load_pytree(tree)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("front_end", [load_optimizer_state, load_pytree], ids=lambda f: f.__name__)
 def test_front_ends_that_replace_states_copy_them_first(tmp_path, monkeypatch, front_end):
     monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)

@@ -160,6 +160,7 @@ def test_any_damage_is_refused_and_the_file_named(written):
     refused(written, 430, 1)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_byte_is_looked_at_whoever_loads(written, ranks):
     """A flipped bit is noticed at loading even where nothing of its block is wanted: rank 2's random state, headers."""

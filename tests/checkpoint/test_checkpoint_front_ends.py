@@ -107,6 +107,7 @@ def assert_same(one, other):
             assert x == y, name
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", REFERENCES)
 def test_a_run_of_each_rule_goes_on_after_it_was_in_the_other_front_end(tmp_path, name):
     fields = {**settings_of(name), "op_order": "torch"}
@@ -121,6 +122,7 @@ def test_a_run_of_each_rule_goes_on_after_it_was_in_the_other_front_end(tmp_path
         assert same_bits(mine, other)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_states_of_one_front_end_are_taken_up_by_the_other(tmp_path, dtype, stage):

@@ -113,6 +113,7 @@ class Killed(BaseException):
     pass
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("before", [1, 2, 3])
 @pytest.mark.parametrize("after", [1, 2, 3])
 def test_an_export_that_is_cut_off_leaves_the_old_weights_or_the_new_and_never_a_mixture(
@@ -242,6 +243,7 @@ def expected_of(state_dict):
     return {name: tensor.contiguous() for name, tensor in state_dict.items() if name != "head.weight"}
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", [{}, BF16, {**BF16, "schedule": "delayed", "delay_warmup_steps": 1}, STAGE_3,
                                     {**STAGE_3, **BF16}, {**BF16, "update_in_backward": True}])  # fmt: skip
 def test_what_is_written_is_the_state_dict_or_the_master_weights(tmp_path, fields):
@@ -358,6 +360,7 @@ def transformer(kind, tied):
     return hf.T5ForConditionalGeneration(config)
 
 
+@pytest.mark.draws(7)
 @pytest.mark.integration
 @pytest.mark.parametrize(("kind", "tied"), [("llama", True), ("llama", False), ("gpt2", True), ("gpt2", False),
                                             ("t5", True), ("llama, head first", True)])  # fmt: skip
@@ -496,6 +499,7 @@ def run(model, optimizer, seeds, engine=None):
 HYPER = {"lr": 1e-2, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("adam_mode", ["adamw", "adam"])
 @pytest.mark.parametrize("fields", [{}, STAGE_3], ids=["stage 2", "stage 3"])
 def test_torch_goes_on_from_the_export_with_the_same_bits_and_back(fields, adam_mode):

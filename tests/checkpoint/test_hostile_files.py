@@ -58,6 +58,7 @@ def refused(error, words):
 # --- no regular files ------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(2)
 @kinds
 @pytest.mark.parametrize("name", [LATEST, MANIFEST])
 def test_a_checkpoint_opens_regular_files_only(written, kind, name):
@@ -181,6 +182,7 @@ def test_a_header_that_is_no_json_of_this_kind_is_refused(tmp_path, text):
         read_header(tmp_path / "x.safetensors")
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_manifest_with_an_impossible_shape_is_refused(written, shape):
     content = written.content
@@ -198,6 +200,7 @@ def test_a_file_plan_counts_in_integers_of_any_size():
     assert size > 2**66
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("block_bytes", [2**28 + 8, 2**40, 0, -8, True, 8.0])
 def test_no_block_is_too_large_for_memory(written, block_bytes):
     """The file has as many bytes as the manifest says: a file with holes costs nothing."""
@@ -215,6 +218,7 @@ def test_no_block_is_too_large_for_memory(written, block_bytes):
         written.load(written.new)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(
     "forge",
     [

@@ -86,6 +86,7 @@ def test_a_folder_of_several_is_listed(folder, capsys):
     assert [one["step"] for one in json.loads(out)["checkpoints"]] == [1, 2]
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("where", ["", "step-00000001"])
 @pytest.mark.parametrize("file", ["shard-00000-of-00001.safetensors", "manifest.json"])
 @pytest.mark.parametrize("form", [[], ["--json"]], ids=["text", "json"])

@@ -40,6 +40,7 @@ def test_the_fixtures_show_something():
         assert first[4] == 32  # an overflow had halved it
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", written_before.TORCH)
 def test_one_rank_of_torch_goes_on_from_two(name, written, tmp_path):
     resumed = written_before.resumed(written_before.TorchRun(name, "other"), written / "torch" / name, tmp_path)
@@ -52,6 +53,7 @@ def test_two_ranks_of_torch_go_on(written, tmp_path, drawn):
     assert on_ranks(2)(resumed) == [{name: EXPECTED["torch"][name] for name in names}] * 2
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", written_before.JAX)
 def test_one_device_of_jax_goes_on(name, written, tmp_path):
     with jax.default_device(jax.devices("cpu")[0]):

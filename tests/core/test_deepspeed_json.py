@@ -209,6 +209,7 @@ for _ in range(100_000):
     DEEP = [DEEP]
 
 
+@pytest.mark.draws(21)
 @pytest.mark.parametrize(
     "value",
     [
@@ -237,6 +238,7 @@ def test_a_value_of_any_size_and_depth_is_refused_by_name(make_config, value):
     assert len(str(caught.value)) < 2000
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("key", [10**5000, "x" * 10**6, (1, 2), b"x", None], ids=lambda key: type(key).__name__)
 def test_a_key_of_any_kind_is_refused_by_name(key):
     for config in ({key: 1}, {"zero_optimization": {key: 1}}, {"bf16": {"enabled": True}, key: 1}):
@@ -323,6 +325,7 @@ def unchecked(**keys):
     return {"bfloat16": {"enabled": True, "check_grad_overflow": False}, **zero(**keys)}
 
 
+@pytest.mark.draws(12)
 @pytest.mark.parametrize(
     ("config", "fields"),
     [
@@ -502,6 +505,7 @@ def test_every_auto_that_is_missing_is_named_at_once():
 SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
 
 
+@pytest.mark.draws(10)
 @pytest.mark.parametrize(
     ("config", "match"),
     [
@@ -946,6 +950,7 @@ def test_a_group_with_a_rate_of_its_own_and_a_schedule_are_refused():
         OffloadedAdamW(groups, lr=lambda updates: 1e-3)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("scheduler", "rates"),
     [

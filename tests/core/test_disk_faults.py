@@ -248,6 +248,7 @@ def place(tmp_path):
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("share", [49, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
@@ -262,6 +263,7 @@ def test_one_call_that_fails_is_one_error_at_most_and_changes_no_bit(case, way, 
     assert not broken
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("share", [71, pytest.param(29, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("kind", ["half", "odd", "end", "full"])
@@ -275,6 +277,7 @@ def test_a_call_that_comes_back_short_is_gone_on_with_or_is_an_error(kind, way, 
     assert kind == "odd" or bool(errors) == (kind in ("end", "full"))  # odd: less than a page is an error
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("share", [37, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES)
@@ -294,6 +297,7 @@ def test_a_disk_that_goes_on_failing_breaks_the_training_until_a_checkpoint_is_l
 # --- updates in backward, ranks --------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("way", WAYS)
 def test_after_an_update_in_backward_that_failed_a_load_gives_the_right_bits(way, place):
     """Until then, each parameter has the number of its updates."""
@@ -327,6 +331,7 @@ def test_after_an_update_in_backward_that_failed_a_load_gives_the_right_bits(way
         assert failed
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, PARAMETERS_TOO], ids=["states", "parameters too"])
 def test_a_disk_that_fails_on_one_rank_ends_the_training_of_all(fields, place):
     """The other rank is told as soon as this one ends."""
@@ -356,6 +361,7 @@ def weights_of(model):
     return [tensor.clone() for tensor in model.state_dict().values()]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, PARAMETERS_TOO], ids=["states", "parameters too"])
 @pytest.mark.parametrize("how", ["a limit of files", "a full disk"])
 def test_a_disk_that_fills_in_wrap_is_an_error_that_leaves_nothing_and_the_model_as_it_was(how, fields, place):
@@ -382,6 +388,7 @@ def test_a_disk_that_fills_in_wrap_is_an_error_that_leaves_nothing_and_the_model
         assert engine.step().updated
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("refused", ["no_direct", "no_unnamed", "both"])
 def test_a_file_system_that_lacks_a_kind_of_file_changes_no_bit_and_has_no_names_left(refused, place):
     @with_faults()
@@ -438,6 +445,7 @@ def test_a_folder_that_becomes_read_only_does_not_matter_to_a_run_that_has_begun
 # --- interrupts, forks, ends -----------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("case", ["direct", "overlap", "parameters too"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_interrupt_while_the_disk_is_waited_for_leaves_the_step_before_or_after(case, way, place):
@@ -500,6 +508,7 @@ def test_an_interrupt_while_the_disk_is_waited_for_leaves_the_step_before_or_aft
         run.close()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("case", ["direct", "overlap", "parameters too"])
 def test_a_fork_has_none_of_its_parents_files_and_leaves_them_alone(case, place):
     """As a data loader's: it neither hangs nor keeps the space."""

@@ -104,6 +104,7 @@ def states_on(report, where):
     return sum(row.held for row in report.rows if row.where == where and row.what in STATES)
 
 
+@pytest.mark.draws(1)
 @over_frontends
 @law(12)
 @given(blocks=st.integers(-2, BUCKETS + 2), more=st.integers(-1, 1))
@@ -138,6 +139,7 @@ class Layers(torch.nn.Module):
         return sum(layer(x[:, : layer.in_features]) for layer in self.layers)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("given", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     "fields", [{}, {"nvme_host_bytes": 60_000}, {"state_format": "8bit"}, {"param_dtype": "float32"}]
@@ -177,6 +179,7 @@ def moved_in(subject, n_steps):
     return moved["read"], moved["write"]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, {"state_format": "8bit"}, {"schedule": "serial"}, {"nvme_host_bytes": 40_000}])
 def test_a_step_reads_and_writes_what_is_planned(fields, disk):
     config = OffloadConfig(**{"nvme_host_bytes": 0, "reduce_bucket_size": 512, **disk, **fields})
@@ -196,6 +199,7 @@ def test_a_step_reads_and_writes_what_is_planned(fields, disk):
     assert abs(read - 4 * traffic.disk_read) <= SLOTS * block  # some are ahead, or still there
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("live", [{}, {"max_live_parameters": 0, "max_reuse_distance": 0}])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_parameters_on_disk_are_lent_as_often_as_is_planned(dtype, live, disk, monkeypatch):
@@ -409,6 +413,7 @@ def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys, d
         check()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
 def test_the_disk_alone_is_planned_where_it_is_asked_for(frontend, capsys):
     asked = ["--parameters=7B", "--host-memory=640GB", *SPEEDS, f"--frontend={frontend}", "--offload-optimizer=nvme"]
@@ -494,6 +499,7 @@ def test_what_is_printed_of_a_disk(capsys, drawn):
         check()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("memory", [["--host-memory=9TB"], ["--device-memory=1GB", "--host-memory=1GB"]])
 @pytest.mark.parametrize(
     "tiers", [["--stage=1"], ["--stage=2"], ["--stage=3"], pytest.param([], marks=pytest.mark.slow)]

@@ -64,6 +64,7 @@ MAKES = {
 }
 
 
+@pytest.mark.draws(3)
 @n_engines
 @pytest.mark.parametrize("kind", MAKES)
 def test_engines_that_are_gone_leave_no_descriptor_no_thread_and_no_space(kind, n):
@@ -90,6 +91,7 @@ FILES = {"states": 1, "parameters": 3, "built and not wrapped": 4, "jax": 1}
 """How often each asks for space."""
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("kind", FILES)
 @pytest.mark.parametrize("failing", range(3))
 def test_an_engine_that_a_full_disk_refuses_leaves_nothing(kind, failing, monkeypatch):

@@ -385,6 +385,7 @@ def fuzz(target, seed, examples):
     assert all(said)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("kind", TARGETS, ids=lambda kind: kind.__name__)
 def test_no_input_raises_an_error_without_a_name(targets, kind):
     fuzz(targets[kind], 0, 60)

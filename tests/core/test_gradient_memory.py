@@ -81,6 +81,7 @@ def all_lent(subject):
 # --- bytes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("numel", [500, 2000, 8000])
 def test_gradients_take_the_bytes_of_a_few_buckets_whatever_the_size_of_the_model(numel, stage):
@@ -133,6 +134,7 @@ def test_a_model_of_few_buckets_has_memory_for_each():
     assert all_lent(subject) == {False}
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(
     ("fields", "dtype", "scaler"),
     [
@@ -182,6 +184,7 @@ def test_no_bit_and_no_byte_depends_on_the_slots(ranks, world_size, stage, seed,
 EARLY = {"schedule": "overlap", "update_in_backward": True}
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("clipping", [None, 1e6])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_in_which_no_rank_has_a_gradient_is_followed_by_others(stage, clipping):
@@ -322,6 +325,7 @@ def consistent(subject):
     assert held(subject)[0] == planned
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("failing", range(5))
 @pytest.mark.parametrize("seed", [None, 1])
 def test_an_update_that_fails_while_backward_waits_for_a_slot_is_an_error_there(monkeypatch, failing, seed):
@@ -345,6 +349,7 @@ def test_an_update_that_fails_while_backward_waits_for_a_slot_is_an_error_there(
     consistent(subject)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("failing", [0, 3, 4, 8, 11])
 def test_a_copy_that_fails_while_backward_waits_for_a_slot_is_an_error_of_the_step(failing):
     subject = make(FakeDevice(seed=failing, max_delay=1e-4))

@@ -86,6 +86,7 @@ def imports_within(package: str) -> dict[str, set[str]]:
     return found
 
 
+@pytest.mark.draws(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("package", ROOMS)
 def test_imports_go_down_the_list_of_rooms(package):
@@ -201,6 +202,7 @@ print(json.dumps(sorted(sys.modules.keys() - before)))
 """
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_front_end_imports_nothing_optional(framework):
     """Nor more of its framework: torch.compile alone takes longer than ``import torch``."""
@@ -214,6 +216,7 @@ def test_a_front_end_imports_nothing_optional(framework):
     assert not [name for name in new if name.startswith(("torch._dynamo", "torch.fx", "torch.distributed", "sympy"))]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("blocked", "code"),
     [

@@ -101,6 +101,7 @@ def passes():
             yield pytest.param(case, of, marks=[[], pytest.mark.slow, pytest.mark.soak][i + (case not in FAST)])
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("case", "of"), [*passes()])
 def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(case, of, drawn):
     def begun():
@@ -129,6 +130,7 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(c
     assert seen == {0, 1} or (case.startswith("late") and seen == {0})
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_an_interrupt_at_any_line_of_a_step_in_backward_leaves_each_element_before_its_update_or_after_it(dtype, drawn):
     """Nothing can take back what was updated where it is. Step counts say which parameters were."""

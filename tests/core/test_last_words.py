@@ -62,6 +62,7 @@ def test_a_rank_that_lost_another_says_so_at_once_and_is_not_taken_for_the_cause
     assert not [*tmp_path.glob("attempt_0/*/error.json")]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("code", ["raise KeyboardInterrupt", "raise SystemExit(1)", "os.fork() or raise_()"])
 def test_an_end_that_is_no_error_of_a_rank_is_not_repeated(tmp_path, code):
     _, printed = run(tmp_path, [f"raise_ = lambda: 1 / 0\n{code}", ""])

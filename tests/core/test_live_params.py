@@ -132,6 +132,7 @@ def test_what_is_used_again_soon_stays():
     assert sizes_gathered(full, uses) == [(0, 0), (1, 2), (2, 0), (3, 3)]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_with_threads_that_come_as_late_as_can_be(scenario, monkeypatch):
     Threads().play(monkeypatch)

@@ -56,6 +56,7 @@ def test_the_host_device_equals_the_naive_loop(case):
     assert_equal_runs(case, Subject.of(HostDevice(), case), naive)
 
 
+@pytest.mark.draws(1)
 @over_all_stores
 @pytest.mark.quick
 @law(60)
@@ -85,6 +86,7 @@ def test_bucket_size_thread_count_and_instruction_set_change_no_bits(case, bucke
             assert_same_bits(f"state {state} of parameter {i}", x, y)
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
 @pytest.mark.parametrize("fields", [{"gradient_clipping": 1.0}, {"skip_nonfinite": True}], ids=str)
@@ -211,6 +213,7 @@ def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(f
     device.close()
 
 
+@pytest.mark.draws(1)
 @over_all_stores
 @pytest.mark.quick
 @law(60)
@@ -511,6 +514,7 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
             assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("call", LOCKED)
 def test_what_changes_anything_is_refused_without_the_state_lock(call):
     """A front end that forgets the lock would let a save see the middle of a change."""

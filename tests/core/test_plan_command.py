@@ -72,6 +72,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
 # --- models by their shapes -----------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("gpt", [*GPTS.values(), SMALL])
 def test_a_gpts_shapes_are_those_of_the_model_that_is_trained(gpt: GPTConfig) -> None:
     with torch.device("meta"):
@@ -168,6 +169,7 @@ def test_a_configuration_needs_transformers(tmp_path, capsys, monkeypatch) -> No
     )
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("memory", "rates"),
     [
@@ -219,6 +221,7 @@ def test_models_in_turn_need_the_largest_on_the_device_and_all_states_on_the_hos
         assert working * 0.9 <= saved <= working  # B's few odd sizes may be none of A's
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("memory", "fits"),
     [
@@ -274,6 +277,7 @@ def checked(monkeypatch: pytest.MonkeyPatch) -> list[MemoryPlan]:
     return seen
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_it_is_the_plan_of_wrap(dtype: str, checked, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({name: torch.zeros(shape) for name, shape in SMALL.shapes.items()}, tmp_path / "a.safetensors")
@@ -483,6 +487,7 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
     assert main([*asked, "--host-activation-memory=7GB"]) == 1  # with the states it is too much
 
 
+@pytest.mark.draws(19)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -707,6 +712,7 @@ def test_a_count_may_have_the_commas_that_plan_prints(capsys: pytest.CaptureFixt
     assert with_commas["parameters"] == without["parameters"]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("frontend", ["torch", "jax"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_heading_names_the_element_type(dtype: str, frontend: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -427,6 +427,7 @@ def affinities(tmp_path_factory):
     return dict(zip(WRAPPED, in_process(WRAP, tmp_path_factory.mktemp("wrapped")), strict=True))
 
 
+@pytest.mark.draws(1)
 @two_processors
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_engines_workers_are_bound_to_the_ranks_share_and_its_caller_is_not(rank, affinities):

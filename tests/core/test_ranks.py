@@ -45,6 +45,7 @@ def assert_equals_the_unsharded_run(ranks: list[Case], device_of=lambda rank: Ho
     assert_equal(results, naive, norms)
 
 
+@pytest.mark.draws(1)
 @over_all_stores
 @pytest.mark.quick
 @law(100)
@@ -76,6 +77,7 @@ def test_whatever_the_order_in_which_threads_of_ranks_get_on_they_equal_it_too(r
         assert_equals_the_unsharded_run(overlapped, device_of)
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
 @pytest.mark.parametrize("failing", [0, 1, 2, 3, 5, 8, 9])
 def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, schedule):
@@ -134,6 +136,7 @@ def make(case, rank, scaler=None):
     return Subject(HostDevice(), *case_arguments(case), scaler, collectives=rank)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.states_in_memory
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 4, 8])
@@ -312,6 +315,7 @@ def test_another_value_is_known_of_every_setting():
     assert OTHER_VALUES.keys() == {field.name for field in fields(OffloadConfig)}
 
 
+@pytest.mark.draws(12)
 @pytest.mark.parametrize("name", OTHER_VALUES)
 def test_a_setting_that_differs_is_named_on_every_rank_unless_it_may_differ(name):
     config = settings_beside(name)

@@ -202,6 +202,7 @@ def test_a_checkpoint_of_a_format_that_is_not_known_is_refused(tmp_path, monkeyp
     assert [values.tobytes() for values in subject.states(0)] == before
 
 
+@pytest.mark.draws(2)
 @pytest.mark.filterwarnings("error::offload_core.errors.CheckpointWarning")
 @pytest.mark.parametrize("fields", [fields for fields, _ in BYTES])
 def test_in_the_same_format_training_goes_on_bit_for_bit_and_nothing_is_said(tmp_path, fields):

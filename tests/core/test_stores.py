@@ -112,6 +112,7 @@ class Both:
                     assert_same_bits(name, values[run], expected[run])
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("kind", [*STORES.values(), LateStore], ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("fields", STATE_FORMATS.values(), ids=STATE_FORMATS)
 @law(20)
@@ -162,6 +163,7 @@ def test_the_memory_of_a_late_store_is_another_each_time_and_nobodys_view():
     both.store.close()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("schedule", "early"), [("serial", False), ("overlap", False), ("overlap", True), ("delayed", False)]
 )
@@ -181,6 +183,7 @@ def test_buckets_are_loaded_in_the_order_that_was_announced(schedule, early):
     assert store.unforeseen == 0
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
 @pytest.mark.parametrize("failing", range(0, 24, 3))
 def test_a_load_or_a_commit_that_fails_is_one_error_and_loses_no_update(schedule, failing):
@@ -226,6 +229,7 @@ def step(subject):
     subject.pipeline.last_step.finish()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
 def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_load(schedule):
     def trained(fail):

@@ -111,6 +111,7 @@ def test_nothing_is_recorded_while_nobody_asks(tmp_path, monkeypatch, make_devic
     assert list(tmp_path.iterdir()) == [tmp_path / "step.json"]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("make_device", [HostDevice, FakeDevice])
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
 def test_each_rank_writes_a_file_of_its_own(tmp_path, schedule, make_device):

@@ -34,6 +34,7 @@ def same_bits(a, b):
     return torch.equal(a.detach().cpu().view(torch.uint8), b.detach().cpu().view(torch.uint8))
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     "fields",
@@ -141,6 +142,7 @@ DISK = {
 }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("layers", "steps"), [(12, 3), pytest.param(48, 6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [{}, LIVE, {**LIVE, **DISK}], ids=["", "few live", "on disk"])
 def test_parameters_that_stream_from_the_host_give_the_bits_of_resident_ones(fields, layers, steps, accelerator):
@@ -240,6 +242,7 @@ def test_a_model_built_in_host_memory_is_the_one_built_on_the_device_and_takes_n
     assert engine.step().updated
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -313,6 +316,7 @@ def alone(accelerator):
         yield
 
 
+@pytest.mark.draws(1)
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("fields", [{}, {"gradient_clipping": 0.05}, {"update_in_backward": True}], ids=str)
 def test_under_fsdp2_the_bits_are_those_of_the_model_without_it_and_gradients_leave(fields, accelerator):

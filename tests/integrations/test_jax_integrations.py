@@ -110,6 +110,7 @@ def assert_follows(tx, eager, params):
     return params
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("neighbours", NEIGHBOURS.values(), ids=NEIGHBOURS.keys())
 def test_what_stands_before_as_optax_has_the_effect_that_it_has_on_adamw(neighbours):
     params = random_tree(0)
@@ -152,6 +153,7 @@ def test_extra_arguments_of_an_update_are_ignored(around):
     assert_same_tree(got, expected)
 
 
+@pytest.mark.draws(1)
 def test_with_strict_promotion_the_bits_are_the_same():
     params, grads = small(0), [small(i) for i in range(3)]
     expected = offloaded_of(params)
@@ -415,6 +417,7 @@ def test_what_the_loop_has_donated_is_asked_for_where_it_is_saved(tmp_path):
 # --- flax ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("wrapped", ["state", "pure"])
 def test_nnx_optimizer_trains_with_the_bits_of_adamw_and_resumes(wrapped, tmp_path):
     x, y = regression_data()

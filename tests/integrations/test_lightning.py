@@ -85,6 +85,7 @@ def assert_same_run(one, other, *, since=0):
 # --- OffloadedAdamW alone ------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("settings", [{}, {"precision": "bf16-mixed"}], ids=["fp32", "bf16-mixed"])
 def test_a_run_is_that_of_torchs_fused_adamw(tmp_path, settings):
     """Accumulating (the last update of an epoch has one batch), clipping, with a schedule."""
@@ -212,6 +213,7 @@ def test_the_states_stay_on_the_host_in_fp32(tmp_path):
     assert any("master" in name for name in before)
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("weights_only", [None, True])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, precision, weights_only):
@@ -291,6 +293,7 @@ def late_in(stage):
     return Model(engines, late=stage == 3)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("stage", "other"), [(2, 3), (3, 2)])
 def test_the_strategy_resumes_bit_for_bit_in_any_stage(tmp_path, stage, other):
     """Between epochs, with dropout: random generators are saved too."""
@@ -490,6 +493,7 @@ def test_a_checkpoint_of_another_strategy_goes_on_under_this_one(tmp_path):
         assert_same_weights(model, dict(straight.named_parameters()))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_evaluation_after_fit_and_from_a_checkpoint_alone(tmp_path, stage):
     model, loader = fitted(tmp_path, late_in(stage), OffloadStrategy(**STAGES[stage])), DataLoader(TOKENS, 5)
@@ -528,6 +532,7 @@ def test_a_checkpoint_that_is_written_again_is_whole_at_any_moment(tmp_path, mon
     assert now != first
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_manual_optimization_under_the_strategy(tmp_path, stage):
     """Clipping has the engine's bound, or is refused."""

@@ -82,6 +82,7 @@ def check(engine, tied=()):
     assert [name for name, tensor in before.items() if not same_bits(tensor, after[name])] == []
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", [{}, {"use_dora": True}, {"lora_alpha": 3, "use_rslora": True, "bias": "lora_only"},
                                     {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=str)  # fmt: skip
 def test_merged_weights_are_those_of_peft_on_the_cpu(stage, fields):

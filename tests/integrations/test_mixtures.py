@@ -29,6 +29,7 @@ def reference(request):
     return request.param, model, experts
 
 
+@pytest.mark.draws(6)
 @pytest.mark.parametrize(
     "fields",
     [
@@ -105,6 +106,7 @@ def with_torch(model, loss_of, steps):
     return bits(model)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("kind", ["mixtral", pytest.param("qwen3", marks=pytest.mark.slow), "modules"])
 def test_ranks_that_route_to_other_experts_train_as_torch_does_with_the_mean_of_their_gradients(kind):
     @on_ranks(2)
@@ -216,6 +218,7 @@ def trained(rank, way, **stage):
 LEAVES = {**BUCKETS, **NARROW, "leaf_modules": ["Experts"]}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[] if way in QUICK else pytest.mark.slow) for way in WAYS])
 def test_in_every_way_experts_of_leaf_modules_have_the_bits_of_stage_2_and_their_gradients_leave_during_backward(way):
     """A bucket for each matrix of 3 blocks of 6 experts, and one for all that is small."""

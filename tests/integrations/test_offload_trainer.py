@@ -77,6 +77,7 @@ def straight(tmp_path_factory):
     return of
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_is_that_of_torchs_fused_adamw(reference, straight, stage):
     """Accumulating, clipping, checkpointing activations, evaluating and generating; gradients leave in backward."""
@@ -89,6 +90,7 @@ def test_a_run_is_that_of_torchs_fused_adamw(reference, straight, stage):
     assert trainer.engine.optimizer.updates == trainer.state.global_step
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("optim", "theirs"), [("sgd", torch.optim.SGD), ("adagrad", torch.optim.Adagrad)])
 def test_another_optim_is_that_of_torch(optim, theirs, tmp_path):
     settings = {"save_strategy": "no", "weight_decay": 0.1, "max_grad_norm": 0.0}
@@ -115,6 +117,7 @@ def test_clipping_agrees_with_torchs_own_norm(straight, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("step", [2, EPOCH], ids=["in an epoch", "between epochs"])
 @pytest.mark.parametrize(("stage", "later"), [("2", "3"), ("3", "3"), ("3", "1")])
 def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, stage, later, step):
@@ -126,6 +129,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, stage, later
     assert_same_run(resumed, expected)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 @pytest.mark.parametrize("lives_on", [True, False])
 def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(stage, lives_on, tmp_path):
@@ -171,6 +175,7 @@ class Syncing(TrainerCallback):
                 model.lm_head.weight.mul_(0.9)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("writes", [False, True])
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_callbacks_may_read_and_write_weights_between_steps(tmp_path, stage, writes):
@@ -202,6 +207,7 @@ def test_callbacks_on_two_ranks_may_read_weights_in_stage_3_and_are_told_when_th
     assert len({bits for seen in found for bits in seen}) == 1
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_plain_trainer_goes_on_from_an_engines_checkpoint_with_the_callback(tmp_path, stage):
     settings = {"max_grad_norm": 0.0, "save_steps": 3, "max_steps": 6}
@@ -212,6 +218,7 @@ def test_a_plain_trainer_goes_on_from_an_engines_checkpoint_with_the_callback(tm
     assert_same_run(trained(tmp_path, callbacks=[OffloadCallback()], resume=resume, **settings), expected)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_bf16_autocast_is_trainers_own(tmp_path, stage):
     """The last update of the epoch, the sixth, has one micro-step."""
@@ -221,6 +228,7 @@ def test_bf16_autocast_is_trainers_own(tmp_path, stage):
     assert_same_run(on_engine(tmp_path, stage, **settings), expected)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_bfloat16_parameters_keep_their_master_weights_through_save_and_resume(tmp_path, stage):
     fields = {**STAGES[stage], "param_dtype": "bfloat16"}
@@ -286,6 +294,7 @@ class Scaling(OffloadTrainer):
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=3)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_under_fp16_the_engine_scales_losses_in_the_place_of_grad_scaler(reference, tmp_path, stage):
     """Powers of two leave the bits as they are."""
@@ -296,6 +305,7 @@ def test_under_fp16_the_engine_scales_losses_in_the_place_of_grad_scaler(referen
     assert scales == [1024.0, 1024.0, 2048.0, 2048.0, 2048.0, 4096.0, 4096.0, 4096.0]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_the_best_model_is_loaded_at_the_end_with_its_states(tmp_path, stage):
     """The best is here the one of the highest loss, which is not the last."""
@@ -325,6 +335,7 @@ def half_frozen(fill):
     return model
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_frozen_weights_come_from_the_file_of_the_model(tmp_path, stage):
     settings = {"save_steps": 2, "max_steps": 4}
@@ -422,6 +433,7 @@ class TooLarge(TrainerCallback):
             raise RuntimeError("CUDA out of memory.")
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2, early", "3"])
 def test_a_batch_that_does_not_fit_is_tried_smaller_and_leaves_nothing_behind(tmp_path, stage):
     settings = {"auto_find_batch_size": True, "gradient_accumulation_steps": 4, "max_grad_norm": 0.0}

@@ -51,6 +51,7 @@ def record_of(engine, name="0.base.weight"):
     return engine.optimizer.sharding.parameters.record_of(dict(engine.module.named_parameters())[name])
 
 
+@pytest.mark.draws(8)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("fields", [{"stage": 2}, PARTITIONED, {**PARTITIONED, "schedule": "serial"}, ON_DISK], ids=IDS)
 def test_adapters_get_the_bits_that_they_get_without_an_engine(kind, fields):
@@ -113,6 +114,7 @@ def test_a_quantised_parameter_that_would_train_is_an_error():
         wrap(module, lr=0.01, **PARTITIONED)
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize("kind", ["nf4", "int8", "torchao"])
 @pytest.mark.parametrize(
     "ways",
@@ -188,6 +190,7 @@ def bytes_of_elements(weight):
         return getattr(weight, weight.__tensor_flatten__()[0][0]).untyped_storage().nbytes()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 @pytest.mark.parametrize("kind", ["bfloat16", "torchao"])
 def test_device_memory_of_adapters_over_a_frozen_base_does_not_depend_on_its_depth(kind, accelerator):
@@ -195,6 +198,7 @@ def test_device_memory_of_adapters_over_a_frozen_base_does_not_depend_on_its_dep
     assert 512 * 512 < many <= 1.05 * few + 36 * 4 * 512  # checkpointing keeps what each layer gets
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_hold_half_of_a_quantised_base_each(kind):
     """And their adapters get the bits of stage 2."""

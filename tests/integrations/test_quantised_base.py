@@ -29,6 +29,7 @@ def adapted(folder, bits):
     return get_peft_model(model, LoraConfig(**LORA, task_type="CAUSAL_LM"))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("bits", "stage"), [("4 bits", "2"), ("4 bits", "3"), ("8 bits", "3")])
 def test_an_adapter_on_a_base_that_is_loaded_quantised_gets_the_bits_of_torchs_optimizer(bits, stage, tmp_path):
     base, saved = tmp_path / "base", tmp_path / "ours"

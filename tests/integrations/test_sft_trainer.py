@@ -37,6 +37,7 @@ def reference(tmp_path_factory):
     return tuned(tmp_path_factory.mktemp("torch"), ExactNormSFTTrainer, generated=generated), generated
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_run_of_sft_trainer_is_that_of_torchs_fused_adamw_and_resumes(reference, tmp_path, stage):
     """Its loss reads the head's weight itself, in the model's own forward."""
@@ -59,6 +60,7 @@ def test_a_run_of_sft_trainer_is_that_of_torchs_fused_adamw_and_resumes(referenc
         assert same_bits(param, states_of(expected)[name]["master"]), name
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_an_adapter_trains_resumes_and_is_read_by_peft(tmp_path, stage):
     """With a module that is saved whole, which in stage 3 is in shards; the base is not in the checkpoints."""

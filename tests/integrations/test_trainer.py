@@ -67,6 +67,7 @@ def straight(tmp_path_factory):
     return trained(tmp_path_factory.mktemp("offloaded"), callbacks=[OffloadCallback()])
 
 
+@pytest.mark.draws(1)
 def test_a_run_is_that_of_torchs_fused_adamw(reference, straight):
     assert_same_run(straight, reference)
 
@@ -81,6 +82,7 @@ def test_an_optimizer_and_a_schedule_of_ones_own_mean_the_same(reference, tmp_pa
     assert_same_run(trainer, reference)
 
 
+@pytest.mark.draws(1)
 def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(tmp_path):
     """The first one is still there, and says so when it is used again."""
     runs = []
@@ -94,6 +96,7 @@ def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(tmp_pat
         first.optimizer.step()
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("step", [2, EPOCH], ids=["in an epoch", "between epochs"])
 @pytest.mark.parametrize("way", ["Trainer's file", "both", "shards"])
 def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, way, step):
@@ -145,6 +148,7 @@ def test_the_learning_rate_betas_and_eps_of_the_arguments_hold(tmp_path):
 TRIALS = [{"learning_rate": 0.1}, {"learning_rate": 1e-3, "adam_beta1": 0.5}, {"adam_epsilon": 1e-2}]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("kind", [Trainer, OffloadTrainer])
 def test_each_trial_of_a_search_trains_with_its_own_settings(kind, tmp_path, monkeypatch):
     """As a backend of ``hyperparameter_search`` gives them to a Trainer; the callback warns of nothing."""

@@ -96,6 +96,7 @@ def evaluated(trainer):
     return [each for each in (*models, *getattr(trainer, "reward_funcs", ())) if isinstance(each, torch.nn.Module)]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", of(RUNS, QUICK))
 def test_its_trainers_train_as_with_torchs_fused_adamw(tmp_path, name):
     """Accumulating and clipping, in stages 2 and 3."""
@@ -110,6 +111,7 @@ def test_its_trainers_train_as_with_torchs_fused_adamw(tmp_path, name):
     assert max(norms(expected)) > CLIP
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", of([name for name in RUNS if name not in ON_ONE_RANK], ON_RANKS))
 def test_two_ranks_train_as_torch_does_on_each_micro_steps_mean(tmp_path, name):
     """They generate up to 40 tokens, and end at different ones."""
@@ -250,6 +252,7 @@ class WithVLLM:
                           vllm_client=Received(), _dist=self._dist)  # fmt: skip
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fields", [{}, LORA], ids=["full", "adapter"])
 def test_an_inference_engine_gets_whole_weights_with_adapters_merged(tmp_path, fields, world_size):
@@ -277,6 +280,7 @@ def test_an_inference_engine_gets_whole_weights_with_adapters_merged(tmp_path, f
             dist.barrier()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_log_probabilities_and_advantages_keep_their_type_beside_bfloat16_parameters(tmp_path, stage):
     types = {}
@@ -296,6 +300,7 @@ def test_log_probabilities_and_advantages_keep_their_type_beside_bfloat16_parame
     assert {*types.values()} == {torch.float32}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", ["2", "3"])
 def test_a_running_average_of_the_weights_is_that_of_a_plain_run(tmp_path, stage):
     """It reads them when training begins."""
@@ -327,6 +332,7 @@ def test_callbacks_see_the_weights_that_were_loaded_when_training_begins(tmp_pat
 # --- models that are evaluated beside it ------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("world_size", "fields"),
     [pytest.param(2, {**STAGES["3"], "offload_param": None}, marks=pytest.mark.quick), (1, STAGES["3"])],

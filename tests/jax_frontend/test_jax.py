@@ -63,6 +63,7 @@ LEARNING_RATES = {
 }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("lr", LEARNING_RATES.values(), ids=LEARNING_RATES.keys())
 def test_fifty_steps_of_a_model_have_the_bits_of_eager_adamw(lr):
@@ -125,6 +126,7 @@ def test_on_a_tree_of_one_leaf_optax_differs_by_a_few_ulps_of_the_update():
         assert_same_tree(states["exp_avg_sq"], state[0].nu)
 
 
+@pytest.mark.draws(2)
 @over_all_stores
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 def test_low_precision_parameters_are_the_rounded_masters_of_an_fp32_run(dtype):
@@ -165,6 +167,7 @@ def test_bucket_size_and_thread_count_change_no_bits(bucket_size, threads, dtype
 # --- accumulation, clipping, missing gradients ---------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("n", [2, 3])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16], ids=["float32", "bfloat16"])
 def test_micro_steps_equal_one_update_with_their_mean(n, dtype):
@@ -265,6 +268,7 @@ def test_scaled_gradients_give_the_update_of_the_unscaled_ones():
     assert_same_run(offloaded, eager)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("poison", [np.inf, -np.inf, np.nan])
 def test_an_overflow_skips_the_update_whole(poison):
     offloaded = wrap(random_tree(13, jnp.float16), **HYPER, initial_loss_scale=1024.0)
@@ -321,6 +325,7 @@ def test_a_function_that_the_user_has_compiled_reads_the_scale_anew():
     assert_same_tree(offloaded.to_pytree(), before)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("compiled", [True, False])
 def test_scaled_gradients_may_be_added_and_averaged_as_trees(compiled):
     """The scale comes along, compiled or not, and one from before an overflow is still told apart."""
@@ -340,6 +345,7 @@ def test_scaled_gradients_may_be_added_and_averaged_as_trees(compiled):
         offloaded.update(mean)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("inner", [lambda f: f, jax.jit], ids=["plain", "compiled"])
 @pytest.mark.parametrize("outer", [lambda f: f, jax.jit], ids=["eager", "in jit"])
 def test_the_loss_scale_inside_shard_map_is_refused_by_name(inner, outer):
@@ -470,6 +476,7 @@ def test_the_memory_order_of_an_array_does_not_matter():
 # --- memory: nothing is written while somebody reads it, and nothing grows -------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_parameters_that_a_user_keeps_are_never_rewritten(dtype):
     """``jax.device_put`` aliases NumPy memory: a buffer used again too early would rewrite them."""
@@ -602,6 +609,7 @@ def test_value_and_grad_is_that_of_jax():
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), grads, expected)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16], ids=["float32", "float16"])
 def test_value_and_grad_takes_aux_and_keywords(dtype):
     def fun(params, x, *, power):
@@ -684,6 +692,7 @@ def test_states_are_loaded_in_another_thread_as_in_the_main_one():
     assert_same_tree(task.result(), load_and_train())
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(fields):
     def train(offloaded, steps):

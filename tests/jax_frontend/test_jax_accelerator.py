@@ -74,6 +74,7 @@ CASES = {
 }
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
 def test_the_bits_are_those_of_the_direct_way(fields, dtype, device):
@@ -170,6 +171,7 @@ class Delayed:
         return self.params
 
 
+@pytest.mark.draws(1)
 @law(8, least=2)
 @example(on_accelerator, "float32", 2, 1, None, [(1, False), (4, False), (1, False), (1, False)])
 @given(
@@ -200,6 +202,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(place, dtype, warmup, 
     assert_same_tree(offloaded.flush(), definition.twin.params)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("place", [on_accelerator, direct])
 def test_states_of_the_delayed_schedule_are_loaded_over_what_it_holds_back(place, device):
     params, fields = random_tree(0), {"schedule": "delayed", "delay_warmup_steps": 1, "param_dtype": "bfloat16"}
@@ -435,6 +438,7 @@ class Recorder:
         return [event for event in self.events if event[0] in kinds]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, {"gradient_clipping": 1.0}], ids=["unclipped", "clipped"])
 def test_every_copy_is_started_before_the_first_has_arrived(fields, device):
     offloaded = on_accelerator(many_buckets(), reduce_bucket_size=100, **fields)
@@ -487,6 +491,7 @@ def test_a_copy_that_fails_changes_nothing(device):
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("schedule", ["overlap", "delayed"])
 def test_checkpoints_are_those_of_the_direct_way(tmp_path, device, schedule, monkeypatch):
     monkeypatch.setattr("frontends.jax.devices.device.on_cpu", lambda array: False)  # arrays are cut on the device

@@ -245,6 +245,7 @@ WRONG_GRADIENTS = {
 }
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(("spoil", "words"), WRONG_GRADIENTS.values(), ids=WRONG_GRADIENTS.keys())
 def test_wrong_gradients_are_refused(spoil, words):
     offloaded = trained()
@@ -400,6 +401,7 @@ WRONG_STATES = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(("spoil", "words"), WRONG_STATES.values(), ids=WRONG_STATES.keys())
 def test_wrong_states_are_refused(spoil, words):
     offloaded = trained()
@@ -438,6 +440,7 @@ def test_the_optax_adapter_refuses_jit_and_other_parameters():
         tx.update(grads, state, {"w": params["w"]})
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("where", ["alone", "mesh", "stage 3"])
 def test_gradients_that_jax_has_not_summed_yet_are_summed(where):
     mesh = jax.make_mesh((2,), ("dp",), devices=jax.devices()[:2])
@@ -485,6 +488,7 @@ AROUND = {
 }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", AROUND)
 def test_what_moves_parameters_around_an_exact_update_is_refused_by_name(name):
     around, said = AROUND[name]

@@ -77,6 +77,7 @@ def assert_same(one, other):
 DELAYED = {"param_dtype": "bfloat16", "schedule": "delayed", "delay_warmup_steps": 1}
 
 
+@pytest.mark.draws(1)
 @states_on_disk_too
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": "float16"}, DELAYED], ids=["fp32", "fp16", "delayed"])
 def test_who_resumes_goes_on_with_the_same_bits(tmp_path, fields):
@@ -256,6 +257,7 @@ def test_between_micro_steps_nothing_is_saved_and_loading_forgets_them(tmp_path)
     assert_same(offloaded, twin)
 
 
+@pytest.mark.draws(1)
 @states_on_disk_too
 @pytest.mark.parametrize("change", ["update", "load_pytree"])
 def test_what_is_saved_while_states_change_is_of_the_moment_of_the_call(tmp_path, monkeypatch, change):
@@ -310,6 +312,7 @@ FORGERIES = {
 }
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_what_cannot_be_taken_is_refused_before_anything_changes(tmp_path, forgery):
     offloaded, twin, loader = new(1), new(1), Loader(7)
@@ -334,6 +337,7 @@ def test_a_state_that_no_object_takes_is_named(tmp_path):
     offloaded.load_checkpoint(tmp_path, stateful={"loader": None})
 
 
+@pytest.mark.draws(1)
 @pytest.mark.filterwarnings("ignore:.*its state of 'loader' is not loaded")
 def test_code_of_others_runs_last_and_its_failure_says_what_is_loaded(tmp_path):
     offloaded, twin, loader = new(1), new(), Loader(7)
@@ -371,6 +375,7 @@ BAD_TREES = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("bad", BAD_TREES)
 def test_a_tree_of_states_that_cannot_be_taken_changes_nothing(bad):
     fields = {"param_dtype": "float16"} if "loss_scale" in BAD_TREES[bad][0] else {}

@@ -41,6 +41,7 @@ def assert_file_holds(folder, arrays):
 # --- weights -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}, {"schedule": "delayed", "delay_warmup_steps": 1}])
 def test_what_is_written_are_the_parameters_or_the_master_weights(tmp_path, fields):
     params = {**random_tree(0), "table": jnp.arange(3), "late": jnp.ones(4, jnp.float16), "rate": 0.5, "none": None,
@@ -101,6 +102,7 @@ TERMS = {"weight_decay": 0.1, "b1": 0.8, "b2": 0.95, "eps": 1e-6, "eps_root": 1e
 FIELDS = {"weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-6, "eps_root": 1e-10}
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("mode", [adamw, adam])
 @pytest.mark.parametrize("lr", [1e-2, schedule], ids=["float", "schedule"])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all", "masked"])

@@ -52,6 +52,7 @@ def end(offloaded):
     return bits, counts, offloaded.count, offloaded.report.step
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=pytest.mark.slow if case == "on disk" else []) for case in CASES]
 )
@@ -112,6 +113,7 @@ def everything(offloaded):
     return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(states)], offloaded.count
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(
     "options",

@@ -48,6 +48,7 @@ def arrived(monkeypatch):
     return event
 
 
+@pytest.mark.draws(1)
 def test_update_returns_before_there_are_gradients(make, arrived):
     offloaded, twin = make(tree_of(0)), make(tree_of(0))
     for step in range(4):
@@ -60,6 +61,7 @@ def test_update_returns_before_there_are_gradients(make, arrived):
         assert (offloaded.count, offloaded.report) == (twin.count, twin.report)
 
 
+@pytest.mark.draws(6)
 @pytest.mark.parametrize(
     "use",
     [
@@ -125,6 +127,7 @@ def test_what_goes_wrong_later_is_raised_by_the_next_use_and_once(make, monkeypa
     assert_same(offloaded.update(tree_of(2)), twin.update(tree_of(2)))
 
 
+@pytest.mark.draws(1)
 def test_updates_of_two_threads_come_one_after_the_other(make):
     offloaded, twin = make(tree_of(0)), make(tree_of(0))
 
@@ -156,6 +159,7 @@ def test_one_that_is_dropped_in_the_middle_ends_its_update(make, arrived):
     assert gone() is None
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("wait", [True, False])
 def test_gradients_that_are_given_away_are_gone_and_the_bits_stay(wait, make):
     offloaded, twin = make(tree_of(0)), make(tree_of(0))

@@ -89,6 +89,7 @@ def test_matrices_have_the_bits_of_the_definition_and_others_those_of_adamw():
         np.testing.assert_array_equal(np.asarray(found[layer][name]), np.asarray(rest[layer][name]))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize(
@@ -152,6 +153,7 @@ def test_what_is_no_whole_matrix_is_refused_by_its_path():
         wrap({"bias": jnp.zeros(3)}, **SETTINGS)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.states_in_memory
 def test_memory_is_planned():
     offloaded = wrap(tree(100), **SETTINGS)

@@ -33,6 +33,7 @@ def run(offloaded, tx, params, n, first=0):
     return params, state
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(
     ("name", "kind", "rate"),
     [*((*each, "number") for each in OPTAXS_KINDS), *((name, "most", "schedule") for name in REFERENCES)],
@@ -65,6 +66,7 @@ def test_without_platform_dependent_math_adagrad_is_that_of_optax_as_it_is():
     assert ran.returncode == 0, ran.stderr
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(("name", "kind"), OPTAXS_KINDS)
 def test_states_go_to_optax_and_back(name, kind):
     tx = REFERENCES[name].of_optax(LR, REFERENCES[name].kinds[kind])
@@ -95,6 +97,7 @@ def test_a_mask_keeps_parameters_from_decay(name):
         assert_same_tree(none.params, decayed.params)
 
 
+@pytest.mark.draws(1)
 @of_each_rule
 def test_a_checkpoint_resumes_with_the_same_bits(name, tmp_path):
     offloaded, other = (wrapped(random_tree(i), name) for i in range(2))
@@ -115,6 +118,7 @@ def test_states_of_optax_are_kept_in_torchs_order_of_operations(name):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), offloaded.params, other.params)
 
 
+@pytest.mark.draws(1)
 @of_each_rule
 def test_states_of_another_rule_are_refused(name):
     params = random_tree(0)

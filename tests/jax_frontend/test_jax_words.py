@@ -19,6 +19,7 @@ ADDRESS = re.compile(r" at 0x\w+")
 """A function's, which differs between processes."""
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(
     ("theirs", "ours"),
     [
@@ -53,6 +54,7 @@ def test_a_setting_in_jax_words_is_the_same_setting(theirs, ours):
     assert wrap(PARAMS, **theirs).config == wrap(PARAMS, **ours).config
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -45,6 +45,7 @@ def cut_at(update: formats.Update, places: list[int]) -> list[slice]:
 # --- an update ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law(150)
 @given(updates(), our.steps())
@@ -111,6 +112,7 @@ def test_an_early_parameter_has_the_bits_of_the_update_that_follows(update, case
 ties = st.integers(0, 2**16 - 1).map(lambda upper: upper << 16 | 0x8000)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law()
 @given(our.states(lengths), st.lists(ties, max_size=9), our.steps(), our.offsets)
@@ -137,6 +139,7 @@ def test_split_masters_have_every_bit_of_whole_ones(instruction_set, state, halv
         oracles.assert_same_bits("param", split.param, whole.param)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("names", [("split", "float32", "float32"), ("bfloat16", "float8", "float8")], ids="-".join)
 def test_streaming_stores_change_no_bits(names, drawn):
     """One large call streams the parameter; small calls do not."""

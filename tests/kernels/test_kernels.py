@@ -50,6 +50,7 @@ def test_the_oracles_fma_rounds_the_exact_rational_once(a, b, c):
     assert got == oracles.round_to_float32(exact), f"fma({a[0]!r}, {b[0]!r}, {c[0]!r}) gave {got!r}"
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     "kind",
     [
@@ -70,6 +71,7 @@ def test_the_float_strategy_draws_every_kind_of_float(kind):
 # --- updates ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law(150)
@@ -147,6 +149,7 @@ def test_a_moment_that_the_rule_lacks_may_be_absent(state, case):
 finite_arrays = st.tuples(our.element_types, our.lengths).flatmap(lambda t: our.float_arrays(*t, finite=True))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law()
 @given(finite_arrays)
@@ -192,6 +195,7 @@ def test_sum_of_squares_does_not_depend_on_thread_count(values, threads):
     assert call.sum_of_squares(values, threads=threads).exact() == oracles.sum_of_squares(values)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law()
 @given(finite_arrays.filter(len), st.sampled_from([np.nan, np.inf, -np.inf]), st.data())
@@ -213,6 +217,7 @@ def test_a_low_digit_takes_less_than_32_bits_a_chunk(instruction_set):
     assert (low_digits < 4 << 32).all()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law()
 @given(our.lengths.filter(bool), our.element_types, our.offsets, st.integers(1, 8), st.booleans(), st.data())
@@ -228,6 +233,7 @@ def test_a_reduction_sums_in_rank_order_in_fp32_and_divides_once(instruction_set
 # --- accumulate and cast ----------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law()
 @given(our.lengths, our.element_types, our.offsets, st.data())
@@ -246,6 +252,7 @@ def test_accumulate_and_cast_do_not_depend_on_thread_count(n, dtype, threads, da
     oracles.assert_same_bits("cast", call.cast(dst, dtype, threads=threads), oracles.cast(dst, dtype))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
 @our.law()
 @given(our.lengths, our.element_types, our.element_types, our.offsets, st.data())
@@ -341,6 +348,7 @@ def instruction_set_of_a_fresh_process(name: str) -> subprocess.CompletedProcess
     )
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", INSTRUCTION_SETS)
 def test_the_environment_chooses_the_instruction_set(name):
     assert instruction_set_of_a_fresh_process(name).stdout.strip() == name
@@ -350,6 +358,7 @@ def test_the_widest_instruction_set_is_the_default():
     assert instruction_set_of_a_fresh_process("").stdout.strip() == INSTRUCTION_SETS[-1]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", ["mmx", *(n for n in kernels.INSTRUCTION_SETS if n not in INSTRUCTION_SETS)])
 def test_an_instruction_set_that_is_not_there_is_an_error_that_names_the_choices(name):
     message = f"instruction set '{name}': this processor has {', '.join(INSTRUCTION_SETS)}; choose one of them"

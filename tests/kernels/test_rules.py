@@ -54,6 +54,7 @@ def test_it_has_the_bits_of_torch(name, kind):
         oracles.assert_same_bits("moment", mine, other)
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(("name", "kind"), OPTAXS_KINDS)
 def test_it_has_the_bits_of_eager_optax(name, kind, exact_rsqrt):
     optax, jnp = pytest.importorskip("optax"), pytest.importorskip("jax.numpy")

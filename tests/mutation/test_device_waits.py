@@ -670,6 +670,7 @@ PLAYED = {
 }
 
 
+@pytest.mark.draws(6)
 @pytest.mark.parametrize(
     "scenario",
     [

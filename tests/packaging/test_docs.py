@@ -138,6 +138,7 @@ def outcome_of(tmp_path_factory) -> Iterator[Callable[[Job], tuple[int, str]]]:
         server.close()
 
 
+@pytest.mark.draws(6)
 @pytest.mark.parametrize("case", MARKED)
 def test_code_runs_and_says_what_stands_there(case, outcome_of):
     for job in case:
@@ -329,6 +330,7 @@ def test_there_are_examples_for_both_frameworks_and_the_two_commands():
     assert "make test" in README.read_text()[:800]
 
 
+@pytest.mark.draws(67)
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_are_used_and_links_lead_somewhere(page):
     text = page.read_text()
@@ -352,6 +354,7 @@ def without_blocks(page: Path) -> str:
     return re.sub(r"^ *```.*?^ *```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.draws(74)
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: str(page.relative_to(ROOT)))
 def test_an_anchor_of_a_link_is_a_heading_there(page):
     links = [
@@ -396,6 +399,7 @@ def said() -> list[str]:
     return [template for path in paths for template in templates(path.read_text())]
 
 
+@pytest.mark.draws(50)
 @pytest.mark.parametrize("message", MESSAGES)
 def test_a_message_on_the_page_is_one_of_the_code(message, said):
     parts = [part for part in message.split("…") if part]

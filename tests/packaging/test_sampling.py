@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from tests import sampling
 from tests.conftest import mark_others_slow, slice_of
-from tests.sampling import DRAWS, ROOT, SAMPLED, chosen, commit_number, least
+from tests.sampling import DRAWS, ROOT, chosen, commit_number, least
 from tests.support.strategies import law
 
 
@@ -50,8 +50,9 @@ import pytest
 from tests.support.strategies import law
 from hypothesis import given, strategies as st
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("case", range(20))
-def test_{sampled}(case):
+def test_sampled(case):
     print("case", case)
 
 def test_inside(drawn):
@@ -70,11 +71,10 @@ def test_of_hypothesis(x):
 
 def run(folder, *options):
     """What laws print under these options of pytest, in a folder beside this suite's own settings."""
-    sampled = next(name for name in SAMPLED if SAMPLED[name] == 2)
-    (folder / "test_laws.py").write_text(LAWS.replace("test_{sampled}", sampled))
+    (folder / "test_laws.py").write_text(LAWS)
     (folder / "conftest.py").write_text("from tests.conftest import *\n")
     (folder / "pytest.ini").write_text(
-        "[pytest]\nmarkers =\n    slow\n    soak\n    integration\n    gpu\n    states_in_memory\n"
+        "[pytest]\nmarkers =\n    draws(n)\n    slow\n    soak\n    integration\n    gpu\n    states_in_memory\n"
     )
     command = [sys.executable, "-m", "pytest", "-q", "-s", "-n", "0", "-p", "no:cacheprovider", "-c", "pytest.ini"]
     environment = {**__import__("os").environ, "PYTHONPATH": str(ROOT)}
@@ -93,8 +93,7 @@ def run(folder, *options):
 
 def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
     cases, inside, examples, said = run(tmp_path, "-m", "not slow and not soak", "--draw", "3")
-    law = next(name for name in SAMPLED if SAMPLED[name] == 2)
-    of_law = chosen(range(20), 2, 3 + zlib.crc32(law.encode()))
+    of_law = chosen(range(20), 2, 3 + zlib.crc32(b"test_sampled"))
     assert (cases, inside, examples) == (of_law, chosen(range(20), 2, 3), 6), said
     assert "random draws: --seed 0; cases of this commit: --draw 3" in said
     cases, inside, examples, said = run(tmp_path, "-m", "slow", "--whole")
@@ -104,9 +103,10 @@ def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
     assert "soak 20" in said
 
 
-def test_ten_draws_see_all_cases_though_the_table_has_fewer(monkeypatch):
+def test_ten_draws_see_all_cases_though_the_mark_has_fewer(monkeypatch):
     monkeypatch.setattr(sampling, "whole", False)
-    law, seen = next(name for name in SAMPLED if SAMPLED[name] == 2), set()
+    law, seen = "test_of_many_cases", set()
+    marks = {"draws": pytest.mark.draws(2).mark}
     for draw in range(DRAWS):
         monkeypatch.setattr(sampling, "draw", draw)
         slow = {number: [] for number in range(21)}
@@ -115,7 +115,7 @@ def test_ten_draws_see_all_cases_though_the_table_has_fewer(monkeypatch):
             "name": law,
             "originalname": law,
             "iter_markers": list,
-            "get_closest_marker": lambda name: None,
+            "get_closest_marker": marks.get,
         }
         mark_others_slow([SimpleNamespace(**fields, add_marker=slow[number].append) for number in slow])
         kept = {number for number, marks in slow.items() if not marks}
@@ -139,11 +139,3 @@ def test_a_slice_that_is_none_is_named(text):
     config = SimpleNamespace(option=SimpleNamespace(slice=text))
     with pytest.raises(pytest.UsageError, match=rf"^--slice {text}: expected I/N with I below N, such as 0/3$"):
         slice_of(config)
-
-
-def test_each_law_of_the_table_is_there():
-    names = set()
-    for path in (ROOT / "tests").rglob("test_*.py"):
-        names |= set(re.findall(r"def (test_\w+)", path.read_text()))
-    assert not SAMPLED.keys() - names
-    assert sampling.THINNED > 1

@@ -58,6 +58,7 @@ def test_buffers_keep_their_bits_under_another_param_dtype(dtype):
     assert engine(x, positions).dtype is x.dtype
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_statistics_in_a_narrow_model_are_those_in_fp32(dtype):
@@ -74,6 +75,7 @@ def test_statistics_in_a_narrow_model_are_those_in_fp32(dtype):
         torch.testing.assert_close(getattr(model[1], name), getattr(reference, name), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize(
     "fields", [{}, {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 8}], ids=str
 )
@@ -126,6 +128,7 @@ def test_buffer_dtype_casts_floating_point_buffers_alone_and_without_param_dtype
     assert model.linear.weight.dtype is torch.float32
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     "how", [copy.deepcopy, lambda engine: pickle.loads(pickle.dumps(engine))], ids=["copy", "pickle"]
 )

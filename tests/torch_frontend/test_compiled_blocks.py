@@ -71,6 +71,7 @@ def compiled_anew():
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 20}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("compiled", "fields"),
     [(in_place, {"param_dtype": "bfloat16"}), (as_objects, {"gradient_clipping": 0.1}), (in_place, STREAMED)],
@@ -93,6 +94,7 @@ def test_compiled_blocks_are_compiled_once_and_give_the_bits_of_the_model_as_it_
     assert_all_same(*found)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("compiled", [in_place, as_objects])
 @pytest.mark.parametrize("when", ["before wrap()", "after wrap()"])
 def test_a_compiled_block_waits_for_its_own_parameters_at_its_own_boundary(compiled, when, device, monkeypatch):
@@ -205,6 +207,7 @@ def plain_graphs(compile_model, backend="aot_eager"):
     return graphs_of(compile_model, "cpu", backend=backend)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("compile_model", [blocks_in_place, blocks_as_objects, model_in_place, torch.compile])
 def test_training_compiles_the_graphs_of_plain_torch_and_gives_its_bits(compile_model, stage, device):
@@ -226,6 +229,7 @@ def test_inductor_gives_the_bits_and_the_graphs_of_plain_torch(stage):
     assert_all_same(found, expected)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("how", ["engine.compile()", "torch.compile(engine)", "a function around the engine"])
 def test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_second_step(how, stage, device):
@@ -253,6 +257,7 @@ def test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_seco
     assert_all_same(*found)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("how", ["blocks", "engine.compile()", "torch.compile(engine)", "a function around the engine"])
 def test_compiled_code_finds_what_a_restore_brings_back_and_compiles_no_more(how, device):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -309,6 +314,7 @@ def whole_while_graphs_run(model):
     yield seen, backend, look
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("unit", "expected"), [("blocks", [[0], [1], [2]]), ("model", [[0, 1, 2]])])
 def test_a_unit_is_whole_while_its_graph_and_its_backward_run_and_nothing_else_is(unit, expected, device):
     model = blocks(3, device)
@@ -346,6 +352,7 @@ class Two(nn.Module):
         return self.second(x)
 
 
+@pytest.mark.draws(1)
 def test_a_unit_waits_only_for_its_own_parameters(device, monkeypatch):
     """The second block is gathered ahead: its copies are held back, and the first block computes."""
     slow = SlowTorchDevice()
@@ -449,6 +456,7 @@ class Holds(nn.Sequential):
         return iter(self[0].children())
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("way", WAYS)
 def test_units_give_the_bits_of_the_model_as_it_is(way, device):
     make, fullgraph = WAYS[way]
@@ -479,6 +487,7 @@ def test_units_give_the_bits_of_the_model_as_it_is(way, device):
     assert_all_same(*found)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_whole_loss_over_weights_is_one_graph_where_they_are_gathered(stage, device):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -504,6 +513,7 @@ def test_a_whole_loss_over_weights_is_one_graph_where_they_are_gathered(stage, d
     assert_all_same(*found)
 
 
+@pytest.mark.draws(1)
 def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model(device, monkeypatch):
     """The other model's gradients have been used in its backward: before its step, nobody may wait for it."""
     slow = SlowTorchDevice()
@@ -535,6 +545,7 @@ def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model
     assert other.step().updated
 
 
+@pytest.mark.draws(1)
 def test_a_whole_graph_that_cannot_gather_says_what_to_do(device):
     """Whatever it read would not be there: never zeros, never a fault of memory."""
     engine = wrap(blocks(2, device), lr=1e-2, **STREAMED)
@@ -557,6 +568,7 @@ def test_a_whole_graph_that_cannot_gather_says_what_to_do(device):
     assert engine.optimizer.sharding.live.numel == 0
 
 
+@pytest.mark.draws(1)
 def test_a_compiled_model_outlives_its_engine_and_its_copies_are_plain(device):
     model = blocks_as_objects(blocks(2, device), backend="aot_eager", fullgraph=True)
     engine = wrap(model, lr=1e-2, **STREAMED)
@@ -572,6 +584,7 @@ def test_a_compiled_model_outlives_its_engine_and_its_copies_are_plain(device):
     assert engine.optimizer.sharding.live.numel == 0
 
 
+@pytest.mark.draws(1)
 def test_an_engine_that_is_collected_while_other_code_is_compiled_does_not_change_what_that_has_seen(
     device, monkeypatch
 ):

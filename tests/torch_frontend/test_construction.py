@@ -49,6 +49,7 @@ def assert_same(model, expected):
         assert torch.equal(ours[name], value), name
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("device", "name", "param_dtype"),
     [
@@ -164,6 +165,7 @@ CONSTRUCTORS = [Applies, several_at_once, reference_held, own_parameters_around_
                 picklable, encoder, parametrized]  # fmt: skip
 
 
+@pytest.mark.draws(4)
 @everywhere
 @pytest.mark.parametrize("make", CONSTRUCTORS)
 def test_constructors_do_what_they_do_to_a_whole_model(make):
@@ -235,6 +237,7 @@ def test_what_is_whole_is_cut_when_another_becomes_whole_and_no_sooner(monkeypat
     assert len(cut) == 9
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("then", ["nvme", "cpu"])
 def test_a_model_that_was_built_on_disk_is_wrapped_with_its_parameters_anywhere(then):
@@ -344,6 +347,7 @@ def small():
     return nn.Sequential(nn.Linear(SIDE, 4 * SIDE), nn.Linear(4 * SIDE, SIDE))
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(
     ("act", "kind", "match"),
     [

@@ -92,6 +92,7 @@ FIELDS = {
 }
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize(
     ("way", "fields"),
     [
@@ -131,6 +132,7 @@ KEPT = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("keep", KEPT.values(), ids=KEPT)
 def test_what_p_data_gave_once_is_followed_for_as_long_as_it_is_kept(device, keep, adopted):
     engine, reference = (wrap(make(), lr=1e-3, param_dtype="bfloat16") for _ in range(2))
@@ -223,6 +225,7 @@ def test_where_what_p_data_gave_is_kept_no_parameter_is_sent_early(monkeypatch, 
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 8, "param_dtype": "bfloat16"}
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_gathered_parameter_is_written_to_with_a_modifier_only(device, way):
     engine = wrap(make(), lr=1e-3, **STAGE_3)

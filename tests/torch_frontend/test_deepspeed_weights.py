@@ -55,6 +55,7 @@ def frozen_of(folder):
     return {n: p.detach().to(dtype).float() for n, p in model().named_parameters() if n.startswith("frozen")}
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}, STAGE_3, {**STAGE_3, "param_dtype": "bfloat16"}])
 def test_an_engine_has_the_fp32_weights_exactly_and_trains_on(case, fields):
     folder, weights = case
@@ -86,6 +87,7 @@ def test_whole_weights_are_those_that_deepspeeds_own_function_reads(case):
     assert not any(name.startswith("frozen") for name in get_fp32_state_dict_from_zero_checkpoint(folder, None, True))
 
 
+@pytest.mark.draws(1)
 def test_nothing_in_a_file_is_run_and_nothing_half_is_loaded(case, tmp_path, monkeypatch):
     folder, _ = case
     files = sorted((folder / "after-3").glob("*.pt"))
@@ -135,6 +137,7 @@ def paths_of(tree, at=()):
         yield from paths_of(value, (*at, key))
 
 
+@pytest.mark.draws(1)
 def test_what_is_damaged_is_refused_or_does_not_matter(case, drawn):
     folder, _ = case
     sound, n_ways = blank(), 0

@@ -47,6 +47,7 @@ def assert_goes_on_from(before, engine, fields):
     assert_all_same(everything(engine), everything(run(range(3), fields)))
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_before(where, fields, device):
@@ -60,6 +61,7 @@ def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_befor
     assert_goes_on_from(before, engine, fields)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_copy_to_the_host_that_fails_is_an_error_of_the_step_and_of_no_other(fields, device):
     engine = run(range(2), fields)
@@ -92,6 +94,7 @@ def no_memory():
         yield
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("failure", [a_copy_that_fails, no_memory])
 @pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)
 def test_parameters_that_do_not_come_back_are_those_of_the_step_once_they_can(fields, failure, device):

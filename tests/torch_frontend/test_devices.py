@@ -35,6 +35,7 @@ def run(engine, seeds, device):
     return reports
 
 
+@pytest.mark.draws(5)
 @pytest.mark.quick
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_every_setting_gives_the_hosts_bits(fields, device):
@@ -44,6 +45,7 @@ def test_every_setting_gives_the_hosts_bits(fields, device):
     engine.close()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_normalisation_convolution_and_dropout_of_nothing_too(dtype, device):
     found = []
@@ -62,6 +64,7 @@ def test_normalisation_convolution_and_dropout_of_nothing_too(dtype, device):
     assert_all_same(*found)
 
 
+@pytest.mark.draws(1)
 def test_an_overflow_is_skipped_on_every_device(device):
     found = []
     for place in (device, "cpu"):
@@ -75,6 +78,7 @@ def test_an_overflow_is_skipped_on_every_device(device):
     assert_all_same(*found)
 
 
+@pytest.mark.draws(1)
 def test_the_optimizer_alone_reads_gradients_where_they_are(device):
     found = []
     for place in (device, "cpu"):
@@ -89,6 +93,7 @@ def test_the_optimizer_alone_reads_gradients_where_they_are(device):
     assert_all_same(*found)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", [{"param_dtype": "bfloat16"}, {"schedule": "delayed"}, STREAMED], ids=str)
 def test_a_run_that_was_saved_on_one_device_goes_on_as_it_was_on_another(fields, device, tmp_path):
     straight = wrap(make(), lr=1e-2, **fields)
@@ -116,6 +121,7 @@ def test_a_parameter_that_is_written_by_hand_is_followed(device):
     assert_all_same(*found)
 
 
+@pytest.mark.draws(2)
 def test_a_default_device_does_not_attract_what_is_the_hosts(device, tmp_path):
     inputs, found = [batch(seed) for seed in range(4)], []
     for default in (device, "cpu"):

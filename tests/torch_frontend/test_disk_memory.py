@@ -74,6 +74,7 @@ def values(engine):
         return [p.detach().clone() for p in engine.module.parameters()]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("layers", [2, pytest.param(12, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("wait", [True, False])
 def test_a_save_takes_its_buffers_and_what_it_reads_at_a_time(layers, wait, tmp_path, monkeypatch):

@@ -46,6 +46,7 @@ changes = st.builds(
 )
 
 
+@pytest.mark.draws(8)
 @pytest.mark.parametrize("device", ["host", "simulated, delays 0", "late"], indirect=True)
 @pytest.mark.parametrize("way", OF_WAYS)
 def test_in_every_way_a_gradient_is_read_and_changed_as_in_plain_torch(way, device):

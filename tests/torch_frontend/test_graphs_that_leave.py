@@ -89,6 +89,7 @@ def assert_trained_as_in_torch(ours, theirs):
             assert same_bits(p, q[1]), name
 
 
+@pytest.mark.draws(7)
 @pytest.mark.parametrize("way", ["a list", "a global list", "a dict", "a closure"])
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_a_graph_that_left_its_module_another_way_reads_whole_parameters(fields, way):
@@ -163,6 +164,7 @@ TRANSFORMS = {
 }
 
 
+@pytest.mark.draws(15)
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, of its rules
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
@@ -236,6 +238,7 @@ class ReadsAnothers(nn.Module):
         return self.aux.pop()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_a_weight_that_a_forward_reads_of_a_module_inside_it_is_whole_too(fields):
     engine, twin = wrap(made(ReadsAnothers), lr=1e-2, **fields), made(ReadsAnothers)

@@ -10,6 +10,7 @@ from tests.support.torch_models import loss_of, make, same_bits, step
 from tests.support.ways import STAGE_3, WAYS
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_gradients_of_chosen_parameters_are_those_of_torch(fields):
     engine, theirs = wrap(make(), lr=1e-2, **fields), make()
@@ -43,6 +44,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("modifier_rank", [None, 0])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_a_parameter_of_another_size_is_named_where_it_is_gathered_and_training_goes_on(change, modifier_rank):
@@ -68,6 +70,7 @@ def with_more_rows(model):
     return model
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "fields",

@@ -32,6 +32,7 @@ def by_another_dict(model, *, trained):
     model[0].__dict__["_parameters"] = {**model[0]._parameters, "bias": parameter(trained=trained)}
 
 
+@pytest.mark.draws(13)
 @pytest.mark.parametrize("door", [by_table, by_attribute, module_by_table, by_another_dict])
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
@@ -55,6 +56,7 @@ def test_a_trained_parameter_may_leave_the_model_and_come_back():
     step(engine)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_layers_that_are_unfrozen_later_and_are_in_no_group_are_named_once(fields, recwarn):
     model = make()

@@ -122,6 +122,7 @@ def assert_same(found, expected):
         assert same_bits(found[name], value), name
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.quick
 def test_twenty_steps_equal_torch_bit_for_bit():
@@ -154,6 +155,7 @@ def of_plain_training(world_size, fields, steps):
     return {name: p.detach() for name, p in reference.model.named_parameters()}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_ranks_and_stages_give_the_bits_of_torch_in_one_process(world_size, drawn):
     settings = dict(drawn(ON_RANKS.items(), sampling.least(len(ON_RANKS))))
@@ -174,6 +176,7 @@ def test_ranks_and_stages_give_the_bits_of_torch_in_one_process(world_size, draw
             assert_same(found[rank][name], expected)
 
 
+@pytest.mark.draws(7)
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_running_gives_the_same_bits(way):
     engine = wrap(Stacked(), optimizer="muon", lr=0.02, reduce_bucket_size=100, **WAYS[way])
@@ -181,6 +184,7 @@ def test_each_way_of_running_gives_the_same_bits(way):
     assert_same(values(engine.module), of_plain_training(1, {}, 4))
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize("fields", [{}, {"state_format": "8bit", "param_dtype": "bfloat16"}, STAGE_3], ids=str)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(fields, tmp_path):
     first, second, third = (wrap(Stacked(), optimizer="muon", lr=0.02, **fields) for _ in range(3))
@@ -246,6 +250,7 @@ SMALL_BUCKETS = {"reduce_bucket_size": 100}
 IN_SHARDS = {"stage": 3, "param_persistence_threshold": 0, **SMALL_BUCKETS}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_stack_that_no_bucket_holds_keeps_its_states_in_one_run(world_size, tmp_path):
     shapes = (5, 5, 8), (3, 5, 7)  # whose matrices are no whole shards
@@ -265,6 +270,7 @@ def test_a_stack_that_no_bucket_holds_keeps_its_states_in_one_run(world_size, tm
             assert same_bits(state["momentum_buffer"], whole["momentum_buffer"])
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("built", [False, True])
 def test_matrices_of_more_elements_than_a_bucket_are_whole_in_stage_3(late, built):
@@ -319,6 +325,7 @@ def test_ranks_that_would_cut_a_frozen_matrix_differently_are_told():
     assert "'weights.0'" in said[1]
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("as_file", [False, True])
 @pytest.mark.parametrize("kind", ["AdamW", "SGD", "Lion", "Adagrad", "Muon"])
 def test_a_deepspeed_configuration_is_of_the_optimizer_that_it_names(kind, as_file, tmp_path):
@@ -374,6 +381,7 @@ def test_the_optimizer_alone_is_that_of_torch_and_states_go_both_ways():
         assert same_bits(last, other)
 
 
+@pytest.mark.draws(4)
 def test_a_skipped_step_changes_nothing():
     engine = wrap(Stacked(), optimizer="muon", lr=0.02, skip_nonfinite=True)
     for seed in range(3):
@@ -488,6 +496,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize(("fields", "error", "message"), WRONG)
 def test_wrong_settings_are_refused_before_anything_is_made(fields, error, message):
     model = Stacked()
@@ -539,6 +548,7 @@ def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path):
         muon.load_checkpoint(folder)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.states_in_memory
 @pytest.mark.parametrize("way", WAYS)
 def test_memory_is_planned(way):
@@ -552,6 +562,7 @@ def test_memory_is_planned(way):
     assert rows["directions"].held > 0
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, {"stage": 3, "param_persistence_threshold": 0}], ids=str)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_iteration_that_fails_on_one_rank_is_its_error_at_once(failing, fields):
@@ -588,6 +599,7 @@ def test_an_iteration_that_fails_on_one_rank_is_its_error_at_once(failing, field
         assert "different ways" not in said
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_an_iteration_that_fails_once_is_made_again_and_the_next_step_is_right(monkeypatch):
     """Its error is raised; the states are those of the whole update, as after any failure on the way."""

@@ -81,6 +81,7 @@ def way(request):
 # --- values, names, order --------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(2)
 def test_weights_are_those_of_an_export_bit_for_bit_in_the_order_of_the_model(way, tmp_path):
     engine = engine_of(**way)
     train(engine, range(3))
@@ -93,6 +94,7 @@ def test_weights_are_those_of_an_export_bit_for_bit_in_the_order_of_the_model(wa
         assert all(tensor.is_contiguous() and not tensor.requires_grad for _, tensor in given)
 
 
+@pytest.mark.draws(2)
 def test_weights_are_copies_and_training_goes_on_as_if_none_had_been_given(way):
     ends = []
     for gives in (False, True):
@@ -123,6 +125,7 @@ def test_a_weight_is_given_in_c_order_or_in_its_own(fields):
             assert not own[name].is_contiguous()
 
 
+@pytest.mark.draws(2)
 def test_weights_of_a_released_engine_are_the_same(way):
     """Of frozen tensors the host has copies, of trained ones the master weights."""
     engine = engine_of(**way)
@@ -160,6 +163,7 @@ def test_a_function_gets_buckets_of_at_most_the_configured_size_or_one_larger_we
     assert_same(dict(given), dict(engine.named_weights()))
 
 
+@pytest.mark.draws(2)
 def test_tensors_are_written_in_place_in_their_own_type_and_order(way):
     engine = engine_of(**way)
     train(engine, range(2))
@@ -211,6 +215,7 @@ def test_tensors_that_do_not_fit_are_one_error_before_anything_is_written():
         engine.named_weights()
 
 
+@pytest.mark.draws(2)
 def test_a_receiver_that_fails_in_the_middle_loses_nothing_and_the_next_call_is_whole(way):
     expected, engine = (engine_of(reduce_bucket_size=100, **way) for _ in range(2))
     train(expected, range(2))
@@ -292,6 +297,7 @@ def test_since_a_report_only_what_an_update_has_changed_is_given(fields):
     assert engine.named_weights(since=second, into=lambda bucket: None) == 2
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", FIELDS[:4])
 def test_since_a_report_what_was_written_or_loaded_from_outside_is_given(fields, tmp_path):
     engine = wrap(Sparse(), lr=1e-2, **fields)

@@ -96,6 +96,7 @@ def test_a_rank_that_hangs_is_ended_and_says_where(monkeypatch):
             raise ValueError
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_processes_end_with_the_one_that_runs_them(number, tmp_path):
     os.mkfifo(tmp_path / "pid")

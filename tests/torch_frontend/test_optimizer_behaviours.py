@@ -119,6 +119,7 @@ def advance(schedule, n_step):
     schedule.step(*([abs(n_step - 4.0)] if isinstance(schedule, lr_scheduler.ReduceLROnPlateau) else []))
 
 
+@pytest.mark.draws(10)
 @pytest.mark.parametrize(
     ("device", "kind"),
     [*(("host", kind) for kind in ("alone", "engine", "tensors", "resumed")), ("simulated, delays 0", "engine")],
@@ -174,6 +175,7 @@ def test_copies_of_model_optimizer_and_schedule_go_on_together():
         assert public[0] == public[1]
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_averaged_models_are_those_of_torchs_optimizer(early_copy):
@@ -269,6 +271,7 @@ def test_hooks_are_called_when_and_with_what_torchs_optimizer_calls_them(say):
 # --- groups, and what they are made of ----------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_groups_added_before_the_first_step_and_after_it(early_copy):
@@ -359,6 +362,7 @@ def test_a_parameter_that_is_given_twice_is_warned_of_and_is_one():
 P, Q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize(
     ("error", "params", "options"),
     [
@@ -449,6 +453,7 @@ def test_options_of_torchs_adamw_that_change_nothing_are_taken():
 # --- gradients and closures ---------------------------------------------------------------------------
 
 
+@pytest.mark.draws(3)
 @everywhere
 @pytest.mark.parametrize("early_copy", [False, True])
 @pytest.mark.parametrize("how", ["closure", "closure, by name, no gradient", "engine"])
@@ -502,6 +507,7 @@ def test_gradients_that_have_left_are_none_after_zero_grad_and_never_zero():
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("by_itself", [False, True])
 def test_grad_scaler_unscales_and_skips_and_what_an_engine_took_cannot_be(by_itself, device):
@@ -621,6 +627,7 @@ def test_names_are_saved_and_a_hook_can_map_states_by_them():
     assert unnamed.param_groups[0]["param_names"] == [name for name, _ in named]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.states_in_memory
 @pytest.mark.parametrize("damage", ["groups", "parameters", "shape", "master", "no step"])
 def test_a_state_dict_that_does_not_fit_changes_nothing(damage):
@@ -709,6 +716,7 @@ def popped_one_by_one(optimizer):
 RESETS = [cleared, replaced, emptied, popped, deleted, cleared_one_by_one, popped_one_by_one]
 
 
+@pytest.mark.draws(6)
 @everywhere
 @pytest.mark.parametrize("reset", RESETS)
 @pytest.mark.parametrize("early_copy", [False, True])
@@ -774,6 +782,7 @@ def of_kind(kind, model):
     return wrap(model, lr=0.01).optimizer if kind == "engine" else alone(model.parameters(), lr=0.01)
 
 
+@pytest.mark.draws(3)
 @pytest.mark.states_in_memory
 @pytest.mark.parametrize("flatten", [False, True])
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ OVERLAPS = {
 }
 
 
+@pytest.mark.draws(10)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("change", OVERLAPS.values(), ids=OVERLAPS)
 def test_tensors_over_the_memory_of_a_trained_parameter_are_named(change, fields):
@@ -67,6 +68,7 @@ def interleaved(m):
     m.register_buffer("even", memory[:, 0])
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize("change", [tied, parts_of_one_memory, interleaved])
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_what_does_not_overlap_trains_as_in_torch(change, fields):

@@ -254,6 +254,7 @@ def assert_same(plain, parted):
             assert torch.equal(ours[name], theirs[name])
 
 
+@pytest.mark.draws(2)
 @parameters_on_disk_too
 @pytest.mark.quick
 @pytest.mark.parametrize(
@@ -294,6 +295,7 @@ def test_a_forward_that_fails_on_a_parameter_that_was_replaced_names_it():
     train(engine, gpt_loss, 1)
 
 
+@pytest.mark.draws(1)
 @parameters_on_disk_too
 @pytest.mark.parametrize("device", ["host", "late", SIMULATED], indirect=True)
 def test_after_an_error_in_forward_or_backward_nothing_is_whole_and_training_goes_on(device):
@@ -349,6 +351,7 @@ def test_who_touches_a_released_parameter_is_told_which_and_what_to_do():
     assert released(engine)
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_whole_parameters_can_be_read_and_what_was_read_stays():
     engine, model = wrap(gpt(), **STAGE_3), gpt()
@@ -366,6 +369,7 @@ def test_whole_parameters_can_be_read_and_what_was_read_stays():
     assert all(torch.equal(value, found[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.draws(1)
 @parameters_on_disk_too
 @everywhere
 def test_changes_are_kept_where_a_modifier_is_named_and_refused_where_not():
@@ -397,6 +401,7 @@ def test_changes_are_kept_where_a_modifier_is_named_and_refused_where_not():
     assert_same(plain, parted)
 
 
+@pytest.mark.draws(1)
 @rarely_on_disk
 @everywhere
 @pytest.mark.parametrize("modifier_rank", [None, 0])
@@ -438,6 +443,7 @@ class Gathers(nn.Module):
         return checkpoint(self.run, x, use_reentrant=False) if self.checkpoints else self.run(x)
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_backward_reads_what_was_gathered_by_hand(checkpoints):
@@ -463,6 +469,7 @@ def test_the_modifier_must_be_a_rank():
     assert released(engine)
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_what_was_gathered_in_inference_mode_can_be_trained():
     plain, parted = pair(gpt)
@@ -516,6 +523,7 @@ USES = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("use", USES)
 def test_a_model_can_be_used_whose_engine_is_garbage(use):
     expected = [p.detach().clone() for p in gpt().parameters()]
@@ -566,6 +574,7 @@ def test_a_parameter_of_another_module_is_noticed_once_and_then_known():
     assert released(engine)
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_hooks_of_the_user_see_whole_parameters():
     def run(engine):
@@ -697,6 +706,7 @@ def evaluated_between(engine, x):
     return 0
 
 
+@pytest.mark.draws(2)
 @everywhere
 @pytest.mark.parametrize("between", [trained_between, evaluated_between, lambda engine, x: 0])
 def test_what_a_graph_may_read_again_is_kept_over_other_forwards(between):
@@ -746,6 +756,7 @@ def test_generation_of_varying_length_is_the_same():
         assert released(parted)
 
 
+@pytest.mark.draws(1)
 @parameters_on_disk_too
 @everywhere
 def test_frozen_parameters_are_partitioned_too_and_can_be_unfrozen():
@@ -769,6 +780,7 @@ def test_frozen_parameters_are_partitioned_too_and_can_be_unfrozen():
     assert any(p is parted.module.blocks[0].qkv.weight for p in parted.optimizer.state)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("store", ["memory", "late", "nvme"], indirect=True)
 @everywhere
 def test_states_go_through_a_dictionary_and_torch_s_own_are_taken():
@@ -789,6 +801,7 @@ def test_states_go_through_a_dictionary_and_torch_s_own_are_taken():
     assert_same(plain, parted)
 
 
+@pytest.mark.draws(1)
 @parameters_on_disk_too
 @everywhere
 @pytest.mark.parametrize("way", ["close", "collected"])
@@ -806,6 +819,7 @@ def test_afterwards_the_parameters_are_whole(way):
     wrap(model, **STAGE_3)
 
 
+@pytest.mark.draws(1)
 @rarely
 @everywhere
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of dynamo's own making
@@ -843,6 +857,7 @@ def deep(layers):
         return nn.Sequential(nn.Linear(8, 32), *(nn.Linear(32, 32) for _ in range(layers)))
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.states_in_memory
 def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
@@ -869,6 +884,7 @@ def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
     assert abs(peaks[48] / peaks[12] - 1) < 0.05, peaks
 
 
+@pytest.mark.draws(2)
 @everywhere
 @pytest.mark.parametrize("again", [None, "block", "expert"])
 @pytest.mark.parametrize("leaves", [(), ("Experts",)])
@@ -883,6 +899,7 @@ def test_experts_without_tokens_change_no_bit(again, leaves):
     assert released(parted)
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_experts_are_gathered_when_tokens_are_routed_to_them():
     engine = wrap(mixture(), lr=1e-2, **{**STAGE_3, "max_reuse_distance": 0})
@@ -911,6 +928,7 @@ def test_leaf_modules_are_a_list_of_names(names):
         wrap(mixture(), **STAGE_3, leaf_modules=names)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{"stage": 1}, {"stage": 2}, {"stage": 3}, STAGE_3])
 def test_a_leaf_module_that_is_not_there_is_named_in_every_stage(fields):
     there = ["1", "experts.0", f"{Experts.__module__}.Experts"]

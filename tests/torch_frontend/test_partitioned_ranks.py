@@ -32,6 +32,7 @@ def train(engine, loss_of, rank, steps):
         engine.step()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", ["gpt", "external", OF_TRANSFORMERS])
 def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name, drawn):
     """A GPT with tied embeddings, the three kinds of external parameters, and a Llama of Hugging Face's."""
@@ -173,6 +174,7 @@ def routed_steps(engine, rank):
         yield [block.routed for block in engine.module if isinstance(block, Experts)]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("again", [None, "block", "expert"])
 def test_ranks_run_other_experts_of_a_leaf_module(again, drawn):
     """Also with a block or an expert that backward recomputes."""

@@ -58,6 +58,7 @@ def trained(act, **fields):
     return losses, [engine.optimizer.whole_states(p)["master"] for p in engine.parameters()]
 
 
+@pytest.mark.draws(4)
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("act", [exchanged, loaded])
 @pytest.mark.parametrize("fields", (WAYS | SPLIT).values(), ids=WAYS | SPLIT)
@@ -71,6 +72,7 @@ def test_weights_that_are_put_back_have_their_master_weights(fields, act, tmp_pa
         assert same_bits(got, want)
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize("meanwhile", MEANWHILE.values(), ids=MEANWHILE)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("fields", [{}, STAGE_3], ids=["stage 2", "stage 3"])

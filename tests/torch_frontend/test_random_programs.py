@@ -30,6 +30,7 @@ def test_a_program_over_an_engine_has_the_bits_of_plain_torch(n, tmp_path_factor
     law()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fsdp", [False, True], ids=["stages", "FSDP2"])
 @NUMBERS
 def test_a_program_on_two_ranks_has_the_bits_of_plain_torch(n, fsdp, tmp_path_factory):

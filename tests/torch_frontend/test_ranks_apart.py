@@ -110,6 +110,7 @@ def test_where_updates_are_made_in_backward_a_call_is_refused_on_all_ranks_and_t
     assert all({*said.values()} == {"StateError"} for said in found), found
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_an_engine_can_be_closed_after_a_backward_that_has_updated_states_on_one_rank_alone(stage):
     @on_ranks(2)

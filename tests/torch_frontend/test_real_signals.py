@@ -265,6 +265,7 @@ def run(scenario, case, n_signals, seed, folder, seconds=SECONDS):
         check(case, engine, found)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 @pytest.mark.parametrize("case", ["host", "overlap"])
 def test_a_save_in_the_middle_of_a_step_is_whole_or_an_error(scenario, case, tmp_path):

@@ -54,6 +54,7 @@ def in_phases(engine, seeds, *, every=1):
     return losses
 
 
+@pytest.mark.draws(4)
 @pytest.mark.quick
 @pytest.mark.parametrize("device", EVERYWHERE, indirect=True)
 @pytest.mark.parametrize("name", SETTINGS)
@@ -69,6 +70,7 @@ def test_every_bit_is_as_if_nothing_had_been_released(name, device):
         each.close()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
 @pytest.mark.parametrize(
@@ -112,6 +114,7 @@ def test_only_values_without_master_weights_are_copied_and_none_is_moved_twice(d
     assert "copied to the host" in str(report)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
 @pytest.mark.parametrize("fields", [{}, {"stage": 2, "param_dtype": "bfloat16"}, STREAMED], ids=str)
 def test_every_use_of_a_released_model_is_one_clear_error_and_changes_nothing(fields, device, tmp_path):
@@ -151,6 +154,7 @@ def test_every_use_of_a_released_model_is_one_clear_error_and_changes_nothing(fi
     engine.close()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}, STREAMED], ids=str)
 def test_saves_exports_and_reads_of_states_find_a_released_model_as_it_was(fields, device, tmp_path):
@@ -263,6 +267,7 @@ def test_a_copy_to_the_host_that_fails_is_the_error_of_the_release_and_nothing_i
     engine.close()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
 @pytest.mark.parametrize("fields", [{}, STREAMED, {"update_in_backward": True}], ids=str)
 def test_a_release_waits_for_no_gradient_and_comes_in_no_backward(fields, device):
@@ -347,6 +352,7 @@ def test_graphs_views_and_identities_survive(device):
         each.close()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
 def test_writes_from_outside_before_a_release_are_kept(device):
     found = []
@@ -367,6 +373,7 @@ def test_writes_from_outside_before_a_release_are_kept(device):
     assert_all_same(*found)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_an_optimizer_alone_releases_what_it_trains(early_copy, device):
@@ -510,6 +517,7 @@ def test_copies_that_are_still_read_on_the_host_are_not_replaced(device):
     engine.close()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
 def test_a_kept_parameter_may_be_read_and_written_and_the_write_is_trained_on(device):
     found = []

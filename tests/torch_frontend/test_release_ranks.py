@@ -108,6 +108,7 @@ def alone(rank, fields):
     return str(error.value)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", ["stage 1", "stage 2, bfloat16"])
 def test_a_release_on_one_rank_alone_is_an_error_on_both(name):
     for error in on_ranks(2)(lambda rank: alone(rank, SETTINGS[name])):

@@ -41,6 +41,7 @@ def assert_same_values(ours, theirs):
             assert same_bits(mine, other)
 
 
+@pytest.mark.draws(5)
 @everywhere
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_ten_steps_have_the_bits_of_torch(name, kind):
@@ -57,6 +58,7 @@ def test_ten_steps_have_the_bits_of_torch(name, kind):
         assert all(same_bits(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.draws(7)
 @of_each_rule
 @pytest.mark.parametrize("way", WAYS)
 def test_each_way_of_running_gives_the_same_bits(name, way):
@@ -69,6 +71,7 @@ def test_each_way_of_running_gives_the_same_bits(name, way):
     assert_same_values(ours, theirs)
 
 
+@pytest.mark.draws(2)
 @of_each_rule
 @pytest.mark.parametrize("state_format", ["bf16", "8bit"])
 def test_states_in_fewer_bits_depend_on_no_bucket_thread_or_stage(name, state_format):
@@ -84,6 +87,7 @@ def test_states_in_fewer_bits_depend_on_no_bucket_thread_or_stage(name, state_fo
     assert_same_values(*models)
 
 
+@pytest.mark.draws(1)
 @of_each_rule
 def test_a_skipped_step_changes_nothing_and_is_not_counted(name):
     ours, theirs = make(), make()
@@ -96,6 +100,7 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted(name):
     assert_same_values(ours, theirs)
 
 
+@pytest.mark.draws(4)
 @of_each_rule
 @pytest.mark.parametrize("stored", STORED)
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, stored, tmp_path):
@@ -122,6 +127,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, stored, tmp_pa
     assert_same_values(first.module, back.module)
 
 
+@pytest.mark.draws(1)
 @of_each_rule
 def test_a_class_alone_follows_schedules_and_takes_torchs_states(name):
     ours, theirs, again = make(), make(), make()
@@ -188,6 +194,7 @@ def test_a_parameter_that_was_frozen_when_it_was_saved_begins_with_the_first_sta
     assert (state["sum"] == REFERENCES["adagrad"].kinds["most"]["initial_accumulator_value"]).all()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("other", [name for name in REFERENCES if name != "adamw"])
 @everywhere
 def test_one_model_may_have_two_optimizers(other):
@@ -256,6 +263,7 @@ WRONG = [
 ]  # fmt: skip
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize(("fields", "message"), WRONG)
 def test_wrong_settings_are_refused_before_anything_is_made(fields, message):
     model = make()

@@ -87,6 +87,7 @@ class Nothing:
         pass
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("again", AGAIN)
 @pytest.mark.parametrize("where", ["around", "inside"])
 def test_activations_on_the_host_change_no_bit_and_take_no_weight_along(again, where, device):
@@ -140,6 +141,7 @@ def test_a_backward_after_an_update_of_what_its_forward_used_is_an_error(device)
         engine.backward(early)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("reentrant", [True, False])

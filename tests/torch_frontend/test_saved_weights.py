@@ -50,6 +50,7 @@ class Mixed(nn.Module):
         return self.frozen(self.again(self.out(self.norm(self.conv(x)).mean((2, 3)))))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", FIELDS)
 def test_two_ranks_checkpoint_has_what_their_engine_exports(name, tmp_path):
     @on_ranks(2)

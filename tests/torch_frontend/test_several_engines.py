@@ -55,6 +55,7 @@ def frozen(seed=0):
     return make(seed=seed).requires_grad_(False).eval()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("fields", PLACES.values(), ids=PLACES)
 def test_a_frozen_model_computes_and_has_no_states(device, fields, tmp_path):
@@ -80,6 +81,7 @@ def test_a_frozen_model_computes_and_has_no_states(device, fields, tmp_path):
             assert same_bits(each.module.state_dict()[name], value), name
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", PLACES.values(), ids=PLACES)
 def test_a_frozen_model_says_that_it_trains_nothing_until_it_is_unfrozen(fields):
     engine, trained = wrap(frozen(), lr=1e-2, **fields), wrap(make(), lr=1e-2, **fields)
@@ -169,6 +171,7 @@ def test_a_tensor_that_was_released_and_is_kept_this_time_can_be_read(accelerato
         engine.close()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", PLACES.values(), ids=PLACES)
 def test_a_frozen_engine_is_released_and_restored(device, fields, tmp_path):
     expected, engine = frozen()(batch(0)), wrap(frozen(), **fields)
@@ -212,6 +215,7 @@ def pair(*, freeze=True):
     return WithHead(trunk, 1), WithHead(trunk, 2)
 
 
+@pytest.mark.draws(1)
 def test_two_engines_share_a_frozen_trunk_and_its_buffers(device):
     actor, critic = (wrap(model, lr=1e-2, gradient_clipping=1.0) for model in pair())
     plain = pair()
@@ -236,6 +240,7 @@ def unchanged(model, before):
         assert same_bits(value, before[name]), name
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("first", "second"), [({}, IN_SHARDS), (IN_SHARDS, {}), (IN_SHARDS, IN_SHARDS)])
 def test_a_shared_trunk_in_shards_is_refused_and_nothing_changes(first, second):
     models = pair()
@@ -250,6 +255,7 @@ def test_a_shared_trunk_in_shards_is_refused_and_nothing_changes(first, second):
     assert step(engine, 0).updated
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", PLACES.values(), ids=PLACES)
 @pytest.mark.parametrize("others", PLACES.values(), ids=PLACES)
 def test_two_engines_over_one_trained_parameter_are_refused_and_nothing_changes(fields, others):
@@ -382,6 +388,7 @@ def trained_alone(fields, seed, train):
     return found
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_engines_that_take_turns_have_the_memory_of_one_and_the_bits_of_each_alone(fields):
     @forked
@@ -463,6 +470,7 @@ def in_threads(*acts):
         raise errors[0]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_engines_in_two_threads_have_memory_for_both_and_the_bits_of_each_alone(fields):
     """Both hold gradients at a time."""

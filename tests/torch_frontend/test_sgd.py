@@ -196,6 +196,7 @@ def test_groups_that_all_name_one_optimizer_are_exported_as_that():
     torch.optim.SGD(groups, lr=1e-2).load_state_dict(exported)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("engine", [True, False])
 @pytest.mark.parametrize(

@@ -64,6 +64,7 @@ def step(engine, seed):
     engine.step()
 
 
+@pytest.mark.draws(1)
 @states_on_disk_too
 @pytest.mark.parametrize(
     ("schedule", "save"),
@@ -139,6 +140,7 @@ def assign(engine, other):
         engine.optimizer.state[param] = {name: each.clone() for name, each in other.optimizer.state[given].items()}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("act", [load, assign])
 @pytest.mark.parametrize("where", [in_another_thread, without_a_thread])
 def test_states_are_loaded_and_assigned_wherever_the_section_runs(act, where):
@@ -241,6 +243,7 @@ def test_a_handler_that_saves_at_any_line_of_a_load_gets_the_states_before_or_th
     assert any("in the same thread" in error for error in refused)
 
 
+@pytest.mark.draws(1)
 @states_on_disk_too
 def test_an_interrupt_at_any_line_of_taking_states_leaves_those_before_or_those_that_are_loaded():
     """Torch's own ``load_state_dict`` around it may be cut anywhere."""

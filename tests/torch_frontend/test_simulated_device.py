@@ -281,6 +281,7 @@ def expected():
     return [engine(batch(0)).detach(), *(p.detach() for p in engine.module.parameters())]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("current", ["simulated:0", "simulated:1"])
 def test_streams_wait_for_each_other_also_on_a_device_that_is_not_the_current_one(current, ahead):
@@ -303,6 +304,7 @@ def test_a_wait_that_is_missing_shows(mutant):
     assert not all(map(same_bits, found, expected()))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("allocator", ["a driver's registration", "torch's own"])
 @pytest.mark.parametrize(
     "fields", [{}, {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}], ids=str

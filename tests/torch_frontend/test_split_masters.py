@@ -88,6 +88,7 @@ def bits(engine):
     }
 
 
+@pytest.mark.draws(1)
 @everywhere
 @law(30)
 @given(uppers, lowers, st.lists(actions, min_size=1, max_size=6))
@@ -100,6 +101,7 @@ def test_whoever_writes_no_bit_is_another_than_with_whole_masters(upper, lower, 
         assert_equal(bits(split), bits(whole))
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("moments", [{}, {"state_format": "bf16"}, {"state_format": "8bit"}], ids=str)
 @pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
 def test_every_schedule_and_format_has_the_bits_of_whole_masters(schedule, moments):

@@ -30,6 +30,7 @@ IN_STAGES = {
 }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
 def test_stages_and_buckets_change_no_bit(fields):
     expected = result(trained(**fields))
@@ -86,6 +87,7 @@ def test_8_bit_states_are_read_as_copies_and_replaced_by_assignment():
     assert state["exp_avg_sq"].any()
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("through", ["a file", "a deep copy", "itself"])
 def test_a_state_dict_resumes_bit_for_bit(fields, through):

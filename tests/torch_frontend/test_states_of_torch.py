@@ -152,6 +152,7 @@ def test_sharded_states_of_every_rule_go_from_and_to_torchs_own_optimizers_as_th
     assert found == [{name: row for name, row in expected.items() if name.split(",")[0] in rules}] * 2
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("rule", ["SGD", "Muon", "Lion"])
 def test_entries_list_no_count_where_torch_has_none_and_a_resumed_run_has_the_same_bits(rule):
     """Also before the first update, where dampening would show: torch's SGD does not dampen the first gradient."""

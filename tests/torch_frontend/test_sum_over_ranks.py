@@ -37,6 +37,7 @@ def trained(rank, fields, factor=1.0):
     return whole_bits(engine), norms, None if read is None else read.sum().item()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", SETTINGS)
 def test_of_two_ranks_they_are_those_of_the_doubled_loss_bit_for_bit(name):
     """A factor of two is exact."""

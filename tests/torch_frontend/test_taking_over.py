@@ -20,6 +20,7 @@ WAYS = {
 KEPT = "'0.weight' already belongs to another OffloadedAdamW, {}; expected one owner: use the earlier one, or end"
 
 
+@pytest.mark.draws(2)
 @pytest.mark.quick
 @pytest.mark.parametrize("first", WAYS)
 @pytest.mark.parametrize("second", WAYS)

@@ -85,6 +85,7 @@ WAYS = {
 }
 
 
+@pytest.mark.draws(3)
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("device", "way"),
@@ -121,6 +122,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(device, tmp_path, way):
     assert "param/cache" not in stored
 
 
+@pytest.mark.draws(3)
 @everywhere
 @pytest.mark.parametrize("other", [way for way in WAYS if way not in ("delayed", "plain")])
 def test_another_configuration_loads_it(tmp_path, other):
@@ -164,6 +166,7 @@ def test_a_parameter_that_is_frozen_or_trained_now_only(tmp_path):
     train(other, 1)
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_a_parameter_that_was_unfrozen_on_the_way_keeps_its_states(tmp_path):
     def new(seed):
@@ -215,6 +218,7 @@ def adapt(engine, seeds):
         engine.step()
 
 
+@pytest.mark.draws(2)
 @everywhere
 @pytest.mark.parametrize("way", ["plain", "stage 3", "stage 3 on disk"])
 def test_a_checkpoint_without_the_frozen_base_resumes_on_the_same_base(tmp_path, way):

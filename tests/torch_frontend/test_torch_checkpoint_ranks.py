@@ -107,6 +107,7 @@ class Run:
         return {name: hashlib.sha256(value).hexdigest() for name, value in found.items()}
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("stage", "dtype"),
     [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.slow)

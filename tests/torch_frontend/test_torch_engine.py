@@ -57,6 +57,7 @@ rarely = pytest.mark.parametrize(
 """Laws to which others hold on the simulated device at every change: tests/gpu watches memory there."""
 
 
+@pytest.mark.draws(2)
 @pytest.mark.quick
 @everywhere
 def test_fifty_steps_equal_torch_fused_bit_for_bit():
@@ -67,6 +68,7 @@ def test_fifty_steps_equal_torch_fused_bit_for_bit():
     assert_same(ours, theirs, engine.optimizer, reference)
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("loss_scale", [None, 1024.0])
 def test_a_loop_that_counts_itself_says_where_the_boundary_is(loss_scale):
@@ -121,6 +123,7 @@ def test_wrapping_an_fp32_model_in_bf16_loses_nothing():
         assert same_bits(rounded, p.to(torch.bfloat16))
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_mixed_precision_equals_fp32_adamw_on_the_same_gradients():
     model = make()
@@ -141,6 +144,7 @@ def test_mixed_precision_equals_fp32_adamw_on_the_same_gradients():
         assert same_bits(p, shadow[name].detach().to(torch.bfloat16))
 
 
+@pytest.mark.draws(2)
 @pytest.mark.quick
 @everywhere
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -240,6 +244,7 @@ def test_a_loop_that_steps_once_an_update_is_warned_that_its_backwards_count_as_
     assert report.updated
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_one_loss_of_two_engines_is_averaged_in_both(fields):
     def norms(two):
@@ -261,6 +266,7 @@ def test_one_loss_of_two_engines_is_averaged_in_both(fields):
     assert norms(two=True) == pytest.approx(norms(two=False), rel=1e-6)
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("counts", [(1, 3, 2), (4, 1, 2)])
@@ -321,6 +327,7 @@ def test_dynamic_loss_scaling_skips_overflows_whole():
     assert any(b == 2 * a for a, b in itertools.pairwise(scales))
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_the_loss_scale_changes_no_bits_where_nothing_overflows():
     runs = []
@@ -344,6 +351,7 @@ def test_a_plain_backward_under_loss_scaling_raises():
     step(engine, 0)
 
 
+@pytest.mark.draws(2)
 @everywhere
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_nan_gradient_skips_the_update_whole(dtype):
@@ -360,6 +368,7 @@ def test_a_nan_gradient_skips_the_update_whole(dtype):
     assert everything(engine) != before
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_bucket_size_and_threads_change_no_bits():
     runs = []
@@ -369,6 +378,7 @@ def test_bucket_size_and_threads_change_no_bits():
     assert all(run == runs[0] for run in runs)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_infinite_bound_has_the_norm_computed_and_clips_nothing(tmp_path, device, dtype):
     free, normed = (wrap(make(), param_dtype=dtype, gradient_clipping=bound) for bound in (None, math.inf))
@@ -474,6 +484,7 @@ def test_params_takes_groups_as_torch_does():
     assert step(engine, 0).updated
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_a_deepcopied_engine_goes_on_like_the_original():
     engine = wrap(make(), lr=1e-2, param_dtype="float16")
@@ -615,6 +626,7 @@ def test_a_group_can_be_added_to_an_engines_optimizer():
     assert engine.optimizer.param_groups[1]["param_names"][0] == "2.weight"
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.filterwarnings("ignore")  # dynamo's own
 def test_a_compiled_training_step_works():
@@ -781,6 +793,7 @@ def test_parameters_that_are_replaced_after_wrap_are_an_error_that_says_so():
 DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
 
 
+@pytest.mark.draws(8)
 @pytest.mark.parametrize(
     ("match", "fields"),
     [
@@ -947,6 +960,7 @@ DISCARDS = {
 }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     "fields",
     [{}, {"schedule": "delayed", "delay_warmup_steps": 9}, {"update_in_backward": True, "gradient_clipping": 1e3}],
@@ -986,6 +1000,7 @@ def change_dtype(model):
     model[0].weight.data = model[0].weight.data.double()
 
 
+@pytest.mark.draws(3)
 @everywhere
 @pytest.mark.parametrize("change", [change_size, change_shape, change_dtype])
 @pytest.mark.parametrize("early_copy", [False, True])

@@ -55,6 +55,7 @@ def end(engine):
     return bits, steps, updates
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     "of",
     [
@@ -192,6 +193,7 @@ def calls():
                 yield pytest.param(case, call, number, marks=[pytest.mark.slow] * slow)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("case", "call", "sampled"), [*calls()])
 def test_an_interrupt_at_any_line_of_any_call_leaves_what_was_before_it_or_after_it_and_no_mode(
     case, call, sampled, monkeypatch, tmp_path
@@ -239,6 +241,7 @@ def test_an_interrupt_at_any_line_of_any_call_leaves_what_was_before_it_or_after
         assert outcome[2] == max(outcome[1]), f"line {number}"
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("sampled", [pytest.param(30, id="some"), pytest.param(None, marks=pytest.mark.slow, id="all")])
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_after_an_interrupt_of_a_step_in_backward_the_count_is_that_of_the_states(param_dtype, sampled):

@@ -129,6 +129,7 @@ FORGERIES = {
 }
 
 
+@pytest.mark.draws(5)
 @rarely
 @everywhere
 @pytest.mark.parametrize("forgery", FORGERIES)
@@ -167,6 +168,7 @@ def test_without_the_random_state_a_wrong_one_does_not_matter(saved):
 # --- what runs code of others ----------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("what", "done", "left"),
     [
@@ -233,6 +235,7 @@ def test_weights_alone_of_a_damaged_file_say_that_they_are_mixed(saved):
         load_weights(nn.Sequential(Remembers(), nn.Linear(4, 2)).to(place(), torch.bfloat16), saved)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("extras", [None, 3, {}, {"global_step": "3"}, {"global_step": 4}])
 def test_the_checkpoint_of_another_step_is_refused_before_anything_changes(tmp_path, extras):
     """Callbacks load such checkpoints for other libraries, whose own count of steps is in the extras."""
@@ -329,6 +332,7 @@ BAD_STATES = {
 }
 
 
+@pytest.mark.draws(5)
 @everywhere
 @pytest.mark.parametrize("bad", BAD_STATES)
 def test_a_state_dict_that_cannot_be_taken_changes_nothing(bad):

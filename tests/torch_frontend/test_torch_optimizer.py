@@ -30,6 +30,7 @@ from tests.support.torch_models import (
 pytestmark = pytest.mark.usefixtures("device")
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("early_copy", [False, True])
 @pytest.mark.parametrize(
     ("fields", "reference"),
@@ -52,6 +53,7 @@ def test_fifty_steps_equal_torch_fused_bit_for_bit(early_copy, fields, reference
     assert_same(ours, theirs, mine, yours)
 
 
+@pytest.mark.draws(1)
 def test_outside_clipping_keeps_its_meaning():
     runs = beside_torch()
     for model, optimizer in runs:
@@ -78,6 +80,7 @@ def test_outside_clipping_that_would_be_lost_raises():
     assert optimizer.report.updated
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_parameters_without_gradient_are_left_alone(early_copy):
     """No decay, no moments, no step: a parameter that takes no part keeps its bits and its step count."""
@@ -92,6 +95,7 @@ def test_parameters_without_gradient_are_left_alone(early_copy):
     assert_alike(*runs)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_a_frozen_parameter_gets_states_when_it_is_unfrozen(early_copy):
     ours, theirs = make(), make()
@@ -143,6 +147,7 @@ def test_hyper_parameters_are_read_at_every_step():
     assert_same(ours, theirs, mine, yours)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_zero_grad_through_the_model_alone_is_enough(set_to_none):
     runs = beside_torch()
@@ -154,6 +159,7 @@ def test_zero_grad_through_the_model_alone_is_enough(set_to_none):
     assert_alike(*runs)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("through", ["model", "optimizer"])
 def test_zero_grad_discards_gradients_that_have_left(through):
     runs = beside_torch(early_copy=True)
@@ -183,6 +189,7 @@ def test_gradients_set_by_hand_count(early_copy):
     assert_alike(*runs)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_several_backwards_are_summed(early_copy):
     """bf16 gradients of several backwards are summed in fp32 with early_copy, in bf16 by autograd without."""
@@ -232,6 +239,7 @@ def test_memory_formats_are_kept_and_updated_in_place(device):
         torch.testing.assert_close(mine.state[p]["exp_avg"], yours.state[q]["exp_avg"].cpu(), rtol=0, atol=1e-6)
 
 
+@pytest.mark.draws(1)
 def test_gradients_of_any_strides_count_as_what_they_hold(device):
     for gradient in (
         lambda: torch.arange(64.0, device=device).view(16, 4)[:, 0],
@@ -318,6 +326,7 @@ def test_create_graph_leaves_no_graph_on_the_stand_in():
     assert_alike(*runs)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("early_copy", [False, True])
 def test_states_of_a_layer_frozen_since_are_loaded_and_copied(early_copy):
     model = make()
@@ -389,6 +398,7 @@ def test_autograd_notices_an_update_between_forward_and_backward():
         stale.backward()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_parameter_changed_by_hand_is_followed(dtype):
     model = make(dtype)
@@ -416,6 +426,7 @@ def test_loading_a_model_after_wrapping_is_followed():
     assert_same(ours, theirs, optimizer, reference)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(
     ("fields", "gradient"),
     [
@@ -445,6 +456,7 @@ def test_a_caller_that_flushes_subnormals_to_zero_gets_the_bits_of_one_that_does
 # --- state ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(4)
 @over_all_stores
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("early_copy", "model_first"), [(False, True), (True, True), (True, False)])
@@ -488,6 +500,7 @@ def test_states_stay_fp32_and_on_the_host_through_load_state_dict():
     ]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("older", [False, True])
 def test_states_go_to_torch_and_back(older):
     """Older versions of torch have a step count that is a number, and groups without what has been added since."""
@@ -515,6 +528,7 @@ def test_states_go_to_torch_and_back(older):
     assert_same(again, theirs)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(
     "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
 )

@@ -61,6 +61,7 @@ def assert_equal(engine, other):
             assert same_bits(a[name], b[name]), name
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     "options",
     [{}, {"gradient_clipping": 0.05}, {"gradient_accumulation_steps": 2}, {"param_dtype": "float16"}],
@@ -107,6 +108,7 @@ READS = {
 }
 
 
+@pytest.mark.draws(6)
 @everywhere
 @pytest.mark.parametrize("read", READS.values(), ids=READS)
 def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
@@ -190,6 +192,7 @@ UNSEEN = {
 }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize(
     ("device", "layer"), [*(("late", layer) for layer in UNSEEN), (SIMULATED, "an extension")], indirect=["device"]
@@ -226,6 +229,7 @@ ATTENTION = {
 }
 
 
+@pytest.mark.draws(2)
 @everywhere
 @pytest.mark.parametrize(("make_model", "call"), ATTENTION.values(), ids=ATTENTION)
 def test_attention_in_evaluation_is_the_same_function_while_an_update_runs(device, make_model, call):
@@ -353,6 +357,7 @@ def test_a_failed_copy_is_an_error_of_the_next_forward_once(slow):
         assert same_bits(p, states[p]["master"].to(torch.bfloat16))
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_activation_checkpointing_reads_finished_values(device):
     class Checkpointed(nn.Module):
@@ -374,6 +379,7 @@ def test_activation_checkpointing_reads_finished_values(device):
         assert same_bits(a, b)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("device", "how"),
     [
@@ -409,6 +415,7 @@ def test_compiled_models_do_not_compile_again_and_see_finished_values(device, mo
         assert same_bits(a, b)
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_compiled_code_outside_of_modules_reads_finished_values(device, monkeypatch):
     """It is compiled once while a parameter is pending, and once for good: from then on steps wait."""
@@ -461,6 +468,7 @@ def emit(engine, seed=0):
     return {f"{work.publication.state.value}, gradient {work.gradient.state.value}" for work in works}
 
 
+@pytest.mark.draws(6)
 @pytest.mark.parametrize(
     ("options", "state"),
     [
@@ -503,6 +511,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
     assert_equal(engine, expected)
 
 
+@pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("more", [{}, STAGE_3], ids=["stage 2", "stage 3"])
 def test_gradients_take_the_memory_of_few_buckets_on_the_host(device, more):
@@ -516,6 +525,7 @@ def test_gradients_take_the_memory_of_few_buckets_on_the_host(device, more):
         assert report.host_bytes == report.planned_host_bytes
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("more", [{}, STAGE_3], ids=["stage 2", "stage 3"])
 def test_gradients_on_the_cpu_are_those_of_one_bucket_at_a_time_as_planned(more):
     """On one rank they are autograd's own memory, which is free as soon as the update has read it. A bucket has two
@@ -546,6 +556,7 @@ def test_gradients_on_the_cpu_are_those_of_one_bucket_at_a_time_as_planned(more)
         assert gradients(layers, update_in_backward=True) == ((1, 1) if more else (2, 2))
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_gradients_that_nobody_announced_wait_for_the_step_in_memory_that_was_not_planned(device):
     engine, reference = wrap(make(), **EARLY), wrap(make(), **{**OPTIONS, "schedule": "serial"})
@@ -559,6 +570,7 @@ def test_gradients_that_nobody_announced_wait_for_the_step_in_memory_that_was_no
     assert engine.memory_report().host_bytes > engine.memory_report().planned_host_bytes
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_what_was_emitted_tentatively_is_read_and_discarded_as_if_it_were_not(device):
     engine = wrap(make(), **TENTATIVE)
@@ -589,6 +601,7 @@ def forward_again(engine):
     engine(batch(0, torch.bfloat16))
 
 
+@pytest.mark.draws(3)
 @at_once_everywhere
 @pytest.mark.parametrize("act", [gradient_again, read_by_hand, forward_again], ids=lambda act: act.__name__)
 def test_nothing_reads_a_parameter_between_its_update_and_its_step(device, more, act):
@@ -603,6 +616,7 @@ def test_nothing_reads_a_parameter_between_its_update_and_its_step(device, more,
     assert_equal(engine, reference)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 @pytest.mark.filterwarnings("ignore:.*wait on the host for step:offload_core.HostMemoryWarning")
 @at_once_everywhere
@@ -645,6 +659,7 @@ class Twice(nn.Module):
         return checkpoint(act, x, use_reentrant=self.use_reentrant)
 
 
+@pytest.mark.draws(5)
 @at_once_everywhere
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("detached", [True, False])
@@ -687,6 +702,7 @@ def test_a_layer_that_is_checkpointed_twice_reads_its_parameters_before_the_step
     assert_equal(*engines)
 
 
+@pytest.mark.draws(1)
 @everywhere
 def test_parameters_whose_readers_cannot_be_made_to_wait_are_not_emitted(device):
     class Mine(nn.Parameter):
@@ -716,6 +732,7 @@ def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(de
     assert_equal(engines[1], engines[2])
 
 
+@pytest.mark.draws(2)
 @at_once_everywhere
 def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device, more):
     engine = wrap(make(), **EARLY, **more)
@@ -731,6 +748,7 @@ def test_what_was_used_in_backward_cannot_be_discarded_or_joined(device, more):
     assert engine.step().updated
 
 
+@pytest.mark.draws(2)
 @at_once_everywhere
 def test_close_between_a_backward_and_its_step_leaves_each_parameter_before_the_update_or_after_it(device, more):
     stepped, closed = (wrap(make(), **EARLY, **more) for _ in range(2))
@@ -751,6 +769,7 @@ def test_close_between_a_backward_and_its_step_leaves_each_parameter_before_the_
     assert again.step().updated
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("device", ["late", "host", SIMULATED], indirect=True)
 @pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
 def test_delayed_parameters_are_a_step_behind_until_they_are_flushed(device, param_dtype):
@@ -827,6 +846,7 @@ def load_states(engine):
     engine.optimizer.load_state_dict(copy.deepcopy(engine.optimizer.state_dict()))
 
 
+@pytest.mark.draws(5)
 @everywhere
 @pytest.mark.parametrize(
     "change",

@@ -243,6 +243,7 @@ def test_deferred_gradients_join_those_that_have_left_or_are_discarded_with_them
     assert found[0] == found[1]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("bucket", [10_000, 1])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_a_parameter_that_one_rank_alone_uses_is_updated_on_all(steps, bucket):
@@ -328,6 +329,7 @@ class WithUnused(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("clipping", [None, 0.05, 1e3])
 def test_buckets_that_are_launched_after_backward_are_sent_early_too(clipping):
     """Buckets that are full wait for one that never is."""
@@ -367,6 +369,7 @@ def test_a_killed_rank_is_an_error_on_the_others_and_their_parameters_are_those_
         assert bits(engine.module) == before
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("delayed", [False, True])
 def test_an_engine_whose_rank_was_lost_ends_released_or_not(delayed):
     @on_ranks(2, killed=[1])
@@ -569,6 +572,7 @@ def test_frozen_parameters_and_buffers_start_alike_and_are_unfrozen_together():
     assert found[0] == found[1]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_parameter_that_is_unfrozen_joins_a_step_that_was_announced_without_it(ranks):
     @on_ranks(ranks)

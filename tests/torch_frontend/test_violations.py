@@ -191,6 +191,7 @@ def check(number, world_size, hasty):
     assert sum(DIFFERENT in error for error in said) <= 1, (case, said)  # they all say the same
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(
     ("world_size", "number"), [*((2, n) for n in (4, 6, 10, 16, 20, 22)), *((3, n) for n in (6, 17, 19, 20, 21, 24))]
 )
@@ -217,6 +218,7 @@ def said_by(act):
     return ""
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("how", ["another backward", "is killed"])
 @pytest.mark.parametrize("fields", [{}, {"reduce_bucket_size": 1024}, {"schedule": "serial"}, {"stage": 1}], ids=str)
 def test_each_further_attempt_raises_the_first_error_again(fields, how):

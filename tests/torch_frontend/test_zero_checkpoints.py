@@ -66,6 +66,7 @@ def assert_taken_over(engine, run, kinds=None):
         assert {key: mine[key] for key in theirs} == theirs
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize("fields", [{}, {"param_dtype": "bfloat16"}, {**STAGE_3, "param_dtype": "bfloat16"}], ids=str)
 @pytest.mark.parametrize(("stage", "ranks"), LAYOUTS)
 def test_an_engine_takes_over_every_state_of_every_layout(stage, ranks, fields, tmp_path):
@@ -91,6 +92,7 @@ def test_an_engine_takes_over_every_state_of_every_layout(stage, ranks, fields, 
     assert states_of(engine)[1:] == states_of(twin)[1:]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_two_ranks_take_over_what_three_have_saved(stage, tmp_path):
     run = Run()
@@ -117,6 +119,7 @@ RULES = {
 """The states of other optimizers in DeepSpeed, their hyperparameters, and our names of states."""
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("rule", RULES)
 def test_other_optimizers_are_taken_over_and_their_names_are_said_where_they_differ(rule, stage, tmp_path):
@@ -163,6 +166,7 @@ def test_a_group_in_one_count_of_steps_and_without_hyperparameters_keeps_its_own
     assert_taken_over(engine, run)
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(
     ("cur_iter", "last_overflow_iter", "good_steps"),
     [(0, -1, 0), (1, -1, 0), (4, -1, 3), (5, -1, 0), (10, -1, 1), (10, 9, 0), (10, 8, 0), (10, 7, 1)],
@@ -258,6 +262,7 @@ def damages(stage):
     }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_damaged_states_are_refused_and_nothing_changes_but_weights_can_still_be_loaded(stage, tmp_path):
     run = Run()
@@ -458,6 +463,7 @@ def trained(engine, steps):
         engine.step()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize(
     "fields", [{"param_dtype": "bfloat16"}, {"stage": 3, "param_persistence_threshold": 0}], ids=str
@@ -638,6 +644,7 @@ def test_an_export_that_is_interrupted_leaves_the_earlier_one_or_its_own_and_not
     assert 0 in seen
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("error", [RuntimeError("PytorchStreamWriter failed"), OSError(errno.ENOSPC, "No space left")])
 @pytest.mark.parametrize("number", [0, 5, 20])
 def test_an_export_to_a_full_disk_is_one_error_and_the_earlier_one_stays(error, number, tmp_path, monkeypatch):
@@ -657,6 +664,7 @@ def test_an_export_to_a_full_disk_is_one_error_and_the_earlier_one_stays(error, 
     assert exported.left() == set()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("call", ["exchange", "names_to_disk", "_prepare"])
 def test_a_replacement_that_fails_leaves_the_earlier_export(call, tmp_path, monkeypatch):
     exported = Exported(tmp_path / "folder")
@@ -757,6 +765,7 @@ def forge(path, change):
     torch.save(state, path)
 
 
+@pytest.mark.draws(4)
 @pytest.mark.parametrize("what", FORGED)
 def test_a_forged_file_is_an_error_before_anything_changes(what, tmp_path):
     file, change = FORGED[what]
@@ -800,6 +809,7 @@ def far_memo(archive, records):
         archive.writestr(name, b"\x80\x02}r\xff\xff\xff\xfe." if name.endswith("data.pkl") else data)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("archived", [deflated, inflated, twice, cut_short, far_memo], ids=lambda how: how.__name__)
 def test_an_archive_that_torch_would_not_write_is_an_error(archived, tmp_path):
     write(tmp_path, Run(), 2, 1)

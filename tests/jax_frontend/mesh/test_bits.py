@@ -52,6 +52,7 @@ def test_a_mesh_of_one_device_is_one_device():
     assert offloaded.sent_bytes == 0
 
 
+@pytest.mark.draws(1)
 @pytest.mark.quick
 @states_on_disk_too
 @pytest.mark.parametrize(
@@ -62,6 +63,7 @@ def test_the_bits_are_those_of_one_device_on_the_averaged_gradients(world_size, 
     assert_equals_one_device(mesh_of(world_size), dtype, **VARIETIES[dtype])
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_with_strict_promotion_the_bits_are_the_same(dtype):
     with jax.numpy_dtype_promotion("strict"):
@@ -74,6 +76,7 @@ def test_with_strict_promotion_the_bits_are_the_same(dtype):
         offloaded.update(grads)
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_explicit_axes_are_taken_like_auto_ones():
     """``jax.make_mesh`` makes Explicit ones by default."""
@@ -83,6 +86,7 @@ def test_explicit_axes_are_taken_like_auto_ones():
     assert offloaded.report.updated
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_a_batch_is_shared_by_the_ranks_of_the_mesh():
     sizes = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}
@@ -94,6 +98,7 @@ def test_a_batch_is_shared_by_the_ranks_of_the_mesh():
 EXPLICIT, AUTO = AxisType.Explicit, AxisType.Auto
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("axis_type", "n"), [(EXPLICIT, 1), (AUTO, 2), slow(EXPLICIT, 2), slow(AUTO, 1)])
 def test_arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy(axis_type, n):
     """To Explicit axes P("dp") on a mesh of one device is another type than P(), and so are other meshes' names."""
@@ -121,6 +126,7 @@ def test_arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy(axis_ty
     assert_same_tree(offloaded.update(given), twin.update(jax.tree.map(lambda a: a[0], stacked)))
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize("axis_type", [EXPLICIT, slow(AUTO, processes=2)])
 @pytest.mark.parametrize("n", [4, slow(1)])
@@ -143,6 +149,7 @@ def test_value_and_grad_may_be_part_of_a_compiled_function(axis_type, n, process
     assert offloaded.report.updated
 
 
+@pytest.mark.draws(1)
 @processes(2)
 @states_on_disk_too
 @pytest.mark.parametrize("dtype", ["float32", "float16", slow("bfloat16")])
@@ -150,6 +157,7 @@ def test_two_processes_have_the_bits_of_one_device_too(dtype):
     assert_equals_one_device(mesh_of(4), dtype, **VARIETIES[dtype])
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_delayed_parameters_are_those_of_a_step_before_from_the_warm_up_on():
     mesh, fields = mesh_of(4), {"param_dtype": "bfloat16", "gradient_clipping": 0.5, "reduce_bucket_size": 300}
@@ -186,6 +194,7 @@ def test_axes_of_size_one_beside_the_axis_change_nothing():
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("world_size", "wire"),
     [(3, FLOAT32), (7, BFLOAT16), slow(3, BFLOAT16), slow(6, FLOAT32), slow(6, BFLOAT16), slow(7, FLOAT32)],
@@ -212,6 +221,7 @@ def test_the_mean_has_one_definition_for_every_number_of_ranks(world_size, wire)
         assert out.tobytes() == expected.tobytes(), np.count_nonzero(out != expected)
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_plain_gradients_are_the_average_already():
     """As jit gives them, whose arrays may lie anywhere on the mesh. Summing W equal values may change bits."""
@@ -253,6 +263,7 @@ def test_the_backends_own_reduction_is_near_the_ordered_one():
 # --- of stage 3 -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("mesh", "dtype", "fields"),
     [
@@ -286,6 +297,7 @@ def test_sharded_parameters_of_two_processes_have_the_bits_of_one_device():
     stage3.assert_equals_one_device(mesh_of(W), "bfloat16", **fields)
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_training_at_stage_3_is_training_at_stage_2():
     """Forward and backward too, and the norm, where both stages are given the same function: see docs/numerics.md."""
@@ -335,6 +347,7 @@ def test_gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits(dtype
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("world_size", "wire"),
     [(3, "float32"), (7, "bfloat16"), *(slow(n, w) for n, w in ((2, "float32"), (2, "bfloat16"), (3, "bfloat16")))],

@@ -28,6 +28,7 @@ from tests.support.jax_stage2 import loss_fn, tree_of
 from tests.support.jax_stage3 import STAGE3, W
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_each_rank_gives_the_gradients_of_its_own_part_of_the_batch():
     """Gradients of what all ranks share would come summed: each W times too large."""
@@ -64,6 +65,7 @@ def test_without_the_cast_to_varying_gradients_would_be_summed():
     assert jax.jit(gradient(False))(w, x).tolist() == [6, 6, 6, 6]
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_training_on_a_mesh_is_training_on_the_whole_batch():
     mesh = mesh_of(jax.device_count())
@@ -82,6 +84,7 @@ def test_training_on_a_mesh_is_training_on_the_whole_batch():
     assert losses[-1] < losses[0] - 1e-3
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_aux_is_averaged_where_it_is_floating_point_and_rank_0s_elsewhere():
     mesh = mesh_of(4)
@@ -214,6 +217,7 @@ def test_nothing_is_compiled_again():
 # --- of stage 3 -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("check_vma", "within"),
     [(True, "no jit"), (False, "jit"), slow(False, "no jit"), slow(True, "jit")],

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -12,6 +13,7 @@ from tests.support.jax_stage2 import tree_of
 FORMATS = [{"state_format": "bf16"}, {"state_format": "8bit", "master_dtype": "bfloat16"}]
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_narrow_states_have_the_bits_of_one_device():
     """At stages 1 and 2, where parameters are whole on every rank: none of their elements has another number."""
@@ -27,6 +29,7 @@ def test_narrow_states_have_the_bits_of_one_device():
         assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_narrow_states_of_sharded_parameters_resume_bit_for_bit():
     """On the same mesh with the same shardings, from whole states in fp32."""

@@ -102,6 +102,7 @@ def ways():
     }
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_on_any_mesh_the_bits_are_those_of_eager_optax(drawn):
     transformation = optax.adamw(HYPER["lr"], weight_decay=HYPER["weight_decay"])
@@ -123,6 +124,7 @@ def test_on_any_mesh_the_bits_are_those_of_eager_optax(drawn):
             assert offloaded.sent_bytes == 0
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("spec", [P("a", "b"), P("b", "a"), P(("b", "a")), P(None, "b"), P("a"), P()], ids=str)
 @pytest.mark.parametrize("memory", ["host's", "its own"])
 def test_new_parameters_lie_on_the_devices_in_the_shardings_own_order(spec, memory, monkeypatch):
@@ -158,6 +160,7 @@ def test_an_update_puts_all_shards_of_a_parameter_in_one_call(monkeypatch):
     assert not any(isinstance(args[0], list) for args in puts)  # of an array for each device
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_clipping_is_that_of_one_device(drawn):
     """Replicas are counted once."""
@@ -225,6 +228,7 @@ def test_any_mesh_sharding_and_shape(data, sizes, names):
     assert_same_tree(offloaded.to_pytree(), alone.to_pytree())
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_gradients_come_from_a_plain_jit_or_from_value_and_grad():
     def loss_fn(params, x):
@@ -248,6 +252,7 @@ def test_gradients_come_from_a_plain_jit_or_from_value_and_grad():
         assert_holds(offloaded.params, alone.params)
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_what_is_saved_on_one_mesh_is_loaded_on_another_and_on_one_device(folder):
     trees = []
@@ -276,6 +281,7 @@ def test_what_is_saved_on_one_mesh_is_loaded_on_another_and_on_one_device(folder
         assert_same_tree(alone.to_pytree(), trees[1])
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_with_a_mesh_argument_sharded_parameters_stay_as_they_are():
     for name, stage in (("4 x 1", 2), ("data x fsdp", 3), ("fsdp x tensor", 1)):
@@ -286,6 +292,7 @@ def test_with_a_mesh_argument_sharded_parameters_stay_as_they_are():
         assert new["w"].sharding == NamedSharding(mesh, specs["w"])
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_what_does_not_fit_is_refused_and_loses_nothing():
     shape, names, specs = MESHES["fsdp x tensor"]
@@ -338,6 +345,7 @@ MEANWHILE = {
 }
 
 
+@pytest.mark.draws(4)
 @processes(1, 2)
 @pytest.mark.parametrize(
     ("kind", "fields", "meanwhile"),
@@ -365,6 +373,7 @@ def test_weights_that_are_put_back_have_their_master_weights(kind, fields, meanw
         assert_same_tree(offloaded.to_pytree(), undisturbed.to_pytree())
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize("kind", ["numpy", "one device", "sharded", slow("stage 2", processes=2), "stage 3"])
 @pytest.mark.parametrize("contexts", [SOME, slow([*itertools.product(CONTEXTS, CONTEXTS)])], ids=["some", "all"])
@@ -394,6 +403,7 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind, contexts, folder, 
 SCALED, SCHEDULED = {"param_dtype": "float16", "loss_scale": 8.0}, {"lr": optax.cosine_decay_schedule(1e-2, 9)}
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize("kind", ["one device", "sharded", slow("stage 2", processes=2), "stage 3"])
 @pytest.mark.parametrize(
@@ -425,6 +435,7 @@ OPTIONS = {
 FEW = [("fsdp x tensor", "small buckets"), ("data x fsdp", "clipped"), ("1 x 4", "delayed")]
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize(
     ("mesh", "options"),
@@ -454,6 +465,7 @@ def test_devices_with_memory_of_their_own_give_the_same_bits(mesh, options):
     assert_same_tree(shards(there.params), shards(here.params))
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize(
     "kind", ["one device", "stage 3", slow("explicit", processes=2), slow("sharded"), slow("stage 2")]
@@ -492,6 +504,7 @@ def values(seed):
     return {name: value for name, value in tree_of(seed).items() if value.size}  # orbax saves no empty arrays
 
 
+@pytest.mark.draws(1)
 @pytest.mark.integration
 @processes(1, 2)
 @pytest.mark.parametrize("kind", ["placed", "offload_param", slow("bfloat16"), slow("stage 3"), slow("stage 2")])

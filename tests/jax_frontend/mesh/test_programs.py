@@ -188,6 +188,7 @@ def test_straddling_parameters_are_put_together_in_place():
     assert np.array_equal(target.array, value.reshape(10, 100))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("numel", [1, 48, 49, slow(47), slow(100)])
 def test_uneven_dimensions_are_refused_by_shardings_and_padded_here(numel):
     mesh = mesh_of(3)
@@ -201,6 +202,7 @@ def test_uneven_dimensions_are_refused_by_shardings_and_padded_here(numel):
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_ranks_are_places_in_the_mesh_not_device_ids():
     """In two processes the ids are 0, 1, 2048, 2049; and a mesh may have its devices in any order."""
@@ -221,6 +223,7 @@ def test_ranks_are_places_in_the_mesh_not_device_ids():
         assert np.asarray(shard.data) == list(devices).index(shard.device)
 
 
+@pytest.mark.draws(1)
 @processes(2)
 def test_a_second_tree_on_a_mesh_starts_without_compiling():
     compiled = []

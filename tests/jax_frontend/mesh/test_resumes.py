@@ -65,18 +65,21 @@ def saved(tmp_path_factory):
     return folder_of
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("name", SAVED)
 def test_a_run_that_saves_and_one_that_resumes_have_the_bits_of_one_at_a_stretch(name, saved):
     kind, devices, fields = SAVED[name]
     assert differences(resume(saved(name), kind, devices, **fields), kind) == []
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("name", "devices", "fields"), ELSEWHERE)
 def test_who_resumes_on_other_devices_has_them_too(name, devices, fields, saved):
     kind = SAVED[name][0]
     assert differences(resume(saved(name), kind, devices, **fields), kind) == []
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize(("kind", "devices", "fields"), [("fp32", 1, {"stage": 3}), ("late", 4, {})])
 def test_two_processes_and_one_that_resumes_what_they_have_saved_have_them_too(kind, devices, fields, tmp_path, pair):
     pair.check(f"test_two_processes_save_and_resume[{kind}]", tmp_path)
@@ -92,6 +95,7 @@ def saved_by_one(request, folder):
     return request.param.split()[0], folder
 
 
+@pytest.mark.draws(1)
 @processes(2)
 @pytest.mark.parametrize(
     ("saved_by_one", "fields"), [("bf16 stage 3", OFFLOADED), ("fp16 one", {})], indirect=["saved_by_one"]

@@ -70,6 +70,7 @@ def test_all_start_from_rank_0s_values():
         assert_same_tree(params, expected)
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_what_is_not_trained_passes_through_and_the_rest_may_come_from_anywhere():
     mesh = mesh_of(4)
@@ -119,6 +120,7 @@ def test_another_model_in_another_process_is_named():
             wrap(params, mesh=mesh)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.states_in_memory
 @processes(1, 2)
 def test_bits_of_the_memory_report_and_of_what_is_sent():
@@ -142,6 +144,7 @@ def test_bits_of_the_memory_report_and_of_what_is_sent():
     assert abs(offloaded.sent_bytes / theory - 1) < 0.01
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_as_optax_works_on_a_mesh():
     mesh = mesh_of(4)
@@ -159,6 +162,7 @@ def test_as_optax_works_on_a_mesh():
         tx.update(grads, state, {**params, "embed": params["embed"] + 1})
 
 
+@pytest.mark.draws(1)
 @processes(1, 2)
 def test_parameters_changed_on_purpose_are_gone_on_from_on_a_mesh():
     mesh = mesh_of(4)

@@ -593,6 +593,7 @@ def test_tags_and_the_file_latest(tmp_path):
     assert engine.global_steps == 1
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("number", range(4))
 def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(number, tmp_path):
     config = {**CONFIG, **WARMUP, **stage(number), "gradient_accumulation_steps": 2}
@@ -733,6 +734,7 @@ def trained_of(model, optimizer):
     return [p for p in model.parameters() if p.requires_grad]
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("before", [0, 3], ids=["new", "with states"])
 @pytest.mark.parametrize("name", CLIENTS)
 def test_a_clients_optimizer_goes_on_as_the_rule_of_its_name(name, before):
@@ -753,6 +755,7 @@ def test_a_clients_optimizer_goes_on_as_the_rule_of_its_name(name, before):
     assert optimizer.param_groups[0]["lr"] == optimizers[1].param_groups[0]["lr"]
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("updates", [0, 2])
 def test_a_group_without_parameters_of_a_clients_optimizer_stays(updates, first):
@@ -843,6 +846,7 @@ TORCHS = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("name", OURS)
 def test_an_optimizer_of_deepspeeds_name_works_alone_and_as_a_client(name):
     alone, client, plain = make(), make(), make()
@@ -907,6 +911,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_without_a_rule_is_refused_by_name_and_nothing_changes(name):
     make_optimizer, match = REFUSED[name]
@@ -1000,6 +1005,7 @@ WRONG = {
 }
 
 
+@pytest.mark.draws(5)
 @pytest.mark.parametrize("what", WRONG)
 def test_each_wrong_argument_is_one_error_and_the_model_stays(what):
     arguments, kind, match = WRONG[what]
@@ -1037,6 +1043,7 @@ def test_what_backward_and_step_cannot_use_is_one_error_and_the_run_goes_on():
     assert_all_same(everything(engine), everything(other))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("numbers", [(2, 2), (2, 3), (3, 2), (3, 3)], ids=str)
 def test_a_second_engine_over_a_model_is_an_error_and_the_first_goes_on(numbers):
     model, plain = make(), make()
@@ -1236,6 +1243,7 @@ def test_a_model_can_have_an_engine_after_its_scheduler_or_loader_was_an_error()
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_scheduler_that_one_rank_cannot_make_is_an_error_of_all(number):
     @on_ranks(2)

@@ -65,6 +65,7 @@ def no_group_is_left():
         dist.destroy_process_group()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{"stage": 1}, {}, STAGE_3], ids=["stage 1", "stage 2", "stage 3"])
 def test_a_script_that_reads_and_sets_all_has_what_it_set_and_the_bits_of_plain_torch(fields):
     @on_ranks(2)

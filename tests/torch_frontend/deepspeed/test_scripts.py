@@ -127,6 +127,7 @@ def test_a_gan_of_two_engines_trains_both_models(tmp_path):
     assert int(weights["main.3.num_batches_tracked"]) == 3 * 16  # real, fake, and the generator's
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("arguments", [["--dtype=bf16", "--stage=1"], ["--dtype=fp16", "--stage=3"]], ids=" ".join)
 def test_a_vision_transformer_learns_from_the_loader_that_it_gets(tmp_path, arguments):
     run(command_of("vit", tmp_path, *arguments))

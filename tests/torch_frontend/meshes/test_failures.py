@@ -77,6 +77,7 @@ def errors_of(act, n):
     return found
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("way", ["plain", "wrap"])
 def test_a_rank_that_is_lost_before_a_step_is_the_same_error_each_time(way):
     @on_ranks(WORLD, killed=[2])

@@ -31,6 +31,7 @@ def drawn(*shape):
     return values, gradients
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", FORMATS, ids=str)
 def test_runs_from_a_whole_block_on_have_the_bits_of_one_process(fields):
     """Two shards of 4 x 256 elements."""

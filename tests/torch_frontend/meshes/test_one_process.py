@@ -64,6 +64,7 @@ def test_clipping_from_outside_is_an_error_where_gradients_have_left(mesh):
     assert engine.step().updated
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("plain", [False, True])
 @pytest.mark.parametrize("switch", ["set_requires_gradient_sync", "set_requires_all_reduce"])
 def test_gradients_that_fsdp2_keeps_count_as_a_micro_step_and_join_the_next(mesh, switch, plain):
@@ -152,6 +153,7 @@ WRITES = {
 }
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("write", WRITES.values(), ids=WRITES.keys())
 def test_a_write_from_outside_is_in_the_next_update(mesh, write):
     """In bf16 each parameter has a master weight, which the write must reach."""
@@ -213,6 +215,7 @@ READS = {
 }
 
 
+@pytest.mark.draws(3)
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 def test_each_way_to_read_a_placed_parameter_waits(mesh, read, in_graph):
@@ -277,6 +280,7 @@ WRITES_TO_STATES = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize("write", WRITES_TO_STATES.values(), ids=WRITES_TO_STATES.keys())
 def test_a_write_to_a_copy_of_a_state_is_an_error(mesh, write):
     """States of 8 bits are decoded when they are read."""

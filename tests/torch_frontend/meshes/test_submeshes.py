@@ -59,6 +59,7 @@ def on_four(body):
     return on_ranks(WORLD)(lambda rank: body(Meshes()))
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("unfrozen", [False, True])
 def test_a_later_parameter_on_processes_that_decide_no_update_is_refused(unfrozen):
     """A norm without its other parts would be too small, and on each process another."""

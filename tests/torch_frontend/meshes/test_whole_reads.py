@@ -112,6 +112,7 @@ def read_everything(folder, steps=3, **options):
     engine.close()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_reads_under_fsdp2_are_of_all_parts_whatever_each_rank_has(tmp_path, dtype):
     @on_ranks(2)
@@ -157,6 +158,7 @@ def released(folder, **options):
     engine.close()
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_released_engine_gives_the_weights_that_it_gave_before_frozen_ones_included(tmp_path, dtype):
     @on_ranks(2)
