@@ -89,4 +89,4 @@ class TorchGradients:
 
 
 def _flat(slot: Slot, values: torch.Tensor) -> np.ndarray:
-    return flat_like(slot.own(values).detach().to("cpu", torch.float32), slot.values).numpy()
+    return flat_like(slot.placed.own(values).detach().to("cpu", torch.float32), slot.values).numpy()

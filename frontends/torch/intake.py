@@ -127,7 +127,7 @@ class Intake:
     @changes("backward()")
     def _arrive(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
-        i, gradient = slot.index, slot.own(gradient)
+        i, gradient = slot.index, slot.placed.own(gradient)
         plain = self._columns.plain_alone(i, gradient)
         if not (plain or self._columns.fit({i: gradient})):
             check_gradient(slot.name, slot.values, gradient)

@@ -136,10 +136,6 @@ class Slot:
         self.taken = TakenGradient(self.values, self.name)
         self.stand_in = self.placed.around(self.taken)
 
-    def own(self, value: Any) -> Any:
-        """Return this process's part of a gradient or a state of the parameter."""
-        return self.placed.own(value)
-
     def release(self) -> None:
         """Remove the stand-in from the parameter."""
         if self.param.grad is self.stand_in:

@@ -314,7 +314,7 @@ class TorchStates:
         """As ``OffloadedAdamW.load_master``."""
         self._pipeline.check_present()
         slot = self._registration.slots[param]
-        own = slot.own(values)
+        own = slot.placed.own(values)
         master = flat_like(own.to("cpu", torch.float32), slot.values).numpy()
         self._states.set_states(slot.index, {"master": master})
         with gathered_parameters(param, modifier_rank=0), grad_mode_kept(), torch.no_grad():
@@ -331,7 +331,7 @@ def own_part(pipeline: Pipeline, slot: Slot, held: Held | None, entry: Mapping[s
     index, param = slot.index, slot.param
     entry = {name: _elements(slot.name, held, value) for name, value in entry.items()}
     if pipeline.device.world_size == 1:
-        return {name: slot.own(value) for name, value in entry.items()}
+        return {name: slot.placed.own(value) for name, value in entry.items()}
 
     def part(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:

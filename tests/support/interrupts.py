@@ -71,6 +71,21 @@ def handled_at_each_line(act: Callable[[], object], handler: Callable[[str], obj
     _run(act, -1, handle)
 
 
+def interrupt_before(line: str, act: Callable[[], object]) -> bool:
+    """Act, and raise :class:`Interrupt` before the first pass of a line (a key of :func:`first_passes`), however many
+    lines came before it; False if it never comes."""
+
+    def interrupt(place: str) -> None:
+        if place == line:
+            raise Interrupt(line)
+
+    try:
+        handled_at_each_line(act, interrupt)
+    except Interrupt:
+        return True
+    return False
+
+
 def read_at_each_line(read: Callable[[], Any], act: Callable[[], object], allowed: list[Any]) -> tuple[set, list]:
     """Act, and read in a handler at each line: the numbers of the allowed values that it found, and its errors."""
     seen, refused = set(), []
