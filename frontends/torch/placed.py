@@ -103,7 +103,7 @@ class Placement:
         """
         return local
 
-    def check_cast(self, name: str, got: str) -> None:
+    def check_cast(self, name: str, dtype: torch.dtype, target: Any) -> None:
         """Raise :class:`ParameterError` if the parameter cannot be cast to another element type."""
 
     def fingerprints(self, rank: int) -> tuple[int, int]:
@@ -204,10 +204,11 @@ class Placed(Placement):
             placed.__class__ = kind()
         return placed
 
-    def check_cast(self, name: str, got: str) -> None:
+    def check_cast(self, name: str, dtype: torch.dtype, target: Any) -> None:
         raise ParameterError(
-            f"parameter {name!r} is a DTensor of {got}; expected no param_dtype: MixedPrecisionPolicy(param_dtype=...) "
-            "of fully_shard says what it computes in, or cast the model before it is placed"
+            f"parameter {name!r} is a DTensor of {dtype}, and param_dtype asks for {target}; expected no param_dtype: "
+            "MixedPrecisionPolicy(param_dtype=...) of fully_shard says what it computes in, or cast the model before "
+            "it is placed"
         )
 
     def fingerprints(self, rank: int) -> tuple[int, int]:

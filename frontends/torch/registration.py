@@ -319,7 +319,7 @@ class Registration:
             placed = placement_of(name, param, memory_order(local_of(param)))
             target = self._casts.of_param(param)
             if target not in (None, ELEMENT_TYPES[param.dtype]):
-                placed.check_cast(name, f"{param.dtype}, and param_dtype asks for {target}")
+                placed.check_cast(name, param.dtype, target)
             news.append(_New(name, param, group, target, placed))
         device = self._pipeline.device
         if device.world_size == 1 and device.collectives.world_size > 1:

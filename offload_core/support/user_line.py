@@ -4,7 +4,8 @@ import sys
 import warnings
 from typing import Any, NamedTuple, Self
 
-_OWN = ("offload_core", "frontends")
+_OWN = ("offload_core", "frontends", "contextlib")
+"""Packages whose lines are not the user's; ``contextlib`` lies between those of this package, and runs contexts."""
 
 
 class UserLine(NamedTuple):

@@ -381,6 +381,34 @@ def test_a_warning_is_of_the_users_line_and_said_there_once():
     assert "leave out what is without effect here: steps_per_print (" in str(caught[0].message)
 
 
+OF_THE_PACKAGE = """
+from contextlib import contextmanager
+from offload_core.support.user_line import UserLine
+from offload_core.errors import CheckpointWarning
+
+@contextmanager
+def context():
+    UserLine.now().warn(CheckpointWarning("the disk is full"))
+    yield
+
+def act():
+    with context():
+        pass
+"""
+
+
+def test_a_warning_in_a_context_of_the_package_is_of_the_users_line_too():
+    names = {"__name__": "offload_core.some_part"}
+    exec(OF_THE_PACKAGE, names)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        names["act"]()
+        with names["context"]():
+            pass
+    assert {w.filename for w in caught} == {__file__}
+    assert len(caught) == 2
+
+
 # --- memory ------------------------------------------------------------------------------------------------
 
 PLANNED = [
