@@ -535,10 +535,12 @@ def test_a_disk_that_is_too_small_on_one_rank_is_an_error_on_all_that_says_why(t
         def no_room(descriptor, start, n_bytes):
             raise OSError(errno.ENOSPC, "No space left on device")
 
+        enough = os.posix_fallocate
         if rank:
             os.posix_fallocate = no_room
         model = make()
         said = said_by(lambda: wrap(model, offload_optimizer="nvme", nvme_path=str(tmp_path), nvme_host_bytes=0))
+        os.posix_fallocate = enough
         engine = wrap(model)  # the ranks are together still
         train(engine, rank, [0])
         return said, bits(model)
