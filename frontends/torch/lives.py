@@ -76,6 +76,10 @@ class Life:
     def begin(self, optimizer: Living) -> None:
         """Wait no longer for other parameters than those that are in the groups."""
 
+    def closed(self) -> "Life":
+        """Return the life after this one, when the optimizer is closed."""
+        return Closed(self.updates)
+
 
 class Waiting(Life):
     """An optimizer that was made of whole parameters, in whose place Accelerate will put shards."""
@@ -162,6 +166,9 @@ class GaveWay(Closed):
             "this optimizer was closed, because a later one was made of its parameters; expected that one to be used "
             "(was the model wrapped twice?), or the model to be wrapped anew"
         )
+
+    def closed(self) -> Life:
+        return GaveWay(self.updates)
 
 
 def first_of(optimizer: Living) -> torch.Tensor | None:

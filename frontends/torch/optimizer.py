@@ -447,7 +447,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.sharding.close()
         if self._life.is_open:
             self.parts.close()
-        self._life = Closed(self.updates)
+        self._life = self._life.closed()
         self.sharding = NoSharding()
 
     # --- phases ----------------------------------------------------------------------------------------

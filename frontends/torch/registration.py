@@ -214,7 +214,6 @@ class Registration:
         self.columns = Columns(device)
         self._flat: list[torch.Tensor | OnDisk] = []
         """The memory of all parameters when it was last asked for."""
-        """The parameters that have no such memory, but shards."""
         self._replaced: set[int] = set()
         """The numbers of parameters that have got other memory since then; their old memory is not kept alive."""
         self._used: set[DataWrites] = set()

@@ -52,6 +52,18 @@ def test_an_earlier_one_is_flushed_first():
     assert_same(*models)
 
 
+def test_one_that_gave_way_still_says_so_after_its_own_close():
+    model = make()
+    first, later = OffloadedAdamW(model.parameters()), OffloadedAdamW(model.parameters())
+    for _ in range(2):
+        with pytest.raises(StateError, match="closed, because a later one was made of its parameters"):
+            first.step()
+        first.close()
+    later.close()
+    with pytest.raises(StateError, match="this optimizer was closed; expected an open one"):
+        later.step()
+
+
 def test_it_takes_over_from_several_and_when_it_gets_parameters_later():
     model = make()
     first, last = OffloadedAdamW(model[0].parameters()), OffloadedAdamW(model[2].parameters())
