@@ -74,7 +74,7 @@ class Life:
         return False
 
     def begin(self, optimizer: Living) -> None:
-        """Wait no longer for other parameters than those that are in the groups."""
+        """Make the parts now, if the optimizer waits for shards: of the parameters that are in its groups."""
 
     def closed(self) -> "Life":
         """Return the life after this one, when the optimizer is closed."""

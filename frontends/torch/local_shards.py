@@ -76,7 +76,7 @@ class LocalShard(ABC):
 
     @abstractmethod
     def forget_writes(self) -> None:
-        """Record that the master weight has followed what was written."""
+        """Record that the master weight has the values that other code wrote."""
 
 
 class InPlaceShard(LocalShard):

@@ -445,6 +445,6 @@ def _check_copies(
 def _digest(param: torch.Tensor) -> int:
     """A fingerprint of this process's values of a parameter."""
     values = local_of(param).detach().to("cpu").contiguous().view(-1)
-    values = values.view(torch.uint8) if values.numel() else values
-    digest = hashlib.blake2b(values.numpy(), digest_size=_DIGEST_BYTES)  # type: ignore[arg-type]
+    run = values.view(torch.uint8).numpy() if values.numel() else b""  # NumPy has no bfloat16, of no elements either
+    digest = hashlib.blake2b(run, digest_size=_DIGEST_BYTES)  # type: ignore[arg-type]
     return int.from_bytes(digest.digest())

@@ -5,7 +5,7 @@ import warnings
 from typing import Any, NamedTuple, Self
 
 _OWN = ("offload_core", "frontends", "contextlib")
-"""Packages whose lines are not the user's; ``contextlib`` lies between those of this package, and runs contexts."""
+"""Packages whose lines are not the user's. A context manager of this package is called by ``contextlib``."""
 
 
 class UserLine(NamedTuple):

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from frontends.torch.ranks import header_line
 from frontends.torch.ranks.header_line import HeaderLine
 from offload_core.ranks.headers import HEADER_BYTES, Header
+from tests.support.processes import on_ranks
 
 
 def on_threads(world_size, act, make=HeaderLine):
@@ -117,24 +118,27 @@ def test_an_address_that_breaks_off_is_followed_by_the_next(monkeypatch):
 
 @pytest.mark.parametrize("forks", [0, 1])
 def test_a_forked_process_neither_uses_the_ranks_connections_nor_ends_them(forks):
-    """As a program's own child does at its exit."""
+    """As a program's own child does at its exit. In a process of its own: this one has threads of earlier tests, and a
+    child that a thread forks may not survive them."""
 
-    def act(rank, line):
-        assert line.exchange(header("bucket 0")) is None
-        if rank == forks:
-            child = os.fork()
-            if child == 0:
-                refused = 1
-                try:
-                    line.exchange(header("bucket 7"))
-                except ConnectionError:
-                    refused = 0
-                line.close()
-                os._exit(refused)
-            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        return line.exchange(header("bucket 1"))
+    @on_ranks(1)
+    def _(_):
+        def act(rank, line):
+            assert line.exchange(header("bucket 0")) is None
+            if rank == forks:
+                child = os.fork()
+                if child == 0:
+                    refused = 1
+                    try:
+                        line.exchange(header("bucket 7"))
+                    except ConnectionError:
+                        refused = 0
+                    line.close()
+                    os._exit(refused)
+                assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            return line.exchange(header("bucket 1"))
 
-    assert on_threads(2, act) == [None, None]
+        assert on_threads(2, act) == [None, None]
 
 
 def test_where_no_port_can_be_opened_no_rank_uses_the_line(monkeypatch):

@@ -4,6 +4,7 @@ Each part of a parameter is a parameter to the core: the process that holds it u
 devices that hold it. Nothing is exchanged but the norm.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -32,7 +33,7 @@ from ..tree.wrapped_tree import Leaf
 from .functions import Compiled, Compute, on_one_device, on_several_devices
 
 
-class AsPlaced:
+class AsPlaced(ABC):
     """Parameters stay where they are.
 
     How bytes cross to the core is left to :class:`OnHosts` and :class:`OnDevices`; what arrays are on one device and on
@@ -58,8 +59,9 @@ class AsPlaced:
         self.alone = processes.world_size == 1
         self._arrays = OneDevice() if len(everywhere) == 1 else SeveralDevices(everywhere, processes)
 
+    @abstractmethod
     def _device(self, processes: Collectives) -> Device:
-        raise NotImplementedError
+        """Return the core's device, whose ranks exchange between these processes."""
 
     # --- where parameters lie ------------------------------------------------------------------------
 
@@ -81,9 +83,9 @@ class AsPlaced:
             for shard in leaf.shards
         ]
 
+    @abstractmethod
     def _place(self, device: jax.Device) -> int:
         """Return the number of this process's memory that a device reads."""
-        raise NotImplementedError
 
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
         return self._arrays.cast(array, leaf.dtype)
@@ -111,9 +113,9 @@ class AsPlaced:
             found += map(self._tensor, self._arrays.parts(leaf, array))
         return found
 
+    @abstractmethod
     def _tensor(self, part: jax.Array) -> Any:
         """Return an array of one device as the pipeline reads and writes it."""
-        raise NotImplementedError
 
     def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
         return list(arrays)
@@ -153,9 +155,9 @@ class AsPlaced:
         parts = [self._value(target, shard) for target, shard in zip(targets, leaf.shards, strict=True)]
         return self._arrays.of_parts(leaf, parts, like)
 
+    @abstractmethod
     def _value(self, target: Any, shard: Shard) -> Any:
         """Return a part of a parameter, in its own shape, that the pipeline has written."""
-        raise NotImplementedError
 
     # --- whole values --------------------------------------------------------------------------------
 

@@ -151,7 +151,7 @@ class DeviceTier:
 
     @property
     def disk_bytes(self) -> int:
-        """The bytes of disk that shards take beside those that lie with states."""
+        """The bytes that shards take on disk, without the shards that are master weights."""
         return 0
 
     def close(self) -> None:
@@ -170,7 +170,7 @@ class HostTier(DeviceTier):
 
 
 class DiskTier(HostTier):
-    """Shards on disk: with the states of trained parameters, those of others in a space of their own."""
+    """Shards on disk: a trained parameter's are its master weights there, a frozen one's have a space of their own."""
 
     def __init__(self, folders: Sequence[str], memory: HostMemory) -> None:
         super().__init__(memory)

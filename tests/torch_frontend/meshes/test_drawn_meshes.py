@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from frontends.torch import OffloadedAdamW
-from frontends.torch.placed import count_once, placement_of
+from frontends.torch.placed import UNDIVIDED, count_once, placement_of
 from offload_core.testing.thread_ranks import run_ranks
 from tests import sampling
 from tests.support.drawn_meshes import Drawn, Tensor, drawn
@@ -57,6 +57,14 @@ def assert_owned(case):
             assert tuple(local(param).shape) == placed.part.local_shape
             times[placed.part.index] += mine[i]
         assert bool((times == 1).all()), (i, times)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_ranks_that_hold_nothing_of_a_parameter_agree_on_it_in_any_element_type(dtype):
+    def agree(rank):
+        return count_once(rank, [("p", torch.empty(0, dtype=dtype), UNDIVIDED)])
+
+    assert sorted(run_ranks(2, agree)) == [[False], [True]]
 
 
 HALVES = Tensor((5, 3), (0, 1), (0, 0), later=True)
