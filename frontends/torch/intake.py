@@ -75,6 +75,8 @@ class Intake:
         """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
         self._backward = _Backward()
         """The last one of the engine."""
+        self._keeps = False
+        """True if its gradients stay in ``p.grad``."""
         self._deferrals = Blocks()
         """Blocks of ``Engine.no_sync``: gradients stay in ``p.grad`` while one runs."""
         self._handles: list[Any] = []
@@ -226,7 +228,16 @@ class Intake:
         with started.runs:
             _STARTED.append(started)
             self._backward = started
+            if self._early:
+                self._begin()
             act(scale)
+
+    @changes("backward()")
+    def _begin(self) -> None:
+        """Have ranks meet for the gradients of the backward before, unless those of this one stay in ``p.grad``."""
+        self._keeps = bool(self._deferrals)
+        if not self._keeps:
+            self._pipeline.begin_backward()
 
     def deferring(self) -> AbstractContextManager[Any]:
         """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
@@ -291,6 +302,9 @@ class Intake:
                 for (i, gradient), taken in zip(asked.items(), columns.taken, strict=True)
                 if (gradient is not taken or i in left_out) and (boundary or not self._continues(i, gradient))
             }
+        if boundary and self._keeps:
+            self._keeps = False
+            self._pipeline.begin_backward()
         if not asked:
             return
         given = columns.own({i: g for i, g in asked.items() if g is not None and i not in left_out})
@@ -318,13 +332,15 @@ class Intake:
             GradientError: averaged and summed gradients are mixed.
             CollectiveError: an exchange between ranks failed before.
         """
-        if not (self.fresh or self._discarded or (may_be_empty and self._pipeline.arrivals.holds_gradients)):
+        arrivals = self._pipeline.arrivals
+        elsewhere = arrivals.since.backward or (may_be_empty and arrivals.holds_gradients)
+        if not (self.fresh or self._discarded or elsewhere):
             self._pipeline.health.check(Use.STEP)  # it may say why none arrived
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
             )
-        if self._pipeline.arrivals.per_update > 1 and self._averaged not in ({}, self._arrived):
+        if arrivals.per_update > 1 and self._averaged not in ({}, self._arrived):
             raise GradientError(
                 "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "

@@ -1,7 +1,8 @@
 """The gradients that came since the last update, and the order in which their buckets are launched.
 
 [Note: rounds] In a round every bucket is launched once. A micro-step is one round, or several where a parameter has
-another gradient after its bucket was launched.
+another gradient after its bucket was launched. Among ranks each backward of an engine has a round of its own: which
+parameter had a gradient in the one before, only some of them may know.
 
 ======  ======================================================================================
 state   meaning for one parameter in one round
@@ -47,6 +48,8 @@ class SinceUpdate:
     """Parameters that had one on this rank."""
     begun: bool = False
     """A gradient came, or a bucket was launched; gradients may have been dropped since."""
+    backward: bool = False
+    """All ranks began a backward in this micro-step (:meth:`Pipeline.begin_backward`); this one may have no gradient."""
     micro_steps: int = 0
     """Micro-steps that have ended."""
     round: _Round | None = field(default_factory=_Round)
@@ -103,7 +106,12 @@ class Arrivals:
 
     @property
     def holds_gradients(self) -> bool:
-        """True if gradients came since the last update, here or (in a bucket that was launched) on another rank."""
+        """True if gradients came since the last update, here or on another rank."""
+        return self.since.backward or self.has_begun
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a gradient came since the last update on this rank, or a bucket was launched."""
         return self.since.begun or any(work.gradient.state in UNUSED for work in self.order)
 
     @property
@@ -119,10 +127,6 @@ class Arrivals:
         """
         steps = float(self.per_update) if average else 1.0
         return steps if self._buckets.config.average_over_ranks else steps / self._buckets.device.world_size
-
-    def begins_round(self, params: Set[int]) -> bool:
-        """True if gradients of these parameters are of another round."""
-        return self.since.round is None or self.has_left(params)
 
     def has_left(self, params: Set[int]) -> bool:
         """True if one of these parameters had its gradient of this round, or was settled or launched without it."""
@@ -227,6 +231,11 @@ class Arrivals:
             round.next += 1
             yield self.order[round.next - 1]
 
+    def begin_backward(self) -> None:
+        """Record that all ranks begin a backward: each has this round, with or without a gradient."""
+        self.since.round = self.since.round or _Round()
+        self.since.backward = True
+
     def end_round(self) -> None:
         """End the round: every bucket was launched."""
         if self.since.round is not None:
@@ -236,6 +245,7 @@ class Arrivals:
     def count_micro_step(self, *, boundary: bool) -> None:
         """Count a micro-step that has ended."""
         self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
+        self.since.backward = False
 
     def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
         """Begin the next step, for which no gradient has come.

@@ -168,6 +168,22 @@ class Pipeline:
 
     # --- gradients ---------------------------------------------------------------------------------
 
+    def begin_backward(self) -> None:
+        """A backward begins, on all ranks alike. What came in the one before it, in this micro-step, leaves.
+
+        Raises :class:`StateError` where ``update_in_backward`` has updated states.
+        """
+        assert self.state_lock.changing.locked()
+        if self.device.world_size == 1:
+            return
+        since = self.arrivals.since
+        if since.backward:
+            self._begin_gradients()
+            self._take_late()
+        if since.backward or since.round is None:
+            self._begin_round()
+        self.arrivals.begin_backward()
+
     def add_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Take gradients of this micro-step, by parameter, which they fit (:meth:`Reduction.check`).
 
@@ -207,26 +223,34 @@ class Pipeline:
         """Fill in gradients, and launch what is full; ``without``: parameters that are settled without one."""
         params = gradients.keys() | without if without else gradients.keys()
         arrivals = self.arrivals
-        if self._announced.asked:
-            if self.device.world_size == 1:
-                self.early.recall(params)
-            elif arrivals.begins_round(params):  # ranks exchange every bucket again
-                self.early.recall()
+        if self._announced.asked and self.device.world_size == 1:
+            self.early.recall(params)
+        if arrivals.since.round is None or arrivals.has_left(params):
+            self._begin_round()
         try:
-            if arrivals.has_left(params):
-                self._end_round()
             if arrivals.fill(gradients, without):
                 self._launch()
         except BaseException as error:
             self.last_step.lose_gradient(error)
             raise
 
+    def _begin_round(self) -> None:
+        """Gradients of another round come. All ranks call it alike; they exchange every bucket again."""
+        if self._announced.asked and self.device.world_size > 1:
+            self.early.recall()
+        if self.arrivals.since.round is not None:
+            try:
+                self._end_round()
+            except BaseException as error:
+                self.last_step.lose_gradient(error)
+                raise
+
     def _begin_gradients(self) -> None:
         """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
         present = self.arrivals.since.present
         if not present or self.health.state is Health.LOST:
             self.health.check(Use.STEP)
-        if not present and self.updates.publishes and not self.arrivals.holds_gradients:
+        if not present and self.updates.publishes and not self.arrivals.has_begun:
             self.last_step.finish_publications()
 
     def _launch(self, *, ending: bool = False, boundary: bool = False) -> None:
@@ -325,7 +349,7 @@ class Pipeline:
         """
         assert self.state_lock.changing.locked()
         boundary = self.arrivals.at_boundary if boundary is None else boundary
-        if reduce:
+        if reduce or self.arrivals.since.backward:
             self._begin_gradients()
             if self.arrivals.since.round is None:
                 self.early.recall(by_all=False)

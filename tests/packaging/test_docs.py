@@ -86,7 +86,8 @@ LIBRARIES = ("transformers.trainer", "accelerate", "lightning.pytorch", "flax.nn
 """Imports of several blocks, at most 4 s each. The process that blocks are forks of has done them already."""
 OF_INTEGRATIONS = re.compile(
     r"\b(transformers|accelerate|lightning|flax|equinox|orbax|grain|peft|trl|ray|verl|torchtitan|datasets|matplotlib"
-    r"|tensorboard|torchao|bitsandbytes|plot)\b"
+    r"|tensorboard|torchao|bitsandbytes|plot)\b",
+    re.IGNORECASE,  # TensorBoard() imports tensorboardX
 )
 
 

@@ -469,9 +469,11 @@ class Program:
         poisons = [poison, None][: self.world_size]
         each = [pulls_of(10 * seed + r, masks[r], poisons[r]) for r in range(self.world_size)]
         mine = each[self.rank]
-        if any(not {n for p in of_rank for n in _params_of(p)} - self.frozen for of_rank in each):
-            return  # a rank whose loss requires no gradient
-        self.engine.backward(self.engine(mine))
+        trains = [bool({n for p in of_rank for n in _params_of(p)} - self.frozen) for of_rank in each]
+        if not any(trains):
+            return  # the loss requires no gradient
+        loss = self.engine(mine)
+        self.engine.backward(loss if trains[self.rank] else loss + torch.zeros((), requires_grad=True))
         self.pending = {} if self.pending is None else self.pending
         for of_rank in each:
             for name, gradient in gradients_of(of_rank).items():

@@ -1,6 +1,7 @@
 """Waits for another thread to wait."""
 
-import sys
+import faulthandler
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -8,14 +9,20 @@ from collections.abc import Callable
 
 def until_one_is_in(*functions: Callable[..., object], thread: threading.Thread) -> None:
     """Return when a thread, whichever, is in these functions, one called by the other, or this one has ended."""
-    codes = {function.__code__ for function in functions}
-    while thread.is_alive() and not any(codes <= _codes(frame) for frame in sys._current_frames().values()):
-        time.sleep(0.001)
+    codes = [function.__code__ for function in functions]
+    with tempfile.TemporaryFile("w+") as file:
+        while thread.is_alive():
+            file.seek(0)
+            file.truncate()
+            faulthandler.dump_traceback(file)  # in C: of frames that Python code reads, some may end meanwhile
+            file.seek(0)
+            stacks = [_functions(stack) for stack in file.read().split("\n\n")]
+            if any(all((code.co_filename, code.co_name) in stack for code in codes) for stack in stacks):
+                return
+            time.sleep(0.001)
 
 
-def _codes(frame):
-    found = set()
-    while frame is not None:
-        found.add(frame.f_code)
-        frame = frame.f_back
-    return found
+def _functions(stack: str) -> set[tuple[str, str]]:
+    """The file and the name of each function in a traceback by faulthandler."""
+    lines = [line.strip().removeprefix('File "') for line in stack.splitlines()]
+    return {(line.partition('", line ')[0], line.rpartition(" in ")[2]) for line in lines}
