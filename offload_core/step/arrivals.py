@@ -49,7 +49,7 @@ class SinceUpdate:
     begun: bool = False
     """A gradient came, or a bucket was launched; gradients may have been dropped since."""
     backward: bool = False
-    """All ranks began a backward in this micro-step (:meth:`Pipeline.begin_backward`); this one may have no gradient."""
+    """All ranks began a backward in this micro-step; this one may have no gradient."""
     micro_steps: int = 0
     """Micro-steps that have ended."""
     round: _Round | None = field(default_factory=_Round)
