@@ -80,10 +80,10 @@ class _Memory:
     """Its contents, for reports."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Those that others may read."""
-    waits: dict[int, Callable[[], None]] = field(default_factory=dict)
-    """Each one's function that waits for it, by the ``id`` of the tensor."""
-    trained: dict[int, int] = field(default_factory=dict)
-    """Bytes of trained parameters, or shards of them, by the ``id`` of their tensor."""
+    waits: dict[torch.Tensor, Callable[[], None]] = field(default_factory=dict)
+    """Each one's function that waits for it."""
+    trained: dict[torch.Tensor, int] = field(default_factory=dict)
+    """Bytes of trained parameters, or shards of them."""
     frozen: list[PartitionedParameter] = field(default_factory=list)
     """Frozen parameters of which it holds the shards."""
     at: int = 0
@@ -120,7 +120,7 @@ class _Memory:
     def end_waits(self) -> None:
         """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
         for tensor in self.tensors:
-            end_wait(tensor, self.waits[id(tensor)])
+            end_wait(tensor, self.waits[tensor])
 
     @property
     def copied(self) -> bool:
@@ -319,7 +319,7 @@ class DeviceMemory:
                 kind = "trained parameters" if trained else "frozen parameters and buffers"
                 memory = found.setdefault(number, self._kind(storage, storage.nbytes(), kind))
                 if trained:
-                    memory.trained[id(tensor)] = values.nbytes
+                    memory.trained[tensor] = values.nbytes
                 if record is not None:
                     memory.frozen += [record] if not trained and record not in memory.frozen else []
                 elif all(tensor is not other for other in memory.tensors):
@@ -365,7 +365,7 @@ class DeviceMemory:
         for tensor in memory.tensors:
             of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
             wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
-            memory.waits[id(tensor)] = wait
+            memory.waits[tensor] = wait
             if can_wait(tensor):
                 make_pending(tensor, wait, before_modules=True)
             else:
@@ -409,7 +409,7 @@ class DeviceMemory:
             for tensor in memory.tensors:
                 if not can_wait(tensor):
                     memory.arrived.order()
-                    end_wait(tensor, memory.waits[id(tensor)])
+                    end_wait(tensor, memory.waits[tensor])
 
     def _allocate(self) -> None:
         done: list[_Memory] = []

@@ -673,8 +673,8 @@ class Engine(nn.Module):
         yield from self.module.named_buffers(remove_duplicate=False)
         for name, param in self.module.named_parameters(remove_duplicate=False):
             yield name, param
-            if id(param) in packed:
-                yield from ((name, tensor) for tensor in packed[id(param)].tensors)
+            if param in packed:
+                yield from ((name, tensor) for tensor in packed[param].tensors)
 
     def restore(self) -> None:
         """Take the device again, and bring everything back, in the background: a layer waits for its own parameters.
@@ -766,7 +766,7 @@ def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
     others = [(n, t) for n, t in given if not is_placed(t)]
     rest = [(n, t) for n, t in others if t not in optimizer.state and t not in optimizer.sharding]
     for name, whole in rest:
-        for tensor in packed[id(whole)].tensors if id(whole) in packed else [whole]:
+        for tensor in packed[whole].tensors if whole in packed else [whole]:
             host = tensor.detach().cpu().contiguous()
             values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
             optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")

@@ -54,8 +54,8 @@ def named_sharded(model: nn.Module) -> dict[str, nn.Parameter]:
         for group in _groups(module) or ():
             for each in group.fsdp_params:
                 if (whole := getattr(each, "_unsharded_param", None)) is not None:
-                    sharded[id(whole)] = each.sharded_param
-    return {name: sharded.get(id(param), param) for name, param in model.named_parameters()}
+                    sharded[whole] = each.sharded_param
+    return {name: sharded.get(param, param) for name, param in model.named_parameters()}
 
 
 def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:

@@ -110,9 +110,8 @@ def all_or_given(model: nn.Module, params: Iterable[Any] | None) -> list[Any] | 
         in_model(model, listed)
     if listed is None or any(not isinstance(each, torch.Tensor) for each in listed):
         return listed
-    asked = {id(param) for param in listed}
-    own = {id(param): param.requires_grad for param in model.parameters()}
-    return None if asked <= own.keys() and all(i in asked for i, trains in own.items() if trains) else listed
+    asked, own = {*listed}, {*model.parameters()}
+    return None if asked <= own and all(param in asked for param in own if param.requires_grad) else listed
 
 
 def in_model(model: nn.Module, params: Iterable[Any]) -> tuple[list[Any], bool]:
@@ -159,23 +158,23 @@ def without_names(params: Iterable[Any]) -> tuple[list[Any], dict[torch.Tensor, 
     return bare, names
 
 
-def names_in(model: nn.Module) -> dict[int, str]:
-    """The names of a model's parameters, by ``id``."""
-    return {id(param): name for name, param in model.named_parameters()}
+def names_in(model: nn.Module) -> dict[torch.Tensor, str]:
+    """The names of a model's parameters."""
+    return {param: name for name, param in model.named_parameters()}
 
 
-def _named(names: Mapping[int, str], entry: Any) -> Any:
+def _named(names: Mapping[torch.Tensor, str], entry: Any) -> Any:
     if isinstance(entry, dict):
         return {**entry, "params": [_named(names, param) for param in entry["params"]]}
     param = entry[1] if isinstance(entry, tuple) else entry
     if not isinstance(param, torch.Tensor):
         raise ParameterError(f"params: got {kind_of(param)}, expected parameters of the model, or groups of them")
-    if id(param) not in names:
+    if param not in names:
         raise ParameterError(
             f"params: a tensor of shape {tuple(param.shape)} is no parameter of the model, which would not be trained; "
             "expected parameters of the model that is wrapped (is this another model's, or from before a copy?)"
         )
-    return names[id(param)], param
+    return names[param], param
 
 
 def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:

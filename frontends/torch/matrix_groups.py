@@ -71,6 +71,6 @@ class _Known(NamedTuple):
             last = [module for module in modules if isinstance(module, nn.Linear)][-1:]
             heads = [module for module in last if rows in (None, module.out_features)]
         convolutions = [module for module in modules if isinstance(module, nn.modules.conv._ConvNd)]
-        left_out = {id(param) for module in (*tables, *heads, *convolutions) for param in module.parameters()}
-        names = {name for name, param in params if id(param) in left_out or memory_order(param) is not None}
+        left_out = {param for module in (*tables, *heads, *convolutions) for param in module.parameters()}
+        names = {name for name, param in params if param in left_out or memory_order(param) is not None}
         return cls({name: tuple(param.shape) for name, param in params}, names, rows)

@@ -39,7 +39,7 @@ class AdaptedLayer:
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors that its merged weights depend on, each once."""
-        return tuple({id(t): t for t in (*self.layer.parameters(), *self.layer.buffers())}.values())
+        return tuple(dict.fromkeys((*self.layer.parameters(), *self.layer.buffers())))
 
     @property
     def base(self) -> dict[str, torch.Tensor]:
@@ -76,7 +76,7 @@ class AdaptedLayer:
 
     def merged(self, read: Read) -> list[torch.Tensor] | None:
         """Return the merged weights in the order of :attr:`base`, in host memory. All ranks call this."""
-        values = {id(tensor): read(tensor) for tensor in self.tensors}
+        values = {tensor: read(tensor) for tensor in self.tensors}
         if any(value is None for value in values.values()):
             return None
         layer: Any = self._copy(values)
@@ -92,11 +92,11 @@ class AdaptedLayer:
             base = layer.get_base_layer()
         return [value.detach() for value in base.state_dict(keep_vars=True).values()]
 
-    def _copy(self, values: dict[int, Any]) -> nn.Module:
+    def _copy(self, values: dict[torch.Tensor, Any]) -> nn.Module:
         """Return a copy of the layer with these values, without the hooks of the engine and of others."""
         known: dict[int, Any] = {}
         for tensor in self.tensors:
-            value = values[id(tensor)]
+            value = values[tensor]
             known[id(tensor)] = nn.Parameter(value, False) if isinstance(tensor, nn.Parameter) else value
         for module in self.layer.modules():
             for own, value in vars(module).items():
@@ -142,22 +142,22 @@ def merged_weights(
         ParameterError: an adapter cannot be merged.
     """
     names = _Names(model)
-    layer_of: dict[int, AdaptedLayer] = {}
+    layer_of: dict[torch.Tensor, AdaptedLayer] = {}
     for layer in names.layers.values():
         layer.check()
         for name, tensor in layer.base.items():
-            if id(tensor) in layer_of:
+            if tensor in layer_of:
                 raise _tied(name)
-            layer_of[id(tensor)] = layer
-    in_base = {id(tensor): name for layer in names.layers.values() for name, tensor in layer.base.items()}
+            layer_of[tensor] = layer
+    in_base = {tensor: name for layer in names.layers.values() for name, tensor in layer.base.items()}
     found = {}
     for name, tensor in named_tensors(model).items():
-        new = in_base.get(id(tensor)) if names.is_inside(name) else names.in_base(name)
+        new = in_base.get(tensor) if names.is_inside(name) else names.in_base(name)
         if new is not None:
             found[new] = tensor
     merged: set[AdaptedLayer] = set()
     for name, tensor, others in untied(names.base_model, found):
-        adapted = layer_of.get(id(tensor))
+        adapted = layer_of.get(tensor)
         if adapted is None:
             yield [checked(name, tensor, dtype, _WHAT, others)], None
         elif others:

@@ -114,8 +114,8 @@ def check_present(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
 
 
 def _gone(model: nn.Module, optimizer: OffloadedOptimizer) -> list[str]:
-    own = {id(param) for param in named_sharded(model).values()}
-    return [slot.name for slot in optimizer.slots if id(slot.param) not in own]
+    own = {*named_sharded(model).values()}
+    return [slot.name for slot in optimizer.slots if slot.param not in own]
 
 
 def _replaced(names: Sequence[str]) -> StateError:

@@ -357,7 +357,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 g = len(self.param_groups)
                 model = None if self._model is None else self._model()
                 names = {} if model is None else names_in(model)
-                params = [(names.get(id(p), f"group {g}, parameter {i}"), p) for i, p in enumerate(params)]
+                params = [(names.get(p, f"group {g}, parameter {i}"), p) for i, p in enumerate(params)]
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
         if not self._life.is_open:  # called by Optimizer.__init__: _build takes on all groups at once
@@ -377,7 +377,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         model = None if self._model is None else self._model()
         known = {} if model is None else names_in(model)
         for i, entry in enumerate(params):
-            name, params[i] = entry if isinstance(entry, tuple) else (known.get(id(entry)), entry)
+            name, params[i] = entry if isinstance(entry, tuple) else (known.get(entry), entry)
             if name is not None:
                 self.names[params[i]] = name
         return {**{key: value for key, value in group.items() if key != "param_names"}, "params": params}

@@ -30,27 +30,27 @@ def check_apart(trained: Iterable[Named], others: Iterable[Named]) -> None:
 
     One tensor under several names (tied weights) is no overlap, and neither are disjoint views of one memory.
     """
-    known = {id(tensor): (name, tensor) for name, tensor in trained}
-    trained_ids = {*known}
+    known = {tensor: name for name, tensor in trained}
+    of_trained = {*known}
     for name, tensor in others:
-        known.setdefault(id(tensor), (name, tensor))
+        known.setdefault(tensor, name)
     by_storage = defaultdict(list)
     with no_read():
-        for name, tensor in known.values():
+        for tensor, name in known.items():
             if (address := _storage_of(tensor)) is not None:
                 by_storage[address].append((tensor.data_ptr(), name, tensor))
         for tensors in by_storage.values():
             if len(tensors) > 1:
-                _check_storage(sorted(tensors, key=lambda entry: entry[:2]), trained_ids)
+                _check_storage(sorted(tensors, key=lambda entry: entry[:2]), of_trained)
 
 
-def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Set[int]) -> None:
+def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Set[torch.Tensor]) -> None:
     reaching: list[tuple[int, str, torch.Tensor]] = []
     for start, name, tensor in tensors:
         reaching = [entry for entry in reaching if entry[0] > start]
         for _, other_name, other in reaching:
-            if not trained.isdisjoint((id(tensor), id(other))) and _share_elements(tensor, other):
-                first, second = (other_name, name) if id(other) in trained else (name, other_name)
+            if not trained.isdisjoint((tensor, other)) and _share_elements(tensor, other):
+                first, second = (other_name, name) if other in trained else (name, other_name)
                 raise ParameterError(
                     f"parameter {first!r} and {second!r} lie over one memory; expected each to have its own, as "
                     "training the first would leave old values in the second: make them one nn.Parameter (second = "

@@ -542,8 +542,8 @@ class Registration:
         tensors: Iterable[torch.Tensor],
     ) -> list[torch.Tensor]:
         """The tensors on the device that are neither trained nor partitioned, each once."""
-        known = {id(param) for _, param in (*trained, *frozen)}
-        return list({id(t): t for t in tensors if id(t) not in known and t.device == self.device}.values())
+        known = {param for _, param in (*trained, *frozen)}
+        return list(dict.fromkeys(t for t in tensors if t not in known and t.device == self.device))
 
     def _plan(
         self,
@@ -589,13 +589,13 @@ def named_in(groups: Sequence[Mapping[str, Any]], own: Mapping[torch.Tensor, str
     return [entry for g, group in enumerate(groups) for entry in named_params(g, group, own)]
 
 
-def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> dict[int, Matrix]:
-    """The matrices that frozen parameters consist of, by the parameter's ``id``, for the rule of each group."""
+def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> dict[torch.Tensor, Matrix]:
+    """The matrices that frozen parameters consist of, for the rule of each group."""
     found = {}
     for name, param, g in named:
         if not param.requires_grad and is_offloadable(param):
             with suppress(ParameterError):  # it cannot be trained so, and is refused when it is unfrozen
-                found[id(param)] = _matrix(rules[g], name, param, UNDIVIDED)
+                found[param] = _matrix(rules[g], name, param, UNDIVIDED)
     return {key: matrix for key, matrix in found.items() if matrix is not None}
 
 

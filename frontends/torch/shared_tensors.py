@@ -81,21 +81,21 @@ def _conflict(
     for other in _OPTIMIZERS:
         if not other.is_open or any(other is owner for owner in give_way):
             continue
-        held = {id(tensor) for tensor in other.held_tensors()}
+        held = {*other.held_tensors()}
         for name, param in params:
             if param in other.sharding:
                 return StateError(
                     f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
                     ".close(), or give this model a parameter of its own"
                 )
-            if apart and id(param) in held and _may_be_cut(param, config):
+            if apart and param in held and _may_be_cut(param, config):
                 return StateError(
                     f"parameter {name!r} is used by another engine or optimizer, which needs it whole, and stage=3 "
                     "would hold it in shards; expected stages 1 and 2 in both, one wrap() of a module that holds both "
                     "models, or .close() of the other one before"
                 )
         for name, tensor in (*params, *model.named_buffers()):
-            if id(tensor) in held and casts.would_change(tensor):
+            if tensor in held and casts.would_change(tensor):
                 asked = "param_dtype" if isinstance(tensor, nn.Parameter) else "buffer_dtype"
                 return ParameterError(
                     f"{name!r} is used by another engine or optimizer as {tensor.dtype}, and {asked}="

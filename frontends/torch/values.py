@@ -98,24 +98,24 @@ class PackedValues(Values):
             set_data(tensor, values)
 
 
-def packed_values(model: nn.Module) -> dict[int, PackedValues]:
-    """The values of a model's frozen quantised parameters, by the parameters' ``id``."""
+def packed_values(model: nn.Module) -> dict[torch.Tensor, PackedValues]:
+    """The values of a model's frozen quantised parameters."""
     with no_read():  # it may be in shards
         return _packed_values(model)
 
 
-def _packed_values(model: nn.Module) -> dict[int, PackedValues]:
-    found: dict[int, list[torch.Tensor]] = {}
-    users: dict[int, set[int]] = {}
+def _packed_values(model: nn.Module) -> dict[torch.Tensor, PackedValues]:
+    found: dict[torch.Tensor, list[torch.Tensor]] = {}
+    users: dict[int, set[torch.Tensor]] = {}
     for module in model.modules():
         for param in module._parameters.values():
-            if param is None or id(param) in found or not is_quantised(param):
+            if param is None or param in found or not is_quantised(param):
                 continue
-            tensors = list({id(tensor): tensor for tensor in _tensors(param, module)}.values())
+            tensors = list(dict.fromkeys(_tensors(param, module)))
             if all(_is_dense(tensor) and tensor.device == param.device for tensor in tensors):
-                found[id(param)] = tensors
+                found[param] = tensors
                 for tensor in tensors:
-                    users.setdefault(_storage(tensor), set()).add(id(param))
+                    users.setdefault(_storage(tensor), set()).add(param)
     alone = {
         key: [t for i, t in enumerate(tensors) if not i or len(users[_storage(t)]) == 1]
         for key, tensors in found.items()

@@ -217,9 +217,9 @@ def check_layout(layout: str) -> None:
 def untied(model: nn.Module, found: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor, tuple[str, ...]]]:
     """Each of these tensors once: under the name that ``transformers`` ties others to, or the first one; and its other
     names."""
-    names: dict[int, list[str]] = {}
+    names: dict[torch.Tensor, list[str]] = {}
     for name, tensor in found.items():
-        names.setdefault(id(tensor), []).append(name)
+        names.setdefault(tensor, []).append(name)
     tied = getattr(uncompiled_module(model), "all_tied_weights_keys", {})  # {the one that is left out: other}
     for same in names.values():
         kept = next((name for name in same if name not in tied), same[0])

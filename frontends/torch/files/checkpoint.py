@@ -101,17 +101,17 @@ class ModelCheckpoints:
         alone, weights = optimizer.pipeline.device.collectives.rank == 0, Weights(optimizer)
         untrained = [*self._untrained()]
         counted = self._counted([(name, tensor) for name, tensor, _ in untrained])
-        kept = set() if frozen else {id(param) for param in self._model.parameters() if not param.requires_grad}
+        kept = set() if frozen else {param for param in self._model.parameters() if not param.requires_grad}
         for name, tensor, record in untrained:
-            if id(tensor) in kept or is_quantised(tensor):
+            if tensor in kept or is_quantised(tensor):
                 left_out[name] = tuple(tensor.shape)
                 continue
             shapes[name] = (tuple(tensor.shape), _numpy_dtype(name, tensor))
-            if record is not None or counted.get(id(tensor), alone):
+            if record is not None or counted.get(tensor, alone):
                 sources += _sources(weights, name, tensor)
-        first = {id(param): uncompiled(name) for name, param in self._model.named_parameters()}
+        first = {param: uncompiled(name) for name, param in self._model.named_parameters()}
         every = self._model.named_parameters(remove_duplicate=False)
-        names = [(uncompiled(name), first[id(param)]) for name, param in every]
+        names = [(uncompiled(name), first[param]) for name, param in every]
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
         state = {
             "updates": optimizer.updates,
@@ -136,9 +136,8 @@ class ModelCheckpoints:
             groups=[group_of.get(slot.param, 0) for slot in optimizer.slots],
         )
 
-    def _counted(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[int, bool]:
-        """True for each DTensor of which this process saves its part, by ``id``. Another process may hold the same
-        part."""
+    def _counted(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, bool]:
+        """True for each DTensor of which this process saves its part. Another process may hold the same part."""
         placed = [(name, tensor) for name, tensor in named if is_placed(tensor)]
         if not placed:
             return {}
@@ -146,7 +145,7 @@ class ModelCheckpoints:
         held = [(name, tensor, placed_as(name, tensor)) for name, tensor in placed]
         agree = partial(count_once, pipeline.device.collectives, held)
         counted: list[bool] = self._state_lock.change("save_checkpoint()", pipeline.buckets.run, agree)
-        return {id(tensor): counts for (_, tensor), counts in zip(placed, counted, strict=True)}
+        return {tensor: counts for (_, tensor), counts in zip(placed, counted, strict=True)}
 
     @whole("load_checkpoint()")
     def has_none(self, path: Any) -> bool:
@@ -262,17 +261,17 @@ class ModelCheckpoints:
 
     def names(self) -> list[str]:
         """The model's names of the trained parameters."""
-        of_model = {id(param): name for name, param in self._named_params()}
-        return [of_model.get(id(slot.param), slot.name) for slot in self._optimizer.slots]
+        of_model = {param: name for name, param in self._named_params()}
+        return [of_model.get(slot.param, slot.name) for slot in self._optimizer.slots]
 
     def _named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The model's parameters, and those that the optimizer alone has, each with its name in a checkpoint."""
-        of_model = set()
+        of_model = set[torch.Tensor]()
         for name, param in self._model.named_parameters():
-            of_model.add(id(param))
+            of_model.add(param)
             yield uncompiled(name), param
         for slot in self._optimizer.slots:
-            if id(slot.param) not in of_model:
+            if slot.param not in of_model:
                 yield slot.name, slot.param
 
     def untrained(self) -> list[str]:
@@ -281,7 +280,7 @@ class ModelCheckpoints:
 
     def _untrained(self) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
         """Frozen parameters and buffers."""
-        trained = {id(slot.param) for slot in self._optimizer.slots}
+        trained = {slot.param for slot in self._optimizer.slots}
         return _tensors_of(self._model, self._optimizer.sharding, but=trained)
 
 
@@ -346,18 +345,18 @@ def _module_parts(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) ->
 
 
 def _tensors_of(
-    model: nn.Module, sharding: Sharding, *, but: Collection[int] = ()
+    model: nn.Module, sharding: Sharding, *, but: Collection[torch.Tensor] = ()
 ) -> Iterator[tuple[str, torch.Tensor, PartitionedParameter | None]]:
-    """The model's parameters except ``but`` (by ``id``), with the records of partitioned ones, and its buffers."""
+    """The model's parameters except ``but``, with the records of partitioned ones, and its buffers."""
     for name, param in model.named_parameters():
-        if id(param) not in but:
+        if param not in but:
             yield uncompiled(name), param, sharding.record_of(param)
-    seen: set[int] = set()
+    seen = set[torch.Tensor]()
     for prefix, module in model.named_modules():
         for own, buffer in module._buffers.items():
-            if buffer is None or own in module._non_persistent_buffers_set or id(buffer) in seen:
+            if buffer is None or own in module._non_persistent_buffers_set or buffer in seen:
                 continue
-            seen.add(id(buffer))
+            seen.add(buffer)
             yield uncompiled(f"{prefix}.{own}" if prefix else own), buffer, None
 
 

@@ -76,12 +76,12 @@ def whole_state_dict(model: nn.Module, *, wanted: bool) -> dict[str, Any]:
         wanted: False has None for each tensor.
     """
     found = model.state_dict(keep_vars=True)
-    copies: dict[int, torch.Tensor | None] = {}
+    copies: dict[torch.Tensor, torch.Tensor | None] = {}
     for name, value in found.items():
         if isinstance(value, torch.Tensor):
-            if id(value) not in copies:
+            if value not in copies:
                 with gathered_parameters(value):
                     values = whole_of(value)
-                    copies[id(value)] = values.to("cpu", copy=True) if wanted else None
-            found[name] = copies[id(value)]
+                    copies[value] = values.to("cpu", copy=True) if wanted else None
+            found[name] = copies[value]
     return found

@@ -228,9 +228,9 @@ class OffloadTrainer(Trainer):
         self.optimizer = self.optimizer_cls_and_kwargs = None
         if not isinstance(made, _Groups):
             raise _another_optimizer(type(made).__name__)
-        names = {id(param): name for name, param in self._module.named_parameters()}
+        names = {param: name for name, param in self._module.named_parameters()}
         for group in made.param_groups:  # an empty one, too, must have names if others have
-            group["param_names"] = [names[id(param)] for param in group["params"]]
+            group["param_names"] = [names[param] for param in group["params"]]
         return made.param_groups
 
     def _wrapped(self, groups: list[dict[str, Any]]) -> Engine:
@@ -335,11 +335,11 @@ class OffloadTrainer(Trainer):
         if not files:
             return False
         in_shards = self.engine.optimizer.has_states if states else lambda tensor: False
-        names: dict[int, list[str]] = {}
+        names: dict[torch.Tensor, list[str]] = {}
         found = named_tensors(self._module)
         for name, tensor in found.items():
             if not in_shards(tensor):
-                names.setdefault(id(tensor), []).append(name)
+                names.setdefault(tensor, []).append(name)
         with ExitStack() as opened, grad_mode_kept(), torch.no_grad():
             readers = {file: opened.enter_context(safe_open(file, "pt")) for file in {*files.values()}}
             for tied in names.values():

@@ -50,8 +50,8 @@ class Gathering:
 
     def close(self) -> None:
         """Release the partitioned parameters."""
-        for number in self._parameters.records:
-            _GATHERINGS.pop(number, None)
+        for param in self._parameters.records:
+            _GATHERINGS.pop(id(param), None)
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return True if the parameter is partitioned."""

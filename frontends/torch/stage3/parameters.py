@@ -158,7 +158,7 @@ class PartitionedParameters:
         world: the device and ranks over which shards are gathered.
         pipeline: updates the trained ones.
         casts: the element types that they get.
-        matrices: the matrices that frozen ones consist of, by the parameter's ``id``; training them needs them whole.
+        matrices: the matrices that frozen ones consist of; training them needs them whole.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class PartitionedParameters:
         world: GatheringDevice,
         pipeline: Pipeline,
         casts: Casts,
-        matrices: Mapping[int, Matrix],
+        matrices: Mapping[torch.Tensor, Matrix],
     ) -> None:
         self._config = config = pipeline.config
         self._pipeline = pipeline
@@ -177,39 +177,37 @@ class PartitionedParameters:
         self._world = world
         self.live = LiveParams(config, world, pipeline.state_lock, pipeline.health)
         """Tracks which parameters are whole."""
-        self.records: dict[int, PartitionedParameter] = {}
-        """By the parameter's ``id``; a record keeps its parameter alive, so no id is reused."""
-        self._beside: dict[int, int] = {}
-        """The ``id`` of a quantised parameter, by the ``id`` of each tensor that holds values of it."""
-        self._owners: dict[int, tuple[torch.Tensor, str, str]] = {}
-        """Each parameter of the model, its name, and type and name of its module, by the parameter's ``id``."""
+        self.records: dict[torch.Tensor, PartitionedParameter] = {}
+        self._found: dict[int, PartitionedParameter] = {}
+        """Records by the ``id`` of each tensor that holds their values, for what is asked before each module: a tensor
+        in shards would ask its class for its hash. A record keeps these tensors alive, so no id is reused."""
+        self._owners: dict[torch.Tensor, tuple[str, str]] = {}
+        """The name of each parameter of the model, and type and name of its module."""
         self._matrices = matrices
         self._tier = tier_for(config, device, pipeline.memory)
         self.packed = packed_values(model)
-        """The values of frozen quantised parameters, by the parameter's ``id``."""
-        for number, values in self.packed.items():
-            self._beside.update((id(tensor), number) for tensor in values.tensors)
+        """The values of frozen quantised parameters."""
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
                 words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
-                self._owners.setdefault(id(param), (param, f"{name}.{own}" if name else own, words))
+                self._owners.setdefault(param, (f"{name}.{own}" if name else own, words))
 
     def __contains__(self, param: torch.Tensor) -> bool:
-        return id(param) in self.records
+        return id(param) in self._found
 
     @property
     def of_model(self) -> list[torch.Tensor]:
         """All parameters of the model, partitioned or not, and the tensors that hold values of quantised ones."""
         beside = [tensor for values in self.packed.values() for tensor in values.tensors]
-        return [*(param for param, _, _ in self._owners.values()), *beside]
+        return [*self._owners, *beside]
 
     def name_of(self, param: torch.Tensor) -> str:
         """Return the parameter's name in the model."""
-        return self._owners[id(param)][1]
+        return self._owners[param][0]
 
     def among(self, params: Iterable[torch.Tensor | None]) -> list[PartitionedParameter]:
         """Return the records of the partitioned parameters among these, each once."""
-        found = (self.records.get(self._beside.get(id(p), id(p))) for p in params)
+        found = (self._found.get(id(param)) for param in params)
         return list(dict.fromkeys(record for record in found if record is not None))
 
     def used_by(self, *modules: nn.Module) -> list[PartitionedParameter]:
@@ -218,32 +216,32 @@ class PartitionedParameters:
 
     def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
         """Return the parameter's record; None if it is not partitioned."""
-        return self.records.get(id(param))
+        return self.records.get(param)
 
     # --- taking parameters apart ---------------------------------------------------------------------
 
     def takes(self, param: torch.Tensor) -> bool:
         """Return True if the parameter is partitioned, or will be."""
-        if id(param) in self.records or (id(param) in self._owners and in_shards(param)):
+        if param in self.records or (param in self._owners and in_shards(param)):
             return True
-        whole = id(param) in self._owners and type(param) is nn.Parameter and is_offloadable(param)
-        return (whole or id(param) in self.packed) and param.numel() >= max(self._config.param_persistence_threshold, 1)
+        whole = param in self._owners and type(param) is nn.Parameter and is_offloadable(param)
+        return (whole or param in self.packed) and param.numel() >= max(self._config.param_persistence_threshold, 1)
 
     def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
         """Return the parameters to partition that are not trained, and their descriptions."""
-        ids = {id(param) for param in trained}
+        trains = {*trained}
         owned = [
-            (name, param) for param, name, _ in self._owners.values() if id(param) not in ids and self.takes(param)
+            (name, param) for param, (name, _) in self._owners.items() if param not in trains and self.takes(param)
         ]
         specs = [self._values(param).spec(name, self._casts.of_param(param)) for name, param in owned]
         return [
-            (replace(spec, matrix=None if id(param) in self.packed else self._matrices.get(id(param))), param)
+            (replace(spec, matrix=None if param in self.packed else self._matrices.get(param)), param)
             for spec, (_, param) in zip(specs, owned, strict=True)
         ]
 
     def check_cut(self, spec: ParamSpec, param: torch.Tensor) -> None:
         """Raise :class:`ParameterError` if a parameter's shards cut matrices that its update needs whole."""
-        record = self.records.get(id(param))
+        record = self.records.get(param)
         if record is None or record.spec.matrix == spec.matrix:
             return
         if not record.alike(Cut(spec, self._world.ranks, self._world.world_size, self._config)):
@@ -255,7 +253,7 @@ class PartitionedParameters:
             )
 
     def _values(self, param: torch.Tensor) -> Values:
-        return self.packed.get(id(param)) or Values(param)
+        return self.packed.get(param) or Values(param)
 
     def plan_cut(self, *entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
         """Plan the bytes that :meth:`cut` of each of these, one after the other, takes until :meth:`keep_shard`, beside
@@ -264,7 +262,7 @@ class PartitionedParameters:
         return PlanRow("shards as they were given", self._tier.where, n_bytes, "init()", passing=True)
 
     def _given_bytes(self, spec: ParamSpec, param: torch.Tensor) -> int:
-        if not spec.partitioned or id(param) in self.records or in_shards(param):
+        if not spec.partitioned or param in self.records or in_shards(param):
             return 0
         cut = Cut(spec, self._world.ranks, self._world.world_size, self._config)
         return cut.shard_numel * param.element_size()
@@ -276,7 +274,7 @@ class PartitionedParameters:
         the same entries on all ranks, even if none is new. After the first check an error may come on one rank alone;
         the others then wait until it ends or for the group's timeout.
         """
-        found = {param: self.records.get(id(param)) for spec, param in entries if spec.partitioned}
+        found = {param: self.records.get(param) for spec, param in entries if spec.partitioned}
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
         given = [f"{param.dtype}{' in shards' * in_shards(param)}" for _, param in new]
         check_start(self._world.collectives, self._config, [spec for spec, _ in new], given)
@@ -285,7 +283,7 @@ class PartitionedParameters:
         shard_of = self._tier.given()
         with grad_mode_kept(), torch.no_grad():
             for spec, param in new:
-                words, built = self._owners[id(param)][2], shards_of(param)
+                words, built = self._owners[param][1], shards_of(param)
                 values = self._values(param)
                 record = PartitionedParameter(self.live, spec, param, values, words, self._config)
                 if built is not None:
@@ -312,7 +310,8 @@ class PartitionedParameters:
         gradient, record.param.grad = record.param.grad, None
         record.empty()
         record.param.grad = None if gradient is None else gradient.to(record.whole.dtype)
-        self.records[id(record.param)] = record
+        self._found |= {id(tensor): record for tensor in (record.param, *record.values.tensors)}
+        self.records[record.param] = record
 
     def join_master(self, record: PartitionedParameter) -> None:
         """Train a parameter that was frozen until now: its master weight may hold its shard."""
@@ -351,6 +350,7 @@ class PartitionedParameters:
     def close(self) -> None:
         """Forget the parameters, and give back what their shards take on disk."""
         self.records.clear()
+        self._found.clear()
         self._tier.close()
 
 

@@ -34,7 +34,7 @@ class PartitionedModel(Sharding):
         group: as in ``device_for``; gathers use a group of their own. Making it is collective.
         pipeline: updates the trained parameters.
         casts: the element types that the model's tensors get.
-        matrices: the matrices that frozen parameters consist of, by the parameter's ``id``.
+        matrices: the matrices that frozen parameters consist of.
     """
 
     is_fixed = gathers = True
@@ -46,7 +46,7 @@ class PartitionedModel(Sharding):
         group: Any,
         pipeline: Pipeline,
         casts: Casts,
-        matrices: Mapping[int, Matrix],
+        matrices: Mapping[torch.Tensor, Matrix],
     ) -> None:
         check_hooks_run(model, pipeline.config.param_persistence_threshold)
         self._pipeline = pipeline

@@ -287,9 +287,8 @@ class ModuleRuns:
 
     # --- reads of released parameters ----------------------------------------------------------------
 
-    def touch(self, param: int) -> None:
+    def touch(self, record: PartitionedParameter) -> None:
         """Make a released parameter whole before it is read; raise outside a forward or backward."""
-        record = self._parameters.records[param]
         self._parameters.live.check_present()
         if self.use(record):
             return
@@ -395,7 +394,9 @@ def _leaves(output: Any) -> Iterator[Any]:
             )
 
 
-def _abandon(hooks: ModuleHooks, units: _Units, records: dict[int, PartitionedParameter], live: LiveParams) -> None:
+def _abandon(
+    hooks: ModuleHooks, units: _Units, records: dict[torch.Tensor, PartitionedParameter], live: LiveParams
+) -> None:
     """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
     hooks.remove()
     units.remove()

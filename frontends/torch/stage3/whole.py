@@ -13,17 +13,19 @@ from ..internals import innermost_transform, outside_transforms
 from ..pending import forget, guard, is_moving_model
 from .parameters import PartitionedParameter, PartitionedParameters
 
+_Touch = Callable[[PartitionedParameter], None]
+
 
 class WholeParameters:
     """The partitioned parameters of a model that are whole now.
 
     Args:
         pipeline: updates them.
-        touch: a method that makes a released parameter whole before it is read, or raises :class:`StateError`. It gets
-            the parameter's ``id``. Its object is not kept alive.
+        touch: a method that makes a released parameter whole before it is read, or raises :class:`StateError`. Its
+            object is not kept alive.
     """
 
-    def __init__(self, parameters: PartitionedParameters, pipeline: Pipeline, touch: Callable[[int], None]) -> None:
+    def __init__(self, parameters: PartitionedParameters, pipeline: Pipeline, touch: _Touch) -> None:
         self._live = parameters.live
         self._pipeline = pipeline
         self._touch = weakref.WeakMethod(touch)
@@ -66,7 +68,7 @@ class WholeParameters:
         """If the parameter is released, have its next read call ``touch``."""
         if not record.live.holds:
             several = self._live.device.world_size > 1
-            touched = partial(_touched, self._touch, id(record.param), record.spec.name, several)
+            touched = partial(_touched, self._touch, weakref.ref(record), record.spec.name, several)
             for tensor in record.values.tensors:
                 guard(tensor, touched)
 
@@ -107,13 +109,15 @@ def read_error(record: PartitionedParameter) -> StateError:
     )
 
 
-def _touched(method: "weakref.WeakMethod[Callable[[int], None]]", param: int, name: str, several: bool) -> None:
-    if (touch := method()) is not None:
+def _touched(
+    method: "weakref.WeakMethod[_Touch]", of: "weakref.ref[PartitionedParameter]", name: str, several: bool
+) -> None:
+    if (touch := method()) is not None and (record := of()) is not None:
         try:
-            return touch(param)
+            return touch(record)
         except StateError as error:
             refused = error.with_traceback(None)  # which would keep the engine alive
-        del touch
+        del touch, record
         gc.collect()  # a reference cycle of an old trainer may keep its engine, which else lets go of its model
         if method() is not None:
             raise refused

@@ -184,7 +184,7 @@ def _described(
     if lr_scheduler is None and isinstance(engine.offload_config.lr, GroupSchedule):
         lr_scheduler = {"last_batch_iteration": optimizer.updates - 1}
     params = dict(engine.module.named_parameters())
-    first = {id(tensor): name for name, tensor in reversed(named_tensors(engine.module).items())}
+    first = {tensor: name for name, tensor in reversed(named_tensors(engine.module).items())}
     return {
         "module": dict(others),
         "buffer_names": [name for name in others if name not in params],
@@ -193,9 +193,7 @@ def _described(
             for group in optimizer.param_groups
         ],
         "shared_params": {
-            name: first[id(tensor)]
-            for name, tensor in named_tensors(engine.module).items()
-            if first[id(tensor)] != name
+            name: first[tensor] for name, tensor in named_tensors(engine.module).items() if first[tensor] != name
         },
         "lr_scheduler": None if lr_scheduler is None else dict(lr_scheduler),
         "dp_world_size": optimizer.pipeline.device.world_size,

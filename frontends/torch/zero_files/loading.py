@@ -164,9 +164,9 @@ def _matched(module: nn.Module, contents: Contents) -> list[tuple[torch.Tensor, 
     """Each parameter and buffer with its value."""
     path, values = contents.path, {**contents.others, **contents.trained}
     tensors = named_tensors(module)
-    names: dict[int, str] = {}
+    names: dict[torch.Tensor, str] = {}
     for name, tensor in tensors.items():
-        names.setdefault(id(tensor), name)
+        names.setdefault(tensor, name)
     stored = _stored(contents, module, [*names.values()])
     matched = []
     for name in names.values():
@@ -305,9 +305,9 @@ class _ToLoad:
 def _stored(contents: Contents, module: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The name in the checkpoint of each of the model's tensors that it has, and its names of others, as they are."""
     there = {**contents.others, **contents.trained}
-    tied: dict[int, list[str]] = {}
+    tied: dict[torch.Tensor, list[str]] = {}
     for name, tensor in named_tensors(module).items():
-        tied.setdefault(id(tensor), []).append(name)
+        tied.setdefault(tensor, []).append(name)
     others = {name: same for same in tied.values() for name in same}
     stored: dict[str, str] = {}
     for name in names:
