@@ -3,6 +3,8 @@
 PYTHON ?= python3
 FRONTEND ?= torch
 ARGS ?=
+# What make lint checks types for.
+PLATFORMS ?= linux darwin
 PARTS ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -84,9 +86,10 @@ lint: integrations $(VENV)/.has-lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m tests.ledger
-	@echo "$(BIN)/mypy, for Linux and for macOS at a time"
-	@$(BIN)/mypy --platform darwin --cache-dir .mypy_cache/darwin & darwin=$$!; \
-	    $(BIN)/mypy --platform linux; linux=$$?; wait $$darwin && exit $$linux
+	@echo "$(BIN)/mypy, for $(PLATFORMS) at a time"
+	@for platform in $(PLATFORMS); do \
+	    $(BIN)/mypy --platform $$platform --cache-dir .mypy_cache/$$platform & all="$$all $$!"; done; \
+	    for each in $$all; do wait $$each || failed=1; done; [ -z "$$failed" ]
 	$(BIN)/clang-format --dry-run --Werror c_src/*.[ch] c_src/tests/*.c tests/support/simulated/*.cpp
 
 # Pages of docs/ and the reference from docstrings, into build/docs; a warning is an error.

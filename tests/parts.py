@@ -1,8 +1,8 @@
 """The parts of ``make test-all``: what is too slow for every run of ``make test``.
 
-``python -m tests.parts`` runs all of them and ``--part NAME`` runs one. ``--part share`` runs a slice of one, of a few
-minutes, which the commit chooses: each commit runs the slice after that of the commit before, and a series of them runs
-all. Other arguments are pytest's.
+``python -m tests.parts`` runs all of them and ``--part NAME`` runs one. ``--part share`` runs a slice of one, of about
+two minutes, which the commit chooses: each commit runs the slice after that of the commit before, and a series of them
+runs all. Other arguments are pytest's.
 """
 
 import argparse
@@ -83,8 +83,8 @@ WITH_DEEPSPEED = [
 ]
 """The tests of part ``deepspeed``, which installs DeepSpeed first. They are in no other part, where they would skip."""
 PARTS = [*FOLDERS, "deepspeed", *STORE_OF, *PYTHONS]
-LONG = {"kernels": 2, "core": 6, "torch": 10, "jax": 6, "integrations": 4, "store": 3, "disk": 3, "parameters": 3}
-"""Into how many slices a part is cut that takes more than a few minutes."""
+LONG = {"kernels": 4, "core": 12, "torch": 20, "jax": 12, "integrations": 8, "store": 6, "disk": 6, "parameters": 6}
+"""Into how many slices a part is cut that takes more than two minutes."""
 SLICES = [(part, i, n) for i in range(max(LONG.values())) for part in PARTS if i < (n := LONG.get(part, 1))]
 """All that ``--part share`` chooses from, each time of another part: a part, the slice's number, and of how many."""
 
