@@ -31,9 +31,10 @@ from offload_core.ranks.consistency import combine, together
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up, uninterrupted
 
+from . import pending
 from .intake import Intake
 from .internals import NO_BACKWARD, backward_number, no_read
-from .pending import await_values, can_wait, end_wait, forget_deleted, guard, make_pending
+from .pending import await_values, can_wait, end_wait, forget_deleted
 from .placed import is_placed, local_of
 from .ranks.device import as_torch, told_by_allocator
 from .registration import OWNED, Registration
@@ -366,10 +367,7 @@ class DeviceMemory:
             of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
             wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
             memory.waits[tensor] = wait
-            if can_wait(tensor):
-                make_pending(tensor, wait, before_modules=True)
-            else:
-                guard(tensor, wait)
+            pending.release(tensor, wait)
         memory.free()
 
     # --- restore -------------------------------------------------------------------------------------
@@ -402,6 +400,9 @@ class DeviceMemory:
         with no_read():
             tensors = self._registration.tensors()
         pipeline.restore(tensors)
+        for memory in self._memories.values():
+            for tensor in memory.tensors:
+                pending.restore(tensor, memory.waits[tensor])
         self._registration.have_readers_wait()  # of the pipeline, and no longer of this object
         self._on_device.clear()
         self._registration.columns.note_all()

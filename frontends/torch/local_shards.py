@@ -17,7 +17,7 @@ from offload_core.errors import StateError
 
 from .data_writes import DataWrites, data_of
 from .internals import no_read
-from .pending import await_values_of_garbage, can_wait, forget, make_pending
+from .pending import arrive, await_values_of_garbage, can_wait, update
 from .placed import local_of
 from .tensors import flat
 
@@ -102,19 +102,19 @@ class InPlaceShard(LocalShard):
         return can_wait(self.param) and not self._data_writes.possible
 
     def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
-        make_pending(self.param, partial(wait, *arguments), before_modules=True)
+        update(self.param, partial(wait, *arguments))
 
     def stay(self, leaving: Collection[int]) -> None:
         with no_read():
             number = local_of(self.param).untyped_storage()._cdata
         if number not in leaving:
-            forget(self.param)
+            arrive(self.param)
 
     def let_go(self) -> None:
         with suppress(StateError):  # it was sent early, for a step that is never made
             await_values_of_garbage(self.param)
         if not self._is_released:
-            forget(self.param)
+            arrive(self.param)
         self._data_writes.end()
 
     @property

@@ -1,4 +1,4 @@
-"""Parameters whose values are missing for now: an update still writes them, or they are in shards (stage 3).
+"""Tensors whose values are missing for now (``residency.py``), and the doors through which they are read.
 
 A module that is called first waits for its own pending parameters, because torch may not see how its code reads them:
 TorchScript, or an extension in C++. It does not wait for those of modules inside it, so the first layer of the next
@@ -7,6 +7,23 @@ forward starts while the last one is being updated. A compiled module also waits
 Outside of modules a pending parameter's class tells: it is :class:`PendingParameter`. A torch function that could see
 its values first waits for this one parameter, or gathers it, and restores its class. Functions that only see shape,
 gradient and the like do not wait. So state_dict(), evaluation or a read by hand see finished values, too.
+
+Every door calls :func:`await_values`, the one wait:
+
+===============================================  ==========================================
+a read by                                        waits in
+===============================================  ==========================================
+a torch function                                 ``_Pending.__torch_function__``
+a copy of the tensor or its model                ``_Pending.__deepcopy__``
+a module's forward, in Python, C++, TorchScript  ``_before_forward``
+a compiled module                                ``AwaitsInside``
+code that is being compiled                      ``await_for_compiled_code``
+methods of a DTensor                             ``_read_local``, ``_replace_local``
+FSDP2's ``unshard``                              ``fsdp.py``
+a graph from before a release                    ``DeviceMemory.before_backward``
+a release of what another engine uses            ``DeviceMemory._await_others``
+an optimizer that takes over or lets go          ``Registration._new``, ``InPlaceShard.let_go``
+===============================================  ==========================================
 """
 
 import copy
@@ -15,7 +32,7 @@ import types
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -24,14 +41,26 @@ from torch.nn.modules.module import _global_forward_pre_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.hooks import RemovableHandle
 
+from offload_core.errors import StateError
+
 from .compiled import Around, allow_hooks, asked_once, breaks_graph, is_compiling, is_scripted, is_traced, untraced
 from .internals import local_tensor, no_read
 from .placed import placed_type
+from .residency import RESIDENCY, Residency, ResidencyEvent
 
-_WAITS: dict[int, Callable[[], None]] = {}
-"""The function to call before a pending parameter is read, by the parameter's ``id``."""
-_BEFORE_MODULES: set[int] = set()
-"""The pending parameters, by ``id``, that an update writes: modules that have them wait before their forward."""
+
+class _Awaited(NamedTuple):
+    """A tensor that an update writes, or that is released."""
+
+    residency: Residency
+    wait: Callable[[], None]
+    """To be called before a read."""
+
+
+_AWAITED: dict[int, _Awaited] = {}
+"""By the tensor's ``id``. Modules that have one wait before their forward."""
+_SHARDED: dict[int, Callable[[], None]] = {}
+"""The function to call before a tensor in shards is read, by the tensor's ``id``."""
 
 _PROPERTIES = ("grad", "shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda",
                "is_cpu", "is_sparse", "is_meta", "is_quantized", "nbytes", "itemsize", "names", "_version",
@@ -150,7 +179,7 @@ _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tr
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     """Wait for the parameters that a module's forward reads in ways that torch does not show."""
-    if is_traced() or not _BEFORE_MODULES:
+    if is_traced() or not _AWAITED:
         return
     inside = is_scripted(module) or (isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training)
     await_all(module.parameters() if inside else module._parameters.values())
@@ -159,7 +188,7 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 def await_all(params: Iterable[torch.Tensor | None]) -> None:
     """Wait for those of these parameters that an update still writes."""
     for param in params:
-        if param is not None and id(param) in _BEFORE_MODULES:
+        if param is not None and id(param) in _AWAITED:
             await_values(param)
 
 
@@ -170,7 +199,7 @@ class AwaitsInside(Around):
     """
 
     def needed(self) -> bool:
-        return bool(_BEFORE_MODULES)
+        return bool(_AWAITED)
 
     def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         global _in_compiled_code
@@ -197,12 +226,12 @@ def _watch_modules() -> None:
     while code is being compiled: the compiler looks at the hooks twice, and garbage that is collected in between may
     have been the last pending parameter.
     """
-    if (watch := bool(_BEFORE_MODULES and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
+    if (watch := bool(_AWAITED and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
         allow_hooks()  # the second call finds nothing to wait for
         _global_forward_pre_hooks[_NUMBER] = _before_forward
     elif not watch and _NUMBER in _global_forward_pre_hooks and not is_compiling():
         _global_forward_pre_hooks.pop(_NUMBER, None)
-        if _BEFORE_MODULES and not _in_compiled_code:
+        if _AWAITED and not _in_compiled_code:
             _watch_modules()
 
 
@@ -217,8 +246,8 @@ def await_for_compiled_code(param: torch.Tensor) -> bool:
     """
     global compiled_code_reads
     compiled_code_reads = True
-    for each in [id(param)] if isinstance(param, _Pending) else [*_BEFORE_MODULES]:
-        if (wait := _WAITS.get(each)) is not None:
+    for each in [id(param)] if isinstance(param, _Pending) else [*_AWAITED]:
+        if (wait := _wait_of(each)) is not None:
             wait()
     return True
 
@@ -233,41 +262,100 @@ def can_wait(param: torch.Tensor) -> bool:
     return own is nn.Parameter or own is placed_type()
 
 
-def make_pending(param: torch.Tensor, wait: Callable[[], None], *, before_modules: bool = False) -> None:
-    """Call ``wait`` before the parameter's next read; now, if the parameter has a class of its own.
+def residency_of(tensor: torch.Tensor) -> Residency:
+    """Return whether the tensor may be read, as far as it is recorded here."""
+    if not isinstance(tensor, _Pending):
+        return Residency.RESIDENT
+    awaited = _AWAITED.get(id(tensor))
+    return Residency.SHARDED if awaited is None else awaited.residency
+
+
+def update(param: torch.Tensor, wait: Callable[[], None]) -> None:
+    """An update writes the parameter: call ``wait`` before its next read; now, if the parameter has a class of its own.
 
     If ``wait`` raises, the parameter stays pending.
-
-    Args:
-        before_modules: True also calls it before the forward of a module that has the parameter.
     """
     if can_wait(param):
-        _WAITS[id(param)] = wait
-        if before_modules:
-            _BEFORE_MODULES.add(id(param))
-            _watch_modules()
-        own = own_class_of(param)
-        if own not in _PENDING:
-            members = {"own_class": own, "_local_tensor": _WAITING_LOCAL}
-            _PENDING[own] = types.new_class(
-                f"Pending{own.__name__}", (_Pending, own), exec_body=lambda space: space.update(members)
-            )
-        param.__class__ = _PENDING[own]
+        _move(param, ResidencyEvent.UPDATE, wait)
     else:
         wait()
 
 
-def guard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
-    """Call ``wait`` before the next read of a tensor in shards. It may be of any class that holds values itself."""
-    own = own_class_of(tensor)
+def release(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """The tensor loses its memory: ``wait`` raises until it has values again. It may be of any class that holds them
+    itself."""
+    _move(tensor, ResidencyEvent.RELEASE, wait)
+
+
+def restore(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """A tensor that was released with this ``wait`` gets its values back; another engine may have released it since."""
+    if (awaited := _AWAITED.get(id(tensor))) is not None and awaited.wait is wait:
+        _move(tensor, ResidencyEvent.RESTORE, wait)
+
+
+def shard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """The tensor is in shards: call ``wait`` before its next read. It may be of any class that holds values itself."""
+    _move(tensor, ResidencyEvent.SHARD, wait)
+
+
+def arrive(tensor: torch.Tensor) -> None:
+    """The tensor has its values."""
+    _move(tensor, ResidencyEvent.ARRIVE, None)
+
+
+def end_wait(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """The tensor has its values, unless its readers call another function by now."""
+    if _wait_of(id(tensor)) is wait:
+        arrive(tensor)
+
+
+def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Callable[[], None] | None) -> None:
+    """Take an event, or raise :class:`StateError` and change nothing. The class is set last: a signal handler may read
+    the tensor before that."""
+    before, number = residency_of(tensor), id(tensor)
+    after = RESIDENCY.get((before, event))
+    if after is None:
+        with no_read():
+            what = f"a tensor {tuple(tensor.shape)} of {tensor.dtype}"
+        raise StateError(f"{what}: {event.value!r} is not allowed while it is {before.value!r}")
+    if wait is None:
+        if isinstance(tensor, _Pending):
+            tensor.__class__ = tensor.own_class
+        _SHARDED.pop(number, None)
+        _forget_awaited(number)
+    elif after is Residency.SHARDED:
+        _SHARDED[number] = wait
+        tensor.__class__ = _class_in_shards(own_class_of(tensor))
+    else:
+        _AWAITED[number] = _Awaited(after, wait)
+        _watch_modules()
+        tensor.__class__ = _class_awaited(own_class_of(tensor))
+
+
+def _class_awaited(own: type) -> type:
+    if own is not nn.Parameter and own is not placed_type():
+        return _class_in_shards(own)
+    if own not in _PENDING:
+        _PENDING[own] = _new_class((_Pending, own), own, _local_tensor=_WAITING_LOCAL)
+    return _PENDING[own]
+
+
+def _class_in_shards(own: type) -> type:
     if own not in _IN_SHARDS:
         bases = (PendingParameter,) if own is nn.Parameter else (_Pending, own)
-        members = {"own_class": own, "in_shards": True}
-        _IN_SHARDS[own] = types.new_class(
-            f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members)
-        )
-    _WAITS[id(tensor)] = wait
-    tensor.__class__ = _IN_SHARDS[own]
+        _IN_SHARDS[own] = _new_class(bases, own, in_shards=True)
+    return _IN_SHARDS[own]
+
+
+def _new_class(bases: tuple[type, ...], own: type, **members: Any) -> type:
+    return types.new_class(
+        f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members, own_class=own)
+    )
+
+
+def _wait_of(number: int) -> Callable[[], None] | None:
+    awaited = _AWAITED.get(number)
+    return _SHARDED.get(number) if awaited is None else awaited.wait
 
 
 @untraced
@@ -279,10 +367,10 @@ def await_values(param: torch.Tensor) -> None:
 def await_values_of_garbage(param: torch.Tensor) -> None:
     """Wait for a pending parameter without importing the compiler: for calls while garbage is collected."""
     if isinstance(param, _Pending):
-        wait = _WAITS.get(id(param))
+        wait = _wait_of(id(param))
         if wait is not None:  # None: a signal handler has waited for it just now
             wait()
-        forget(param)
+        arrive(param)
 
 
 def is_moving_model() -> bool:
@@ -295,37 +383,23 @@ def is_moving_model() -> bool:
     return True
 
 
-def forget(param: torch.Tensor) -> None:
-    """Record that the parameter is not pending."""
-    if isinstance(param, _Pending):
-        param.__class__ = param.own_class
-    _WAITS.pop(id(param), None)
-    if id(param) in _BEFORE_MODULES:
-        _BEFORE_MODULES.discard(id(param))
-        _watch_modules()
-
-
-def end_wait(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
-    """Record that the tensor is not pending, unless its readers call another function by now."""
-    if _WAITS.get(id(tensor)) is wait:
-        forget(tensor)
-
-
 def forget_deleted(number: int) -> None:
-    """Forget a pending tensor that was deleted; ``number``: the ``id`` that it had."""
-    _WAITS.pop(number, None)
-    if number in _BEFORE_MODULES:
-        _BEFORE_MODULES.discard(number)
+    """Forget a tensor that was deleted; ``number``: the ``id`` that it had."""
+    _SHARDED.pop(number, None)
+    _forget_awaited(number)
+
+
+def _forget_awaited(number: int) -> None:
+    if _AWAITED.pop(number, None) is not None:
         _watch_modules()
 
 
 def have_been_written(params: Iterable[torch.Tensor]) -> None:
-    """Clear the pending mark of parameters that an update has written: readers no longer need to wait. Graphs are made
-    for their own class."""
-    for param in [param for param in params if id(param) in _BEFORE_MODULES] if _BEFORE_MODULES else ():
-        forget(param)
+    """An update has written these parameters: readers no longer need to wait. Graphs are made for their own class."""
+    for param in [param for param in params if id(param) in _AWAITED] if _AWAITED else ():
+        arrive(param)
 
 
 def forget_at_end(param: torch.Tensor) -> None:
     """Forget the parameter's function when the parameter is deleted."""
-    weakref.finalize(param, _WAITS.pop, id(param), None).atexit = False
+    weakref.finalize(param, _SHARDED.pop, id(param), None).atexit = False

@@ -538,7 +538,8 @@ def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model
     refused = "'weight': its gradient has been used, for update_in_backward=True"
     with pytest.raises(Exception, match=refused):
         read(weights)
-    monkeypatch.setattr(pending, "_BEFORE_MODULES", {id(weight) for weight in weights})  # none of engines before
+    awaited = {id(other.module.weight): pending._AWAITED[id(other.module.weight)]}
+    monkeypatch.setattr(pending, "_AWAITED", awaited)  # none of engines before
     with FakeTensorMode() as mode, pytest.raises(StateError, match=refused):
         pending.await_for_compiled_code(mode.from_tensor(torch.zeros(1)))  # it may be any
     monkeypatch.undo()
@@ -589,7 +590,7 @@ def test_an_engine_that_is_collected_while_other_code_is_compiled_does_not_chang
     device, monkeypatch
 ):
     """A hook on all modules waits for parameters that are being updated. With the last of them it goes."""
-    monkeypatch.setattr(pending, "_BEFORE_MODULES", set())  # none of engines before
+    monkeypatch.setattr(pending, "_AWAITED", {})  # none of engines before
     monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice())
     engines = [wrap(blocks(1, "cpu"), lr=1e-2)]
     step(engines[0], 0, "cpu")
@@ -598,7 +599,7 @@ def test_an_engine_that_is_collected_while_other_code_is_compiled_does_not_chang
     def collect():
         engines.clear()
         gc.collect()
-        assert not pending._BEFORE_MODULES
+        assert not pending._AWAITED
 
     collect._dynamo_marked_constant = True
 

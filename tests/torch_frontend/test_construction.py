@@ -269,14 +269,14 @@ def test_a_model_that_was_built_on_disk_is_wrapped_with_its_parameters_anywhere(
 @everywhere
 def test_shards_of_parameters_that_are_no_more_are_freed():
     gc.collect()
-    before = len(construction._SHARDS), len(pending._WAITS)
+    before = len(construction._SHARDS), len(pending._SHARDED)
     with place(), init(**STAGE_3):
         model = Applies()  # whose head had a weight of its own
     gc.collect()
-    assert len(construction._SHARDS) - before[0] == 3 == len(pending._WAITS) - before[1]
+    assert len(construction._SHARDS) - before[0] == 3 == len(pending._SHARDED) - before[1]
     del model
     gc.collect()
-    assert (len(construction._SHARDS), len(pending._WAITS)) == before
+    assert (len(construction._SHARDS), len(pending._SHARDED)) == before
 
 
 @pytest.mark.integration

@@ -607,7 +607,7 @@ def test_nothing_that_came_back_is_kept_alive_once_the_model_has_dropped_it(devi
 @pytest.mark.parametrize("restores", [False, True])
 def test_a_deleted_model_leaves_no_function_that_waits(restores, device):
     gc.collect()
-    before = dict(pending._WAITS), set(pending._BEFORE_MODULES)
+    before = dict(pending._AWAITED)
     engine = wrap(mixed(), lr=1e-2)
     train(engine, range(1))
     engine.release()
@@ -615,4 +615,4 @@ def test_a_deleted_model_leaves_no_function_that_waits(restores, device):
         engine.restore()
     del engine
     gc.collect()
-    assert before == (pending._WAITS, pending._BEFORE_MODULES)
+    assert before == pending._AWAITED

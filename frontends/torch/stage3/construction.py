@@ -37,7 +37,7 @@ from offload_core.ranks.consistency import combine, fingerprint
 from offload_core.support.checks import kind_of
 
 from ..internals import grad_mode_kept, no_torch_function, storage_users
-from ..pending import METADATA, forget, forget_at_end, is_moving_model, make_pending
+from ..pending import METADATA, arrive, forget_at_end, is_moving_model, shard
 from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
 from ..ranks.device_ranks import device_for
@@ -132,13 +132,13 @@ class Shards(Cut):
             param.data = torch.empty_like(param.data)
         param.untyped_storage().resize_(0)
         increment_version(param)  # so that a graph that has saved it raises in backward
-        make_pending(param, partial(_read, weakref.ref(param)))
+        shard(param, partial(_read, weakref.ref(param)))
         _SHARDS[param] = self
 
     def gather(self, param: torch.Tensor) -> None:
         """Make the parameter whole. Collective."""
         self.home.agree(f"gather {self.spec.name!r} {self.spec.elements}", self.device)
-        forget(param)
+        arrive(param)
         param.data = shaped_like(self._gathered(param.device), param)
 
     def _gathered(self, on: torch.device) -> torch.Tensor:

@@ -28,7 +28,7 @@ from offload_core.support.threads import clear_up
 
 from ..compiled import GraphHook
 from ..internals import NO_BACKWARD, at_end_of_backward, backward_number, next_node, running_node, storage_of
-from ..pending import AwaitsInside, await_all, forget
+from ..pending import AwaitsInside, arrive, await_all
 from .hooks import ModuleHooks
 from .leaf_modules import LeafModules, LeafRun
 from .parameters import PartitionedParameter, PartitionedParameters, externals_of, note_external
@@ -405,6 +405,6 @@ def _abandon(
             for record in records.values():
                 live.acquire([record.live])
                 for tensor in record.values.tensors:
-                    forget(tensor)
+                    arrive(tensor)
     finally:
         live.device.synchronize()  # copies read shards in pinned memory, which is given back now

@@ -10,7 +10,7 @@ from offload_core.errors import StateError
 from offload_core.step.pipeline import Pipeline
 
 from ..internals import innermost_transform, outside_transforms
-from ..pending import forget, guard, is_moving_model
+from ..pending import arrive, is_moving_model, shard
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _Touch = Callable[[PartitionedParameter], None]
@@ -51,7 +51,7 @@ class WholeParameters:
             raise
         for record in records:
             for tensor in record.values.tensors:
-                forget(tensor)
+                arrive(tensor)
 
     def was_sent_early(self, record: PartitionedParameter) -> bool:
         """Return True if the parameter's shards may be of a step that is still to come (``update_in_backward``)."""
@@ -70,7 +70,7 @@ class WholeParameters:
             several = self._live.device.world_size > 1
             touched = partial(_touched, self._touch, weakref.ref(record), record.spec.name, several)
             for tensor in record.values.tensors:
-                guard(tensor, touched)
+                shard(tensor, touched)
 
     def keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
         """Keep parameters whole until the next forward; if a graph may read them, until they change.

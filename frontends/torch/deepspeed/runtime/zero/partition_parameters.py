@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from ....pending import is_in_shards, is_pending
-from ....stage3.construction import in_shards
+from ....pending import is_in_shards
 
 _NUMBERS = count()
 ZeroParamStatus = Enum("ZeroParamStatus", ["AVAILABLE", "NOT_AVAILABLE", "INFLIGHT"])
@@ -24,7 +23,7 @@ class _Status:
 
     def _now(self) -> Any:
         param = self._param()
-        away = param is not None and (is_in_shards(param) or (in_shards(param) and is_pending(param)))
+        away = param is not None and is_in_shards(param)
         return ZeroParamStatus.NOT_AVAILABLE if away else ZeroParamStatus.AVAILABLE
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,0 +1,57 @@
+"""May a tensor be read now? The residency of each tensor that an engine moves: one table.
+
+===========  =========================  ===============================================  ==============================
+state        values on the device       a reader                                         where it is recorded
+===========  =========================  ===============================================  ==============================
+RESIDENT     of the last finished step  reads                                            the tensor has its own class
+WRITING      are on their way: an       waits for this one tensor                        here
+             update, or a restore
+SPECULATIVE  of a step that has not     on one rank it takes them back and waits; on     here as WRITING, and its
+             come                       several it is an error                           bucket's publication is EARLY
+SHARDED      none                       gathers it in forward, backward and ``init()``;  here
+                                        elsewhere it is an error
+UNSHARDED    whole for a while          reads                                            as RESIDENT, and its record
+                                                                                         counts who holds it
+RELEASED     none                       is an error                                      here
+===========  =========================  ===============================================  ==============================
+
+What moves a tensor: ``LocalShard.have_readers_wait`` (UPDATE), ``DeviceMemory.release`` and ``restore``,
+``WholeParameters.guard`` and ``Shards.release`` (SHARD); and what has waited for it or gathered it (ARRIVE). Each calls
+the function of ``pending.py`` of that name, which alone changes a tensor's class and asks this table. Parameters of
+stage 3 stay SHARDED through a release: their shards leave.
+"""
+
+from enum import Enum
+
+
+class _Named(Enum):
+    __hash__ = object.__hash__  # in C; each step asks for two of each parameter
+
+
+class Residency(_Named):
+    RESIDENT = "resident"
+    WRITING = "being written"
+    SHARDED = "in shards"
+    RELEASED = "released"
+
+
+class ResidencyEvent(_Named):
+    UPDATE = "update"
+    RELEASE = "release"
+    RESTORE = "restore"
+    SHARD = "shard"
+    ARRIVE = "arrive"
+
+
+R, RE = Residency, ResidencyEvent
+RESIDENCY: dict[tuple[Residency, ResidencyEvent], Residency] = {
+    (R.RESIDENT, RE.UPDATE): R.WRITING,
+    (R.WRITING, RE.UPDATE): R.WRITING,
+    (R.RESIDENT, RE.RELEASE): R.RELEASED,
+    (R.WRITING, RE.RELEASE): R.RELEASED,  # another engine that uses it brings it back still
+    (R.RELEASED, RE.RELEASE): R.RELEASED,  # by another engine that uses it
+    (R.RELEASED, RE.RESTORE): R.WRITING,
+    (R.RESIDENT, RE.SHARD): R.SHARDED,
+    (R.SHARDED, RE.SHARD): R.SHARDED,
+    **{(state, RE.ARRIVE): R.RESIDENT for state in R},  # its wait has returned: the values are there
+}

@@ -1,0 +1,129 @@
+"""The residency of a tensor: each state with each event, and each way to read it."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from frontends.torch import pending
+from frontends.torch.residency import RESIDENCY, Residency, ResidencyEvent
+from offload_core.errors import StateError
+
+
+class Special(nn.Parameter):
+    """A class that holds values itself, as those of quantised parameters do."""
+
+
+def noted(log, word):
+    def wait():
+        log.append(word)
+
+    return wait
+
+
+EVENTS = {
+    ResidencyEvent.UPDATE: pending.update,
+    ResidencyEvent.RELEASE: pending.release,
+    ResidencyEvent.RESTORE: lambda tensor, wait: pending._move(tensor, ResidencyEvent.RESTORE, wait),
+    ResidencyEvent.SHARD: pending.shard,
+    ResidencyEvent.ARRIVE: lambda tensor, wait: pending.arrive(tensor),
+}
+INTO = {
+    Residency.RESIDENT: (),
+    Residency.WRITING: (pending.update,),
+    Residency.SHARDED: (pending.shard,),
+    Residency.RELEASED: (pending.release,),
+}
+
+
+def tensor_in(state, log, kind=nn.Parameter):
+    tensor = kind(torch.ones(3))
+    for enter in INTO[state]:
+        enter(tensor, noted(log, state.value))
+    assert pending.residency_of(tensor) is state
+    return tensor
+
+
+@pytest.mark.parametrize("state", Residency)
+def test_each_event_moves_a_tensor_along_the_table_or_is_an_error_and_moves_nothing(state):
+    for event, act in EVENTS.items():
+        log = []
+        tensor = tensor_in(state, log)
+        kind, known = type(tensor), (dict(pending._AWAITED), dict(pending._SHARDED))
+        after, waits = RESIDENCY.get((state, event)), "new"
+        if after is None:
+            words = f"a tensor (3,) of torch.float32: {event.value!r} is not allowed while it is {state.value!r}"
+            with pytest.raises(StateError, match=re.escape(words)):
+                act(tensor, noted(log, "new"))
+            assert (type(tensor), known) == (kind, (pending._AWAITED, pending._SHARDED))
+            after, waits = state, state.value
+        else:
+            act(tensor, noted(log, "new"))
+        assert (pending.residency_of(tensor), log) == (after, [])
+        assert tensor.sum() == 3
+        assert log == [waits] * (after is not Residency.RESIDENT)
+        assert pending.residency_of(tensor) is Residency.RESIDENT
+        assert type(tensor) is nn.Parameter
+        assert id(tensor) not in (*pending._AWAITED, *pending._SHARDED)
+
+
+DOORS = {
+    "a function": lambda p: p + 1,
+    "a method": lambda p: p.tolist(),
+    "a copy": copy.deepcopy,
+    "a view": lambda p: p[0],
+    "its data": lambda p: p.data,
+    "a write": lambda p: p.detach().zero_(),
+    "a module": lambda p: _module_of(p)(torch.ones(1, 3)),
+    "a state dict": lambda p: _module_of(p).state_dict()["weight"] + 0,
+}
+
+
+def _module_of(param):
+    module = nn.PReLU(3)
+    module.weight = param
+    return module
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, Special])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_read_through_each_door_calls_the_function_of_its_state_once(door, kind):
+    for state in Residency:
+        if state is Residency.WRITING and kind is Special:
+            continue  # update() waits at once
+        log = []
+        tensor = tensor_in(state, log, kind)
+        DOORS[door](tensor)
+        assert log == [state.value] * (state is not Residency.RESIDENT)
+        assert type(tensor) is kind
+
+
+@pytest.mark.parametrize("state", [state for state in Residency if state is not Residency.RESIDENT])
+def test_a_read_that_is_refused_is_refused_each_time_and_metadata_may_be_asked_for(state):
+    tensor = nn.Parameter(torch.ones(3))
+
+    def refuse():
+        raise StateError("not now")
+
+    INTO[state][0](tensor, refuse)
+    for read in DOORS.values():
+        with pytest.raises(StateError, match="not now"):
+            read(tensor)
+    assert (tensor.shape, tensor.dtype, tensor.grad, len({tensor})) == ((3,), torch.float32, None, 1)
+    assert pending.residency_of(tensor) is state
+    pending.arrive(tensor)
+
+
+def test_who_restores_a_tensor_that_another_engine_has_released_since_leaves_it_released():
+    tensor, first, second = nn.Parameter(torch.ones(3)), noted([], ""), noted([], "")
+    pending.release(tensor, first)
+    pending.release(tensor, second)
+    pending.restore(tensor, first)
+    pending.end_wait(tensor, first)
+    assert pending.residency_of(tensor) is Residency.RELEASED
+    pending.restore(tensor, second)
+    assert pending.residency_of(tensor) is Residency.WRITING
+    pending.end_wait(tensor, second)
+    assert pending.residency_of(tensor) is Residency.RESIDENT
