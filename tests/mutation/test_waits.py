@@ -1277,6 +1277,7 @@ def test_each_function_with_a_waits_name_says_that_it_waits(package):
     assert [said for module in modules for said in unmarked(module)] == []
 
 
+@pytest.mark.long("all scenarios together walk the whole table of transitions")
 def test_the_sound_core_passes_and_the_scenarios_walk_the_whole_transition_table(monkeypatch):
     Threads().play(monkeypatch)
     walked, on = set(), StateMachine.on
