@@ -2,9 +2,11 @@
 
 ``python -m tests.ledger measure`` (``make test-times``) runs the tests and writes ``ledger.tsv``: a row for each file,
 and one for each case above two seconds. With files as arguments it measures these again. ``python -m tests.ledger``
-(``make lint``) checks the rows, so the budget is a figure in a commit, and no clock decides a test.
+(``make lint``) checks the rows, so the budget is a figure in a commit, and no clock decides a test. The mark
+``long("why")`` of a law says why a case takes more than two seconds.
 """
 
+import ast
 import os
 import platform
 import subprocess
@@ -15,13 +17,13 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE, REASONS = Path("tests/ledger.tsv"), Path("tests/longest.tsv")
+FILE = Path("tests/ledger.tsv")
 BUDGET = 900
 """Seconds of all files of ``make test``."""
 LONG = 2.0
-"""Seconds of a case, above which it has a row of its own, and a reason in ``longest.tsv``."""
+"""Seconds of a case, above which it has a row of its own, and its law the mark ``long``."""
 LONGEST = 60
-"""How many such cases there may be."""
+"""How many such cases there may be, and how many laws with the mark."""
 KINDS = ["-m", "not slow and not soak and not integration", "--ignore=tests/integrations"]
 
 
@@ -81,10 +83,18 @@ def files_of_tests(root: Path) -> set[str]:
     return {path.as_posix() for path in found if path.parts[1] != "integrations"}
 
 
-def reasons(root: Path) -> dict[str, str]:
-    """Return the reason of each long test, without its cases' parameters."""
-    rows = [line.split("\t") for line in (root / REASONS).read_text().splitlines() if not line.startswith("#")]
-    return {row[0]: row[1] if len(row) > 1 else "" for row in rows}
+def reasons(root: Path) -> dict[tuple[str, str], str]:
+    """Return the words of the mark ``long`` of each law that has it, by file and name."""
+    found = {}
+    for path in sorted((root / "tests").rglob("test_*.py")):
+        if "mark.long" not in (text := path.read_text()):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            for mark in node.decorator_list if isinstance(node, ast.FunctionDef) else ():
+                match mark:
+                    case ast.Call(ast.Attribute(attr="long"), [ast.Constant(str(why))]):
+                        found[path.relative_to(root).as_posix(), node.name] = why
+    return found
 
 
 def faults(root: Path) -> list[str]:
@@ -103,8 +113,12 @@ def faults(root: Path) -> list[str]:
             f"cases (tests/sampling.py), mark some slow, or share what they start (most of it: {most})"
         )
     for name in ledger.long_cases:
-        if not why.get(name.partition("[")[0]):
-            said.append(f"{name} takes more than {LONG:.0f} s and {REASONS} has no reason: make it shorter, or add one")
+        file, *_, law = name.partition("[")[0].split("::")
+        if not why.get((file, law)):
+            mark = '`@pytest.mark.long("why")`'
+            said.append(f"{name} takes more than {LONG:.0f} s and does not say why: make it shorter, or mark it {mark}")
+    if len(why) > LONGEST:
+        said.append(f"{len(why)} laws are marked long, and {LONGEST} may be: make some shorter")
     if len(ledger.long_cases) > LONGEST:
         said.append(f"{len(ledger.long_cases)} cases take more than {LONG:.0f} s, and {LONGEST} may: make some shorter")
     return said

@@ -442,7 +442,7 @@ class DeviceMemory:
             "restore() again; all is still released, and nothing is lost"
         )
 
-    def await_values(self, tensor: torch.Tensor, storage: int) -> None:
+    def await_values(self, tensor: torch.Tensor, storage: int) -> None:  # waits
         """Wait for a tensor that was released; :class:`StateError` if it still is.
 
         Args:

@@ -387,7 +387,7 @@ class Engine(nn.Module):
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         return self.optimizer.sent_bytes
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # waits
         """Wait until parameters and states hold the result of the last step; see ``OffloadedAdamW.flush``."""
         self.optimizer.flush()
 

@@ -266,7 +266,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._life.steps_of(self).parts.pipeline
 
     @whole("flush()")
-    def flush(self) -> None:
+    def flush(self) -> None:  # waits
         """Wait until parameters and states hold the result of the last ``step``, also under ``schedule="delayed"``.
 
         That schedule holds back the last step's parameters; after a flush the next forward sees them a step early.

@@ -359,12 +359,12 @@ def _wait_of(number: int) -> Callable[[], None] | None:
 
 
 @untraced
-def await_values(param: torch.Tensor) -> None:
+def await_values(param: torch.Tensor) -> None:  # waits
     """Wait for the parameter, if it is pending."""
     await_values_of_garbage(param)
 
 
-def await_values_of_garbage(param: torch.Tensor) -> None:
+def await_values_of_garbage(param: torch.Tensor) -> None:  # waits
     """Wait for a pending parameter without importing the compiler: for calls while garbage is collected."""
     if isinstance(param, _Pending):
         wait = _wait_of(id(param))

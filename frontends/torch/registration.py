@@ -456,7 +456,7 @@ class Registration:
 
     # --- after the pipeline has written --------------------------------------------------------------
 
-    def flush(self) -> None:
+    def flush(self) -> None:  # waits
         """As ``OffloadedAdamW.flush``."""
         if self._pipeline.released:  # :meth:`DeviceMemory.release` has flushed
             return
@@ -490,7 +490,7 @@ class Registration:
         for slot in self.slots.values():
             slot.shard.have_readers_wait(_await, slot, self._pipeline)
 
-    def await_values(self, slot: Slot) -> None:
+    def await_values(self, slot: Slot) -> None:  # waits
         """Wait until a whole parameter has been written."""
         _await(slot, self._pipeline)
 

@@ -49,7 +49,7 @@ class States(Kept, defaultdict):
         """The entry that stays, without a wait: for one that changes states."""
         return cast(Views, super().__getitem__(param))
 
-    def _wait(self) -> None:
+    def _wait(self) -> None:  # waits
         finish = self._finish()
         if finish is not None:
             finish()
@@ -108,7 +108,7 @@ class TorchStates:
         self.views = States(self.finish, self.replace)
         """``optimizer.state``."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # waits
         """Wait until the last update has ended."""
         lock, what = self._pipeline.state_lock, "a read of optimizer.state"
         lock.whole(what, lock.change, what, self._pipeline.last_step.finish)

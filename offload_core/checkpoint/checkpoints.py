@@ -204,7 +204,7 @@ class Checkpoints:
         self._states.watch(save.writer.capture)
 
     @whole("wait_for_checkpoint()")
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         """Return when the last save is complete.
 
         Raises:
@@ -214,7 +214,7 @@ class Checkpoints:
         self._wait()
 
     @uses("wait_for_checkpoint()")
-    def _wait(self) -> None:
+    def _wait(self) -> None:  # waits
         if self._save is not None:
             try:
                 self._save.wait()

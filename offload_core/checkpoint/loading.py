@@ -62,7 +62,7 @@ class Reading:
         if self._n_bytes >= _TARGET_BYTES:
             self.finish()
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # waits
         """Read all that is wanted."""
         self.checkpoint.read(self._wants)
         for run, values in self._copies:

@@ -205,7 +205,7 @@ class Save:
         if self._writer is not None:
             self._writer.leave()
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         """Return when the checkpoint is complete in all processes. Writing goes on after an interrupt.
 
         The processes poll each other: one collective that waited for a slow disk might time out.

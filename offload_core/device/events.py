@@ -10,10 +10,10 @@ from .trace import Span, Trace
 class Event(Protocol):
     """The end of an asynchronous operation."""
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         """Block until it is done. Raise its error if it failed."""
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         """Make the device do later work of this thread after it. It may block, but need not."""
 
     def done(self) -> bool:
@@ -23,10 +23,10 @@ class Event(Protocol):
 class Done:
     """The event of an operation that is already done."""
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         pass
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         pass
 
     def done(self) -> bool:
@@ -37,12 +37,12 @@ class Waiting:
     """The event of an operation that the waiting thread itself does."""
 
     def __init__(self, finish: Callable[[], None]) -> None:
-        self._finish = finish
+        self._finish = finish  # waits
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         self._finish()
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         self._finish()
 
     def done(self) -> bool:
@@ -55,11 +55,11 @@ class AfterAll:
     def __init__(self, events: Sequence[Event]) -> None:
         self._events = events
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         for event in self._events:
             event.wait()
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         for event in self._events:
             event.order()
 
@@ -75,7 +75,7 @@ class WaitedOnce:
         self._event: Event | None = event
         self._done = False
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         """As :meth:`Event.wait`."""
         if (event := self._event) is not None:
             event.wait()
@@ -93,11 +93,11 @@ class _Watched:
         self._event = event
         self._note = note
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         self._event.wait()
         self._note()
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         self._event.order()
 
     def done(self) -> bool:

@@ -48,7 +48,7 @@ class HostDevice:
     def mark(self) -> Event:
         return Done()
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # waits
         pass
 
 

@@ -89,9 +89,9 @@ class HostRanks:
             return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self.to_host(copies, out))
         send = staging.borrow(bucket.padded_numel, wire.numpy)
         copied = traced(self.trace, TO_HOST, bucket.index, send.nbytes, lambda: self.to_host(copies, send))
-        meet = self._exchange.reduce_scatter if self.native else self._exchange.exchange
+        meet = self._exchange.reduce_scatter if self.native else self._exchange.exchange  # waits
 
-        def finish() -> None:
+        def finish() -> None:  # waits
             copied.wait()
             with self.trace.span(REDUCTION, "exchange", bucket.index, send.nbytes):
                 meet(send, out, f"bucket {bucket.index}: exchange of gradients")
@@ -128,7 +128,7 @@ class HostRanks:
         start = partial(self.memory.transform, matrices.of_ranks(self.ranks), whole)
         computed = traced(self.trace, MATRICES, bucket.index, whole.nbytes, start)
 
-        def finish() -> None:
+        def finish() -> None:  # waits
             computed.wait()
             for matrix, row in zip(matrices.in_(whole), matrices.rows, strict=True):
                 self._exchange.broadcast(matrix, what, row.owner)

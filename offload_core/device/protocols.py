@@ -173,7 +173,7 @@ class TensorAccess(Protocol):
         """The end of what this thread has asked of the device so far."""
         ...
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # waits
         """Block until all copies have ended, also those that fail."""
         ...
 

@@ -48,12 +48,12 @@ class Transfer:
         """True if all has ended. Never blocks."""
         return all(task.done() for task in self._tasks)
 
-    def error(self) -> BaseException | None:
+    def error(self) -> BaseException | None:  # waits
         """Wait for the end, and return the first error; None: there was none."""
         errors = [task.exception() for task in self._tasks]
         return next((error for error in errors if error is not None), None)
 
-    def result(self) -> None:
+    def result(self) -> None:  # waits
         """Wait for the end, and raise the first error."""
         if (error := self.error()) is not None:
             raise error

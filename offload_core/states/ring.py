@@ -348,13 +348,13 @@ class Ring:
         self._await_arrived(block)
         self._await_left(block)
 
-    def _await_arrived(self, block: Block) -> None:
+    def _await_arrived(self, block: Block) -> None:  # waits
         if block.arriving is not None and (error := block.arriving.error()) is not None:
             self._drop(block)
             raise error
         block.arriving = None
 
-    def _await_left(self, block: Block) -> None:
+    def _await_left(self, block: Block) -> None:  # waits
         if block.leaving is not None:
             error, block.leaving = block.leaving.error(), None
             if error is not None:

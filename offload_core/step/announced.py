@@ -126,7 +126,7 @@ class Announced:
             return False
         return any(work.publication.state is Publication.STALE for work in self._buckets.all)
 
-    def recall(self) -> None:
+    def recall(self) -> None:  # waits
         """Treat parameters that were sent early as stale again; those that are on their way have arrived."""
         for work in self.asked:
             if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:

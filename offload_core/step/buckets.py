@@ -165,7 +165,7 @@ class LocalBuckets:
 
     # --- who may touch a bucket ----------------------------------------------------------------------
 
-    def claim(self, work: LocalBucket, what: str = "wait") -> None:
+    def claim(self, work: LocalBucket, what: str = "wait") -> None:  # waits
         """Take the bucket back from the worker; raise the error of its tasks. ``what`` names a wait in traces."""
         if work.task is None:
             return
@@ -176,7 +176,7 @@ class LocalBuckets:
             if task.done():
                 work.take()
 
-    def wait(self, task: Task[T], work: LocalBucket, what: str = "wait") -> T:
+    def wait(self, task: Task[T], work: LocalBucket, what: str = "wait") -> T:  # waits
         """The result of what was asked for on a bucket."""
         try:
             return self._wait_for(task, what, work.bucket.index)
@@ -190,7 +190,7 @@ class LocalBuckets:
         with self.trace.span(COMPUTE, what, bucket):
             return task.result()
 
-    def recover(self) -> None:
+    def recover(self) -> None:  # waits
         """After a failure: let everything that was asked for end, and take it back."""
         self.worker.recover()
         self.device.synchronize()

@@ -88,7 +88,7 @@ class EarlyPublish:
             )
         return given
 
-    def recall(self, params: Collection[int] | None = None, *, by_all: bool = True) -> None:
+    def recall(self, params: Collection[int] | None = None, *, by_all: bool = True) -> None:  # waits
         """Recall all early sends if any of these parameters was sent early: the step sends the parameters again.
 
         Args:
@@ -135,7 +135,7 @@ class EarlyPublish:
         if announced is not None:
             announced.stop()
 
-    def withdraw(self) -> None:
+    def withdraw(self) -> None:  # waits
         """Undo early sends: write the parameters of the last step again, and wait for them.
 
         All processes call it alike.

@@ -52,13 +52,13 @@ class LastStep:
 
     # --- waiting -------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # waits
         """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         self._health.check(Use.READ)
         self.wait(self._updates.finish)
 
-    def finish_publications(self) -> None:
+    def finish_publications(self) -> None:  # waits
         """Wait until all parameters that the last step writes are written; states may still be on their way.
 
         Raises what went wrong.
@@ -67,7 +67,7 @@ class LastStep:
         self._health.check(Use.READ)
         self.wait(self._updates.finish_publications)
 
-    def flush(self, tensors: Sequence[Any]) -> None:
+    def flush(self, tensors: Sequence[Any]) -> None:  # waits
         """Send all stale parameters, and wait for everything."""
         self._health.check(Use.PUBLISH)
         after = self._buckets.device.mark()
@@ -109,7 +109,7 @@ class LastStep:
 
     # --- breaking off ----------------------------------------------------------------------------------
 
-    def wait(self, act: Callable[[], None]) -> None:
+    def wait(self, act: Callable[[], None]) -> None:  # waits
         """Do this; an error ends the step. An interrupt does not: what it cut off can be waited for again."""
         try:
             act()
@@ -146,7 +146,7 @@ class LastStep:
         elif isinstance(error, CollectiveError) and not self._health.lost_a_rank:
             self._health.on(HealthEvent.LOSE_RANK, str(error))
 
-    def _abort(self, error: BaseException) -> None:
+    def _abort(self, error: BaseException) -> None:  # waits
         """Break the step off: update the states that it still owes, and have lost parameters sent again."""
         buckets, device, health = self._buckets, self._buckets.device, self._health
         if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on

@@ -556,7 +556,7 @@ class Pipeline:
         assert self.state_lock.changing.locked()
         self.last_step.restore(tensors)
 
-    def flush(self, tensors: Sequence[Any]) -> None:
+    def flush(self, tensors: Sequence[Any]) -> None:  # waits
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         assert self.state_lock.changing.locked()
         if self.last_step.behind or self.buckets.terms.sends_early:  # ranks exchange parameters
@@ -564,7 +564,7 @@ class Pipeline:
         self.early.recall()
         self.last_step.flush(tensors)
 
-    def await_param(self, param: int, *, on_host: bool = False) -> None:
+    def await_param(self, param: int, *, on_host: bool = False) -> None:  # waits
         """Order the device's work that this thread asks for from now on after the parameter's update.
 
         Args:

@@ -268,7 +268,7 @@ class Updates:
         for _ in range(len(self._travelling)):
             self._await_arrival()
 
-    def _await_arrival(self) -> None:
+    def _await_arrival(self) -> None:  # waits
         work = self._travelling[0]
         written = work.written
         assert written is not None
@@ -293,7 +293,7 @@ class Updates:
 
     # --- its end ---------------------------------------------------------------------------------------
 
-    def await_param(self, param: int, *, on_host: bool) -> None:
+    def await_param(self, param: int, *, on_host: bool) -> None:  # waits
         """As :meth:`Pipeline.await_param`.
 
         Raises the errors of the updates.
@@ -312,7 +312,7 @@ class Updates:
         """The end of the parameter's updates that were asked for so far."""
         written = [work.written for work in self._buckets.of[param] if work.written is not None]
 
-        def order() -> None:
+        def order() -> None:  # waits
             for start in written:
                 start.result().order()
 
@@ -328,7 +328,7 @@ class Updates:
         """True if nothing may still be on its way."""
         return not self.publishes and all(work.updated is None for work in self._buckets.all)
 
-    def finish_publications(self) -> None:
+    def finish_publications(self) -> None:  # waits
         """Wait until parameters have been written; raise the error of one that was not."""
         self.land()
         for work in self._buckets.all:
@@ -337,7 +337,7 @@ class Updates:
                 work.arrive()
                 work.arrived = None  # last: an interrupt before it has the bucket waited for again
 
-    def finish_states(self) -> None:
+    def finish_states(self) -> None:  # waits
         """Wait until buckets with nothing to send have been updated; raise the error of one that was not."""
         for work in self._buckets.all:
             if (task := work.updated) is not None:
@@ -346,7 +346,7 @@ class Updates:
                     work.take()
                 work.updated = None
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # waits
         """Wait until all has ended; raise the first error."""
         self.finish_publications()
         self.finish_states()

@@ -34,7 +34,7 @@ class Condition:
     def __init__(self) -> None:
         self._waiters: deque[threading.Lock] = deque()
 
-    def wait_for(self, holds: Callable[[], Any]) -> None:
+    def wait_for(self, holds: Callable[[], Any]) -> None:  # waits
         """Return when ``holds()`` is true. It is called again after each :meth:`notify_all`."""
         while True:
             waiter = threading.Lock()
@@ -100,7 +100,7 @@ class Task(Generic[T]):
         """True if the task has ended. Never blocks."""
         return self._done
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         """Return when the task has ended.
 
         Raises:
@@ -118,7 +118,7 @@ class Task(Generic[T]):
         self.wait()
         return self._error
 
-    def result(self) -> T:
+    def result(self) -> T:  # waits
         """Wait for the task, and return its result or raise its error."""
         self.wait()
         if self._error is None:

@@ -20,7 +20,7 @@ class Inline:
         """The task's result; its error is raised here."""
         return Task.ended(task())
 
-    def recover(self) -> None:
+    def recover(self) -> None:  # waits
         """Forget a failure."""
 
 
@@ -48,7 +48,7 @@ class Background:
 
         return self._thread.submit(run)
 
-    def recover(self) -> None:
+    def recover(self) -> None:  # waits
         """Wait for all tasks, and forget a failure."""
         self._thread.submit(lambda: None).result()
         self._failure = None

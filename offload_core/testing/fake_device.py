@@ -46,10 +46,10 @@ class _LaneEvent:
         """The task's begin and end in nanoseconds; None before :meth:`wait`."""
         return self._ran
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         self._ran = self._future.result()
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         self._device.compute(self._future.exception)
 
     def done(self) -> bool:
@@ -172,7 +172,7 @@ class FakeDevice:
         computing = self._computing
         return Done() if computing is None or computing.done() else _LaneEvent(self, computing)
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # waits
         for way in ("to_host", "to_device"):
             self._lanes[way].submit(lambda: None).result()
 

@@ -25,7 +25,7 @@ class _Group:
         self._present = 0
         self._lost = False
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str) -> None:  # waits
         """Wait for all ranks, or raise :class:`CollectiveError`."""
         with self._condition:
             meeting = self._meetings

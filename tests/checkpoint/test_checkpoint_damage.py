@@ -151,6 +151,7 @@ def refused(written, n, seed):
     assert written.bits() == written.states
 
 
+@pytest.mark.long("a load for each damaged byte or field")
 def test_damage_is_refused_and_the_file_named(written):
     refused(written, 70, 0)
 

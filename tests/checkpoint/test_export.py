@@ -323,6 +323,7 @@ def test_only_tensors_of_known_types_are_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_one_parameter_is_gathered_at_a_time_and_none_where_one_rank_has_all_shards(tmp_path):
     for world_size, expected in ((1, []), (2, [64 * 64] * 8)):
 
@@ -427,6 +428,7 @@ def test_ranks_export_weights_and_states_of_ddp_with_fused_adamw_in_every_stage(
                 assert_same(entry, states[i])
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_ranks_export_their_master_weights_end_to_end_also_while_gradients_are_on_their_way(tmp_path):
     @on_ranks(2)
     def _(rank):

@@ -47,6 +47,7 @@ def test_one_rank_of_torch_goes_on_from_two(name, written, tmp_path):
     assert resumed == EXPECTED["torch"][name]
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_two_ranks_of_torch_go_on(written, tmp_path, drawn):
     names = drawn(written_before.TORCH, 1)
     resumed = partial(written_before.on_rank_of_torch, written_before.resumed, "other", written, tmp_path, names=names)
@@ -61,6 +62,7 @@ def test_one_device_of_jax_goes_on(name, written, tmp_path):
         assert written_before.resumed(run, written / "jax" / name, tmp_path) == EXPECTED["jax"][name]
 
 
+@pytest.mark.long("XLA compiles on two devices")
 def test_two_devices_of_jax_go_on(written, tmp_path):
     (tmp_path / "jax").symlink_to(written / "jax")
     worker = [sys.executable, str(ROOT / "tests/workers/written_before_jax_worker.py"), "resumed", str(tmp_path)]

@@ -57,6 +57,7 @@ def test_of_processors_that_are_not_x86_nothing_is_said(processor):
     assert why_bfloat16_is_slow(processor("fp asimd bf16", "Features\t"), {}) is None
 
 
+@pytest.mark.long("starts interpreters that import the frameworks")
 def test_torch_says_the_same_of_this_processor():
     pytest.importorskip("torch")
     program = (

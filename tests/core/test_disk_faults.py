@@ -248,6 +248,7 @@ def place(tmp_path):
 SLOW = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
+@pytest.mark.long("a run for each of the calls that fail")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("share", [49, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize("way", WAYS)
@@ -263,6 +264,7 @@ def test_one_call_that_fails_is_one_error_at_most_and_changes_no_bit(case, way, 
     assert not broken
 
 
+@pytest.mark.long("a run for each of the calls that fail")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("share", [71, pytest.param(29, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("way", WAYS)

@@ -379,6 +379,7 @@ def plan(capsys, *arguments, status=0):
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.long("searches through settings with the whole plan at each")
 def test_the_disk_is_the_last_tier_and_fits_where_host_memory_does_not(capsys, drawn):
     found = plan(capsys, *SMALL_HOST, "--disk-memory=100GB")
     assert [tier["offload_optimizer"] for tier in found["tiers"]] == ["cpu"] * 4 + ["nvme"] * 5

@@ -202,6 +202,7 @@ print(json.dumps(sorted(sys.modules.keys() - before)))
 """
 
 
+@pytest.mark.long("starts interpreters that import the frameworks")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("framework", ["torch", "jax"])
 def test_a_front_end_imports_nothing_optional(framework):

@@ -430,6 +430,7 @@ def test_what_is_missing_is_what_is_more_than_there_is() -> None:
     assert (held.missing(130), held.missing(129)) == ({}, {"host": 130})  # while wrap runs all is there still
 
 
+@pytest.mark.long("searches through settings with the whole plan at each")
 def test_a_machine_is_enough_or_it_is_said_what_is_not(capsys: pytest.CaptureFixture[str], drawn) -> None:
     asked = ["--preset=gpt2-10b", "--host-memory=128GB", "--device-memory=32GB"]
     found = plan(capsys, *asked, status=1)

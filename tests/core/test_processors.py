@@ -427,6 +427,7 @@ def affinities(tmp_path_factory):
     return dict(zip(WRAPPED, in_process(WRAP, tmp_path_factory.mktemp("wrapped")), strict=True))
 
 
+@pytest.mark.long("starts interpreters that import the frameworks")
 @pytest.mark.draws(1)
 @two_processors
 @pytest.mark.parametrize("rank", [0, 1])

@@ -63,6 +63,7 @@ LEARNING_RATES = {
 }
 
 
+@pytest.mark.long("XLA compiles; the first of its file imports and starts JAX")
 @pytest.mark.draws(1)
 @pytest.mark.quick
 @pytest.mark.parametrize("lr", LEARNING_RATES.values(), ids=LEARNING_RATES.keys())
@@ -769,6 +770,7 @@ def test_a_config_object_and_a_dict_mean_the_same():
 # --- optax -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("XLA compiles; the first of its file imports and starts JAX")
 @law(12, least=3)
 @given(
     st.sampled_from(["float32", "bfloat16", "float16"]),

@@ -87,6 +87,7 @@ def test_the_bits_are_those_of_the_direct_way(fields, dtype, device):
     assert_same_tree(there.to_pytree(), here.to_pytree())
 
 
+@pytest.mark.long("XLA compiles; the first of its file imports and starts JAX")
 @law(5, least=2)
 @given(
     st.sampled_from([64, 300, 1 << 20]),

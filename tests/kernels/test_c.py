@@ -47,6 +47,7 @@ def check(
     assert output.endswith("checks passed\n")
 
 
+@pytest.mark.long("compiles C")
 def test_calls_are_checked_and_shared_among_threads_and_the_instruction_set_is_chosen(tmp_path):
     """The other files of this folder call the kernels from Python and do not see these parts."""
     sections = ("--few", "isa", "entry", "fork", "pool", "bind")

@@ -429,6 +429,7 @@ def test_every_source_with_kernels_has_its_mutants():
     }
 
 
+@pytest.mark.long("compiles C")
 def test_the_sound_kernels_pass(sound, tmp_path, monkeypatch):
     use(sound.values(), tmp_path / "kernels.so", monkeypatch)
     for instruction_set in INSTRUCTION_SETS:

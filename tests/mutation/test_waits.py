@@ -39,12 +39,14 @@ from tests.support.oracles import assert_same_bits
 from tests.support.pipelines import STATES, Delayed, Naive, Subject, held_states
 from tests.support.scripted_disk import scripted
 from tests.support.wait_mutants import (
+    PACKAGES,
     Change,
     NoticedBy,
     assert_noticed,
     by_name,
     made,
     modules_of,
+    unmarked,
     waits_of,
     who_notices,
 )
@@ -1268,6 +1270,14 @@ def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 
 
+@pytest.mark.parametrize("package", PACKAGES)
+def test_each_function_with_a_waits_name_says_that_it_waits(package):
+    """So a mark that is lost shows, and a function that is renamed or moved takes its own along."""
+    modules = [module for module in modules_of(package) if module.removeprefix("offload_core.") not in ELSEWHERE]
+    assert [said for module in modules for said in unmarked(module)] == []
+
+
+@pytest.mark.long("all scenarios together walk the whole table of transitions")
 def test_the_sound_core_passes_and_the_scenarios_walk_the_whole_transition_table(monkeypatch):
     Threads().play(monkeypatch)
     walked, on = set(), StateMachine.on

@@ -139,6 +139,7 @@ def outcome_of(tmp_path_factory) -> Iterator[Callable[[Job], tuple[int, str]]]:
         server.close()
 
 
+@pytest.mark.long("starts the process that pages' blocks are forks of, which imports torch and JAX")
 @pytest.mark.draws(6)
 @pytest.mark.parametrize("case", MARKED)
 def test_code_runs_and_says_what_stands_there(case, outcome_of):
@@ -212,6 +213,7 @@ def run_all(folders: dict[Path, str], start: str, n_processes: int) -> None:
         server.close()
 
 
+@pytest.mark.long("starts the process that pages' blocks are forks of, which imports torch and JAX")
 def test_the_complete_loop_resumes_with_the_bits_of_the_uninterrupted_one_in_every_stage(tmp_path, monkeypatch):
     [code] = [code for _, code in blocks(ROOT / "docs" / "torch.md", "python") if "def train(folder" in code]
     monkeypatch.chdir(tmp_path)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import ledger
-from tests.ledger import BUDGET, FILE, LONGEST, REASONS, ROOT, Ledger, faults, read, write
+from tests.ledger import BUDGET, FILE, LONGEST, ROOT, Ledger, faults, read, write
 
 ROW = "tests/core/test_one.py"
 
@@ -17,7 +17,6 @@ def checkout(tmp_path):
         path = tmp_path / "tests" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("def test_it():\n    pass\n")
-    (tmp_path / REASONS).write_text("# law\treason\n")
     write(tmp_path, Ledger("a machine", {ROW: (2.0, 1), "tests/core/test_other.py": (1.0, 3)}, {}))
     return tmp_path
 
@@ -47,15 +46,30 @@ def test_more_than_the_budget_is_one_line_that_names_the_largest_files(checkout)
     assert f"(most of it: {ROW}, " in said
 
 
-def test_a_long_case_needs_a_reason_and_there_is_an_end_to_them(checkout):
+@pytest.mark.parametrize("mark", ["", "@pytest.mark.long\n", "@pytest.mark.long()\n", '@pytest.mark.long("")\n'])
+def test_a_long_case_needs_a_mark_that_says_why(checkout, mark):
     write(checkout, read(checkout)._replace(long_cases={f"{ROW}::test_it[2-True]": 3.0}))
+    (checkout / ROW).write_text(f"{mark}def test_it():\n    pass\n")
     [said] = faults(checkout)
-    assert said.startswith(f"{ROW}::test_it[2-True] takes more than 2 s and {REASONS} has no reason")
-    (checkout / REASONS).write_text(f"# law\treason\n{ROW}::test_it\ttwo ranks, each an interpreter\n")
+    assert said.startswith(f"{ROW}::test_it[2-True] takes more than 2 s and does not say why")
+    assert '@pytest.mark.long("why")' in said
+    why = '@pytest.mark.long("two ranks, each an interpreter")'
+    (checkout / ROW).write_text(f"{why}\n@pytest.mark.draws(2)\ndef test_it():\n    pass\n")
     assert faults(checkout) == []
-    write(checkout, read(checkout)._replace(long_cases={f"{ROW}::test_it[{i}]": 3.0 for i in range(LONGEST + 1)}))
+
+
+def test_there_is_an_end_to_long_cases_and_to_their_marks(checkout):
+    law = '@pytest.mark.long("why")\ndef test_{}():\n    pass\n'
+    (checkout / ROW).write_text("\n".join(law.format(i) for i in range(LONGEST)))
+    write(checkout, read(checkout)._replace(long_cases={f"{ROW}::test_1[{i}]": 3.0 for i in range(LONGEST)}))
+    assert faults(checkout) == []
+    write(checkout, read(checkout)._replace(long_cases={f"{ROW}::test_1[{i}]": 3.0 for i in range(LONGEST + 1)}))
     [said] = faults(checkout)
     assert said.startswith(f"{LONGEST + 1} cases take more than 2 s, and {LONGEST} may")
+    write(checkout, read(checkout)._replace(long_cases={}))
+    (checkout / "tests/integrations/test_of_others.py").write_text(law.format("it"))
+    [said] = faults(checkout)
+    assert said.startswith(f"{LONGEST + 1} laws are marked long, and {LONGEST} may be")
 
 
 @pytest.mark.parametrize("text", [None, "", "# measured on: x\n1.0\ttests/core/test_one.py\n", "# x\nmuch\t1\ta.py\n"])
@@ -77,6 +91,7 @@ def test_a_ledger_of_another_machine_takes_no_rows_of_this_one(checkout):
     assert (checkout / FILE).read_bytes() == before
 
 
+@pytest.mark.long("starts pytest")
 def test_rows_are_processor_time_with_that_of_children(checkout, monkeypatch):
     """On one processor or many: a child that computes is counted, and time that passes is not."""
     write(checkout, read(checkout)._replace(machine=ledger.machine()))

@@ -91,6 +91,7 @@ def run(folder, *options):
     )
 
 
+@pytest.mark.long("starts pytest")
 def test_a_run_draws_and_test_all_and_soak_check_everything(tmp_path):
     cases, inside, examples, said = run(tmp_path, "-m", "not slow and not soak", "--draw", "3")
     of_law = chosen(range(20), 2, 3 + zlib.crc32(b"test_sampled"))

@@ -19,12 +19,12 @@ from typing import Any
 
 from offload_core.memory import working_memory
 
-WAITS = {"wait", "order", "result", "claim", "finish", "_finish", "_wait", "recover", "synchronize", "_reclaim", "meet",
-         "wait_for", "await_param", "wait_event", "wait_stream", "record_stream",
-         "_await_arrival", "_abort", "await_values", "await_values_of_garbage", "flush",
-         "finish_publications", "finish_states", "withdraw", "recall",
-         "error", "_await_left", "_await_arrived"}  # fmt: skip
 ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("offload_core", "frontends/torch")
+MARK = "  # waits"
+"""Ends the line that defines a function that waits: its ``def``, or the assignment of a callable to a name."""
+OF_TORCH = {"wait_event", "wait_stream", "record_stream"}
+"""Methods of torch's streams that wait, which no line of this repository defines."""
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,41 @@ def source_of(module: str) -> str:
     return (ROOT / (module.replace(".", "/") + ".py")).read_text()
 
 
+def names_marked_in(module: str) -> dict[int, str]:
+    """Return the names that the marks of a module stand beside, by line. Raise an AssertionError if one has no name."""
+    lines = source_of(module).splitlines()
+    marked = {number for number, line in enumerate(lines, 1) if line.endswith(MARK)}
+    found = {}
+    for node in ast.walk(ast.parse("\n".join(lines))) if marked else ():
+        if isinstance(node, ast.FunctionDef):
+            found |= {node.lineno: node.name} if node.lineno in marked else {}
+        elif isinstance(node, ast.Assign) and node.end_lineno in marked:
+            found[node.end_lineno] = getattr(target := node.targets[0], "attr", getattr(target, "id", None))
+    assert found.keys() == marked, f"{module}: {MARK.strip()!r} in lines {marked - found.keys()} defines no function"
+    return found
+
+
+@cache
+def waits() -> set[str]:
+    """The names of functions that wait: each has a mark where it is defined."""
+    modules = [module for package in PACKAGES for module in modules_of(package)]
+    return OF_TORCH.union(*(names_marked_in(module).values() for module in modules))
+
+
+def unmarked(module: str) -> list[str]:
+    """Return the functions without a mark whose name has one elsewhere, as ``module:line: name``."""
+    marked, nodes = names_marked_in(module), ast.walk(ast.parse(source_of(module)))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in waits()]
+    return [f"{module}:{node.lineno}: {node.name}" for node in functions if node.lineno not in marked]
+
+
 def is_wait(node: ast.AST) -> bool:
     if not isinstance(node, ast.Call):
         return False
     called = node.func
     if isinstance(called, ast.Attribute) and called.attr == "change" and len(node.args) > 1:
         called = node.args[1]  # StateLock.change(what, act)
-    return getattr(called, "attr", getattr(called, "id", None)) in WAITS
+    return getattr(called, "attr", getattr(called, "id", None)) in waits()
 
 
 @cache

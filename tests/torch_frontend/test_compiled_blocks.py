@@ -71,6 +71,7 @@ def compiled_anew():
 STREAMED = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 20}
 
 
+@pytest.mark.long("torch.compile")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("compiled", "fields"),

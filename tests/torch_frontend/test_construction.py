@@ -532,6 +532,7 @@ def status(field):
     return 1024 * int(line.split()[1])
 
 
+@pytest.mark.long("a model large enough to measure, built on two ranks")
 def test_two_ranks_build_a_model_in_half_its_memory():
     @on_ranks(2)
     def _(rank):
@@ -551,6 +552,7 @@ def test_two_ranks_build_a_model_in_half_its_memory():
         assert half < left < half + 2**23
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_two_ranks_train_a_model_that_they_built_in_shards_to_the_bits_of_a_whole_one(drawn):
     """Each rank would build different values, and rank 0's count."""
     ways = drawn(("in shards", "meta"), 1)

@@ -228,6 +228,7 @@ class Killed(dcp.FileSystemWriter):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_each_goes_on_from_what_another_has_saved(tmp_path, drawn):
     """In one start of processes; the law above has more of them."""
     pairs = drawn((("stage 2", "fsdp x tp"), ("fsdp x tp", "stage 3"), ("stage 3", "stage 1")), 1)

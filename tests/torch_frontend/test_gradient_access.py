@@ -166,6 +166,7 @@ def test_a_placed_parameter_is_read_whole_and_changed_whole_or_in_its_local_tens
             assert same_bits(p.to_local(), q.to_local())
 
 
+@pytest.mark.long("several trainings of mixtures of experts")
 def test_ranks_whose_experts_differ_read_the_mean_over_all():
     """In leaf modules, whose gradients come on some ranks alone."""
 

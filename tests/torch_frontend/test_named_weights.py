@@ -409,6 +409,7 @@ def rank_step(engine, rank, step):
     return engine.step()
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_ranks_give_the_weights_of_an_export_in_every_stage(tmp_path, drawn):
     ways = {
         "1": {"stage": 1, **BF16},

@@ -884,6 +884,7 @@ def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
     assert abs(peaks[48] / peaks[12] - 1) < 0.05, peaks
 
 
+@pytest.mark.long("several trainings of mixtures of experts")
 @pytest.mark.draws(2)
 @everywhere
 @pytest.mark.parametrize("again", [None, "block", "expert"])

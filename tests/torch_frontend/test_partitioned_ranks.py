@@ -76,6 +76,7 @@ HELD = [
 """A bound on the norm, whether ranks exchange buckets between devices, and fields."""
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_every_way_to_hold_and_gather_shards_gives_the_same_bits(drawn):
     """Checkpointing, accumulation, clipping, another element type; shards in host memory or between devices."""
     cases = drawn(HELD, 1)
@@ -174,6 +175,7 @@ def routed_steps(engine, rank):
         yield [block.routed for block in engine.module if isinstance(block, Experts)]
 
 
+@pytest.mark.long("several trainings of mixtures of experts")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("again", [None, "block", "expert"])
 def test_ranks_run_other_experts_of_a_leaf_module(again, drawn):

@@ -87,6 +87,7 @@ def rounds(names, tmp, rank, n=3):
     return result
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_two_ranks_hold_nothing_and_have_the_bits_of_no_release(tmp_path, drawn):
     names = drawn(SETTINGS, 1)
     first, second = on_devices(partial(rounds, names, tmp_path))

@@ -235,6 +235,7 @@ def alike(a, b):
     return same_bits(a, b) if isinstance(a, torch.Tensor) else a == b
 
 
+@pytest.mark.long("all operators of an element type on the simulated device")
 @pytest.mark.filterwarnings("ignore")  # of some operators, about their arguments
 def test_operators_give_the_hosts_bits_beside_numbers_and_tensors_without_dimensions(drawn):
     draw, sizes, compared, differ = torch.Generator().manual_seed(0), cycle((1, 3, 8, 17, 1000)), 0, []

@@ -80,6 +80,7 @@ def everywhere(cases, rank):
     return result
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host(drawn):
     cases = drawn([(name, seed) for name in SETTINGS for seed in range(2)], 3)
     results = on_devices(partial(everywhere, cases))

@@ -107,6 +107,7 @@ class Run:
         return {name: hashlib.sha256(value).hexdigest() for name, value in found.items()}
 
 
+@pytest.mark.long("thirty steps on two ranks or more: a loss scale is found, or a run saved and gone on with")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("stage", "dtype"),
@@ -153,6 +154,7 @@ def test_ranks_begin_together_where_there_is_nothing_and_refuse_what_one_alone_s
     assert "CheckpointError" in said[0][1]
 
 
+@pytest.mark.long("thirty steps on two ranks or more: a loss scale is found, or a run saved and gone on with")
 def test_thirty_steps_in_float16_are_the_same_in_each_stage(drawn):
     others = drawn(("2", "3", "3 in host memory"), 1)
 

@@ -97,7 +97,7 @@ class TorchDevice(ABC):
     def mark(self) -> Event: ...
 
     @abstractmethod
-    def synchronize(self) -> None: ...
+    def synchronize(self) -> None: ...  # waits
 
     @abstractmethod
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event: ...
@@ -136,7 +136,7 @@ class HostTorchDevice(TorchDevice):
     def mark(self) -> Event:
         return Done()
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # waits
         pass
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
@@ -186,11 +186,11 @@ class _StreamEvent:
         self._event = stream.record_event()
         self._used = used
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         self._event.synchronize()
         self._used = None
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         torch.accelerator.current_stream(self._device).wait_event(self._event)
 
     def done(self) -> bool:
@@ -235,7 +235,7 @@ class AcceleratorDevice(TorchDevice):
     def mark(self) -> Event:
         return _StreamEvent(torch.accelerator.current_stream(self.device), None)
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # waits
         for stream in (self._to_host, self._to_device, _computing_stream(self.device)):
             with suppress(RuntimeError):  # the event of a failed copy raises its error
                 stream.synchronize()

@@ -38,13 +38,13 @@ class _Compared:
         self._event = event
         self._compare: Callable[[], None] | None = compare
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # waits
         if self._compare is not None:
             self._compare()
             self._compare = None
         self._event.wait()
 
-    def order(self) -> None:
+    def order(self) -> None:  # waits
         self._event.order()
 
     def done(self) -> bool:

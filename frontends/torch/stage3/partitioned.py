@@ -120,7 +120,7 @@ class PartitionedModel(Sharding):
         self.runs.forget()
         return self.live.release_all()
 
-    def recover(self) -> None:
+    def recover(self) -> None:  # waits
         self.runs.forget()
         self.live.release_idle()
 

@@ -105,7 +105,7 @@ class Sharding(ABC):
         """
 
     @abstractmethod
-    def recover(self) -> None:
+    def recover(self) -> None:  # waits
         """Release all parameters, after an error."""
 
     @abstractmethod

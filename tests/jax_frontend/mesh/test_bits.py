@@ -149,6 +149,7 @@ def test_value_and_grad_may_be_part_of_a_compiled_function(axis_type, n, process
     assert offloaded.report.updated
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(2)
 @states_on_disk_too
@@ -291,12 +292,14 @@ def test_parameters_in_host_memory_have_the_same_bits():
     assert (room.where, room.planned, room.held, room.brief) == ("host", shards, 0, True)
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @processes(2)
 def test_sharded_parameters_of_two_processes_have_the_bits_of_one_device():
     fields = {"gradient_clipping": 0.5, "reduce_bucket_size": 500, "offload_param": "cpu"}
     stage3.assert_equals_one_device(mesh_of(W), "bfloat16", **fields)
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_training_at_stage_3_is_training_at_stage_2():
@@ -396,6 +399,7 @@ def test_delayed_parameters_are_those_of_a_step_before_also_at_stage_3():
     assert_same_tree(whole(ours.params, ours), theirs.params)
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 def test_plain_gradients_of_sharded_parameters_are_the_average_already():
     """As ``jax.grad`` under ``jax.jit`` gives them: gathering is XLA's then, and the helpers are identities."""
     mesh = mesh_of(W)

@@ -102,6 +102,7 @@ def ways():
     }
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_on_any_mesh_the_bits_are_those_of_eager_optax(drawn):
@@ -292,6 +293,7 @@ def test_with_a_mesh_argument_sharded_parameters_stay_as_they_are():
         assert new["w"].sharding == NamedSharding(mesh, specs["w"])
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_what_does_not_fit_is_refused_and_loses_nothing():
@@ -345,6 +347,7 @@ MEANWHILE = {
 }
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.draws(4)
 @processes(1, 2)
 @pytest.mark.parametrize(

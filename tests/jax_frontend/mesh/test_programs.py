@@ -223,6 +223,7 @@ def test_ranks_are_places_in_the_mesh_not_device_ids():
         assert np.asarray(shard.data) == list(devices).index(shard.device)
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.draws(1)
 @processes(2)
 def test_a_second_tree_on_a_mesh_starts_without_compiling():
@@ -291,6 +292,7 @@ def by_scan(params, x):
     return lax.scan(lambda x, w: (layer_fn(w, x), None), x, params["w"])[0].sum()
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.parametrize("fields", [{}, slow({"offload_param": "cpu"})])
 def test_a_scanned_models_memory_holds_a_layer_not_the_model(fields):
     """Past the gradients, which are output, XLA plans for a few layers and each layer's activations."""

@@ -89,6 +89,7 @@ def test_gradients_that_do_not_fit_change_nothing():
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @processes(2)
 def test_gradients_of_processes_that_differ_are_refused_in_all():
     """Their programs would be different ones, and wait for each other for ever."""

@@ -79,6 +79,7 @@ def test_who_resumes_on_other_devices_has_them_too(name, devices, fields, saved)
     assert differences(resume(saved(name), kind, devices, **fields), kind) == []
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize(("kind", "devices", "fields"), [("fp32", 1, {"stage": 3}), ("late", 4, {})])
 def test_two_processes_and_one_that_resumes_what_they_have_saved_have_them_too(kind, devices, fields, tmp_path, pair):
@@ -95,6 +96,7 @@ def saved_by_one(request, folder):
     return request.param.split()[0], folder
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(2)
 @pytest.mark.parametrize(
@@ -107,6 +109,7 @@ def test_two_processes_resume_what_one_has_saved(saved_by_one, fields):
     assert differences(resume(folder, kind, 4, **fields), kind) == expected
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @processes(2)
 def test_where_one_process_fails_all_say_so_and_the_checkpoint_before_is_whole(folder, monkeypatch):
     (offloaded, _), second = begin("fp32", 4, stage=3), jax.process_index() == 1
@@ -150,6 +153,7 @@ def test_where_one_process_fails_all_say_so_and_the_checkpoint_before_is_whole(f
     assert outcome(offloaded, Loader()) == before
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 def test_a_process_that_is_killed_in_a_save_is_an_error_in_the_other_and_what_was_saved_before_is_whole(
     tmp_path, tmp_path_factory
 ):

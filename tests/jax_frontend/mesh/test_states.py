@@ -26,6 +26,7 @@ from tests.support.jax_stage2 import tree_of
 from tests.support.jax_stage3 import STAGE3, W, assert_placed, cut, whole
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_another_number_of_ranks_resumes_with_the_same_bits(dtype, drawn):
     straight = wrap(tree_of(0), **HYPER, param_dtype=dtype)
@@ -40,6 +41,7 @@ def test_another_number_of_ranks_resumes_with_the_same_bits(dtype, drawn):
         assert_same_tree(saved, straight.to_pytree())
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @processes(2)
 def test_states_are_whole_in_every_process_and_load_in_every_process():
     mesh = mesh_of(4)
@@ -206,6 +208,7 @@ def test_states_of_any_stage_and_number_of_ranks_are_loaded(drawn):
         assert_same_tree(saved, straight.to_pytree())
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @processes(2)
 def test_exports_are_whole_in_every_process(folder, drawn):
     optax_states = []

@@ -1289,6 +1289,7 @@ def test_what_one_rank_cannot_read_or_write_is_an_error_of_all_and_the_run_goes_
 # --- interrupts ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("an interrupt at a tenth of a step's lines, each in a new engine")
 def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(drawn):
     config = {**CONFIG, **WARMUP}
 

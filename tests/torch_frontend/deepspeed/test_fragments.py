@@ -166,6 +166,7 @@ def test_leaf_modules_are_chosen_by_class_by_name_and_by_suffix_and_given_up():
             choose(model, wanted)
 
 
+@pytest.mark.long("several trainings of mixtures of experts")
 def test_ranks_run_other_experts_of_modules_that_became_leaves_before_or_after_the_engine_was_made(drawn):
     cases = drawn([("before", PARTED), ("after", PARTED), ("after", WHOLE)], 1)
 

@@ -178,6 +178,7 @@ def fixed(drawn_of_file):
 IN_ONE_START = 8 if sampling.whole else 3
 
 
+@pytest.mark.long("DTensors on two to four ranks: torch works out each operator's sharding anew for each mesh")
 @given(cases=st.lists(drawn(WORLD), min_size=IN_ONE_START, max_size=IN_ONE_START))
 @runs_of_ranks(1)
 def test_no_mesh_changes_the_norm_the_clipping_or_the_update(fixed, cases):

@@ -71,6 +71,7 @@ def of(found, law):
     return no_errors([of_one[law] for of_one in found])
 
 
+@pytest.mark.long("DTensors on two to four ranks: torch works out each operator's sharding anew for each mesh")
 def test_a_few_steps_have_the_bits_of_torchs_fused_adamw(cases, found):
     assert len(of(found, "bits")[0]) == len(cases["bits"])
 

@@ -52,6 +52,7 @@ def after_an_error(how, way):
     ours.close()
 
 
+@pytest.mark.long("DTensors on two to four ranks: torch works out each operator's sharding anew for each mesh")
 @pytest.mark.parametrize(
     ("way", "n_ranks"), [("wrap", 2), *(pytest.param(way, WORLD, marks=pytest.mark.slow) for way in WAYS)]
 )

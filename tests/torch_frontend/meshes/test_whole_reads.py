@@ -112,6 +112,7 @@ def read_everything(folder, steps=3, **options):
     engine.close()
 
 
+@pytest.mark.long("DTensors on two to four ranks: torch works out each operator's sharding anew for each mesh")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_whole_reads_under_fsdp2_are_of_all_parts_whatever_each_rank_has(tmp_path, dtype):
