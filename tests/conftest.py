@@ -168,7 +168,7 @@ def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> None:
 @pytest.fixture(autouse=True)
 def code_of_other_tests_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps wait for the rest of a process once compiled code was given a parameter in mid-update."""
-    if (pending := sys.modules.get("frontends.torch.pending")) is not None:
+    if (pending := sys.modules.get("frontends.torch.params.pending")) is not None:
         monkeypatch.setattr(pending, "compiled_code_reads", False)
 
 

@@ -333,7 +333,7 @@ def plain(model: Any, settings: Settings, *, fused: bool = True, ddp: bool = Fal
     import torch
     from torch.nn.parallel import DistributedDataParallel
 
-    from frontends.torch.matrix_groups import hidden_matrices
+    from frontends.torch.optim.matrix_groups import hidden_matrices
 
     names, masters, pairs = [name for name, _ in model.named_parameters()], list(model.parameters()), []
     matrices = hidden_matrices(model, [*model.named_parameters()]) if muon else ()

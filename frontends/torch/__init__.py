@@ -4,7 +4,9 @@ from offload_core.config.options import OffloadConfig
 from offload_core.step.pipeline import StepReport
 
 from .engine import Engine, wrap
-from .optimizer import (
+from .integrations.zero_files.export import export_deepspeed
+from .integrations.zero_files.loading import ZeroCheckpoint, load_deepspeed, zero_checkpoint
+from .optim.optimizer import (
     OffloadedAdagrad,
     OffloadedAdamW,
     OffloadedLion,
@@ -15,8 +17,6 @@ from .optimizer import (
 from .ranks.launch import init_process_group
 from .stage3.construction import init
 from .stage3.gathering import gathered_parameters, register_external_parameter
-from .zero_files.export import export_deepspeed
-from .zero_files.loading import ZeroCheckpoint, load_deepspeed, zero_checkpoint
 
 __all__ = [
     "Engine",

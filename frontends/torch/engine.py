@@ -26,21 +26,21 @@ from offload_core.support.hints import hinted, refuse
 from offload_core.support.last_words import say_error_last
 from offload_core.support.user_line import UserLine
 
-from . import pending
-from .casting import cast_inputs, warn_if_slow
-from .compiled import run_compiled_modules, untraced
-from .device_memory import ReleaseReport
-from .files.checkpoint import ModelCheckpoints
-from .files.export import export_safetensors
-from .fsdp import fsdp_modules, gradients_stay, have_gathering_wait, kept_gradients
-from .groups import in_model
-from .internals import grad_mode_kept, no_read
-from .model_changes import ModelChanges, check_present
-from .named_weights import Asked, NamedWeights
-from .optimizer import OffloadedOptimizer, class_for
-from .placed import is_placed
+from .internals.compiled import run_compiled_modules, untraced
+from .internals.private import grad_mode_kept, no_read
+from .optim.model_changes import ModelChanges, check_present
+from .optim.optimizer import OffloadedOptimizer, class_for
+from .params import pending
+from .params.casting import cast_inputs, warn_if_slow
+from .params.fsdp import fsdp_modules, gradients_stay, have_gathering_wait, kept_gradients
+from .params.placed import is_placed
+from .params.values import packed_values
 from .ranks.collectives import default_group
-from .values import packed_values
+from .training.device_memory import ReleaseReport
+from .training.groups import in_model
+from .weights.checkpoint import ModelCheckpoints
+from .weights.export import export_safetensors
+from .weights.named_weights import Asked, NamedWeights
 
 
 def wrap(

@@ -90,7 +90,8 @@ def test_info_shows_it(slow, monkeypatch, capsys):
 
 def test_wrap_says_it_once_of_a_bf16_model_on_the_cpu(slow, monkeypatch):
     torch = pytest.importorskip("torch")
-    from frontends.torch import casting, wrap
+    from frontends.torch import wrap
+    from frontends.torch.params import casting
 
     def model(place="cpu"):
         return torch.nn.Linear(2, 2, device=place)

@@ -59,7 +59,7 @@ def in_jax(**fields):
 
 
 FRONTENDS = {
-    "torch": (in_torch, "frontends.torch.registration.available_bytes", 2),
+    "torch": (in_torch, "frontends.torch.training.registration.available_bytes", 2),
     "jax": (in_jax, "frontends.jax.placement.memory.available_bytes", 3),
 }
 """A model, where its front end asks for free memory, and the states of a parameter: torch updates fp32 parameters in

@@ -20,14 +20,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import frontends.torch.parts as parts_module
+import frontends.torch.training.parts as parts_module
 from bench.train.gpt_jax import init_params
 from bench.train.gpt_torch import GPT
 from frontends.jax import wrap as wrap_jax
 from frontends.jax.placement import placement as jax_placement
 from frontends.jax.placement.as_placed import AsPlaced
 from frontends.jax.tree.shards import local_shards
-from frontends.torch import registration, wrap
+from frontends.torch import wrap
+from frontends.torch.training import registration
 from offload_core import DeviceMemoryError, HostMemoryError
 from offload_core.__main__ import READER_GONE, main
 from offload_core.commands.jax_shapes import MeshPart, cuts_of

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Tr
 from frontends.torch import OffloadedAdamW, init
 from frontends.torch.integrations.trainer import OffloadTrainer
 from frontends.torch.integrations.transformers import FOLDER, OffloadCallback, offloaded_adamw
-from frontends.torch.tensors import TakenGradient
+from frontends.torch.params.tensors import TakenGradient
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError, StateError
 from tests.support import simulated

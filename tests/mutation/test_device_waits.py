@@ -24,11 +24,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-import frontends.torch.parts as parts_module
-from frontends.torch import OffloadedAdamW, device_memory, gathered_parameters, init, wrap
-from frontends.torch.pending import PendingParameter
+import frontends.torch.training.parts as parts_module
+from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
+from frontends.torch.params.pending import PendingParameter
 from frontends.torch.ranks import pinning
 from frontends.torch.ranks.device import AcceleratorDevice
+from frontends.torch.training import device_memory
 from offload_core.checkpoint import saving
 from offload_core.device.host_ranks import HostRanks
 from offload_core.native import kernels
@@ -614,17 +615,17 @@ ALL_MUTANTS = {name.removeprefix("frontends.torch."): mutant for name, mutant in
 UNNOTICED = {
     "engine.Engine._recover: self.optimizer.sharding.recover()": "each hook lets go of its own parameters; this "
     "releases those gathered ahead, which the next forward would",
-    "intake.Intake.discard: self._registration.flush()": "test_device_failures.py needs it",
-    "device_memory.DeviceMemory._await_others: await_values(tensor)": "test_several_engines.py needs it",
-    "device_memory.DeviceMemory.before_backward: await_values(tensor)": "test_release.py needs it",
+    "training.intake.Intake.discard: self._registration.flush()": "test_device_failures.py needs it",
+    "training.device_memory.DeviceMemory._await_others: await_values(tensor)": "test_several_engines.py needs it",
+    "training.device_memory.DeviceMemory.before_backward: await_values(tensor)": "test_release.py needs it",
     "engine.Engine.restore: self.flush()": "test_compiled_blocks.py needs it",
     "integrations.trainer.OffloadTrainer.training_step: engine.optimizer.sharding.recover()": "test_trl.py needs it",
-    "device_memory.DeviceMemory.release: event.wait()": "the device is waited for next; this raises a copy's error, "
+    "training.device_memory.DeviceMemory.release: event.wait()": "the device is waited for next; this raises a copy's error, "
     "test_release.py",
-    "device_memory.DeviceMemory.await_values: self._registration.await_values(slot)": "a read between two lines of "
+    "training.device_memory.DeviceMemory.await_values: self._registration.await_values(slot)": "a read between two lines of "
     "restore() needs it",
-    "steps.Steps._end_broken_step: parts.pipeline.last_step.finish()": "test_torch_interrupts.py needs it",
-    "pending.await_for_compiled_code: wait()": "test_compiled_blocks.py needs it",
+    "training.steps.Steps._end_broken_step: parts.pipeline.last_step.finish()": "test_torch_interrupts.py needs it",
+    "params.pending.await_for_compiled_code: wait()": "test_compiled_blocks.py needs it",
     "ranks.device.HostTorchDevice.to_device_lane: after.order()": "no exchange between devices is the host's own",
     "ranks.device.HostTorchDevice.to_device: after.order()": "on the host a mark is reached at once, and the caller's "
     "thread gathers",

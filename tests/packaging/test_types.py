@@ -10,8 +10,8 @@ from typing import Any, SupportsFloat, get_type_hints
 import pytest
 
 from frontends.jax.optax_bridge.words import WORDS, JaxSettings
-from frontends.torch.groups import OptimizerSettings
-from frontends.torch.rule_words import OPTIONS
+from frontends.torch.training.groups import OptimizerSettings
+from frontends.torch.training.rule_words import OPTIONS
 from offload_core import OffloadConfig, OffloadSettings
 from offload_core.config.options import FIELDS
 from tests.support.processes import ROOT

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
-from frontends.torch import gathered_parameters, pending, register_external_parameter, wrap
-from frontends.torch.pending import PendingParameter
+from frontends.torch import gathered_parameters, register_external_parameter, wrap
+from frontends.torch.params import pending
+from frontends.torch.params.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import StateError
 from tests.support import simulated

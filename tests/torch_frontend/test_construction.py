@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-import frontends.torch.pending as pending
+import frontends.torch.params.pending as pending
 from bench.train.gpt_torch import GPT
 from bench.train.presets import PRESETS
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, register_external_parameter, wrap

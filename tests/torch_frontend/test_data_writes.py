@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from frontends.torch import OffloadedAdamW, data_writes, gathered_parameters, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch.params import data_writes
 from frontends.torch.ranks import device_ranks
 from offload_core import StateError
 from offload_core.step.state_access import StateAccess

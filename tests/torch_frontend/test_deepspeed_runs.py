@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from frontends.torch import export_deepspeed, wrap, zero_checkpoint
-from frontends.torch.zero_files.loading import _scale
-from frontends.torch.zero_files.reading import read_contents
+from frontends.torch.integrations.zero_files.loading import _scale
+from frontends.torch.integrations.zero_files.reading import read_contents
 from offload_core.deepspeed.keys import VERSION
 from offload_core.step.loss_scale import LossScaler
 from tests.support.deepspeed_checkpoints import model

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from frontends.torch import gathered_parameters, load_deepspeed, wrap
 from frontends.torch.deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from frontends.torch.zero_files import pickles
+from frontends.torch.integrations.zero_files import pickles
 from offload_core import CheckpointError
 from tests import sampling
 from tests.support.archives import unpack

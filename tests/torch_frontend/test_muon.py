@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from frontends.torch import OffloadedAdamW, OffloadedMuon, gathered_parameters, init, wrap
-from frontends.torch.matrix_groups import hidden_matrices
+from frontends.torch.optim.matrix_groups import hidden_matrices
 from frontends.torch.ranks import device
 from offload_core import CheckpointError, ConfigError, ParameterError, StateError
 from tests import sampling

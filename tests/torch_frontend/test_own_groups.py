@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import frontends.torch.parts as parts_module
+import frontends.torch.training.parts as parts_module
 from frontends.torch import wrap
 from frontends.torch.ranks import own_group
 from frontends.torch.ranks.collectives import TorchRanks

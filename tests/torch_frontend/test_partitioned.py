@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
-from frontends.torch.pending import PendingParameter
+from frontends.torch.params.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import ConfigError, ParameterError, StateError
 from offload_core.plans.planner import Planner

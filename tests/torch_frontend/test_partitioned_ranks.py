@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import frontends.torch.parts as parts_module
+import frontends.torch.training.parts as parts_module
 from frontends.torch import gathered_parameters, wrap
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from frontends.torch import OffloadedAdamW, gathered_parameters, pending, wrap
+from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch.params import pending
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
 from tests.support import killed_released, simulated
 from tests.support.device_memory import allocated, allocated_before

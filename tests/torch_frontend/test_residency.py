@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from frontends.torch import pending
-from frontends.torch.residency import RESIDENCY, Residency, ResidencyEvent
+from frontends.torch.params import pending
+from frontends.torch.params.residency import RESIDENCY, Residency, ResidencyEvent
 from offload_core.errors import StateError
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
-from frontends.torch.optimizer import CLASSES
+from frontends.torch.optim.optimizer import CLASSES
 from offload_core import CheckpointError, ConfigError, StateError
 from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.rules import KINDS, REFERENCES, settings_of

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from frontends.torch import OffloadedAdamW, optimizer
+from frontends.torch import OffloadedAdamW
+from frontends.torch.optim import optimizer
 from offload_core.errors import StateError
 from tests.support.processes import on_ranks
 from tests.support.torch_models import same_bits

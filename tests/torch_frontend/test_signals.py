@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from frontends.torch import wrap
-from frontends.torch.pending import PendingParameter
+from frontends.torch.params.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core.errors import CheckpointError, StateError
 from offload_core.step.state_lock import StateLock

@@ -20,7 +20,8 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from frontends.torch import OffloadConfig, OffloadedAdamW, registration, wrap
+from frontends.torch import OffloadConfig, OffloadedAdamW, wrap
+from frontends.torch.training import registration
 from offload_core import (
     ConfigError,
     DiskSpaceError,

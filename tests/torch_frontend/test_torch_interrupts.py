@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import frontends.torch
-from frontends.torch import export_deepspeed, gathered_parameters, intake, wrap
+from frontends.torch import export_deepspeed, gathered_parameters, wrap
 from frontends.torch.ranks import device_ranks
+from frontends.torch.training import intake
 from tests.support import modes
 from tests.support.interrupts import FewerLines, first_passes, interrupt_at, numbers_of
 from tests.support.late_stores import PARAMETERS_ON_DISK

@@ -6,11 +6,11 @@ import random
 import numpy as np
 import pytest
 import torch
+from frontends.torch.weights.weights.checkpoint import ModelCheckpoints, load_weights
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from frontends.torch import OffloadedAdamW, wrap
-from frontends.torch.files.checkpoint import ModelCheckpoints, load_weights
 from frontends.torch.integrations.shards import Shards
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
-from frontends.torch.pending import PendingParameter
+from frontends.torch.params.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import HostMemoryWarning, StateError
 from offload_core.plans.planner import Planner
@@ -419,7 +419,7 @@ def test_compiled_models_do_not_compile_again_and_see_finished_values(device, mo
 @everywhere
 def test_compiled_code_outside_of_modules_reads_finished_values(device, monkeypatch):
     """It is compiled once while a parameter is pending, and once for good: from then on steps wait."""
-    monkeypatch.setattr("frontends.torch.pending.compiled_code_reads", False)
+    monkeypatch.setattr("frontends.torch.params.pending.compiled_code_reads", False)
     counter = torch._dynamo.testing.CompileCounter()
     read = torch.compile(lambda weight: weight * 1, fullgraph=True, backend=counter)
     engine = wrap(make(), **{**OPTIONS, "param_dtype": None})

@@ -21,19 +21,19 @@ from offload_core.errors import ConfigError, ConfigWarning, ParameterError
 from offload_core.support.checks import kind_of, shown
 from offload_core.support.user_line import UserLine
 
-from ..casting import round_to_types
-from ..clients import Client, let_go
-from ..groups import all_or_given
-from ..registration import check_is_free
-from ..run_counts import RunCounts
-from ..schedulers import SCHEDULERS
+from ..params.casting import round_to_types
 from ..stage3.construction import in_shards, shards_of
 from ..stage3.leaf_modules import leaf_modules, mark_leaf
+from ..training.groups import all_or_given
+from ..training.registration import check_is_free
 from . import accelerator, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator, rank_device
+from .clients import Client, let_go
 from .comm import init_distributed
 from .engine import DeepSpeedEngine, MisuseError
+from .run_counts import RunCounts
 from .runtime.zero.partition_parameters import mark
+from .schedulers import SCHEDULERS
 from .utils import OnDevice, log_dist, logger
 
 __version__ = VERSION

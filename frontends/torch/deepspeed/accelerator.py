@@ -6,8 +6,8 @@ import torch
 
 from offload_core.support.launchers import Launched
 
+from ..params.tensors import usable_accelerator
 from ..ranks.launch import device_of
-from ..tensors import usable_accelerator
 
 
 class Accelerator:

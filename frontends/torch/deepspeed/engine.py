@@ -17,15 +17,15 @@ from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.support import checks
 from offload_core.support.threads import uninterrupted
 
-from ..casting import frozen_for_now
-from ..clients import Inner
 from ..engine import Engine
-from ..files.export import write_with_torch
-from ..run_counts import RunCounts
-from ..zero_files.loading import zero_checkpoint
+from ..integrations.zero_files.loading import zero_checkpoint
+from ..params.casting import frozen_for_now
+from ..weights.export import write_with_torch
 from . import comm
 from .accelerator import rank_device
+from .clients import Inner
 from .getters import GETTERS
+from .run_counts import RunCounts
 
 
 class MisuseError(StateError, AssertionError):

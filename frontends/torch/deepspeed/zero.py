@@ -12,8 +12,8 @@ from offload_core.deepspeed import translation
 from offload_core.deepspeed.names import refuse
 from offload_core.errors import ConfigError
 
-from ..casting import built_as
 from ..engine import Engine
+from ..params.casting import built_as
 from ..stage3.construction import in_shards, init
 from ..stage3.gathering import gathered_parameters, register_external_parameter
 from .accelerator import rank_device

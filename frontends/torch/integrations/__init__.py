@@ -1,1 +1,2 @@
-"""Connections to other libraries' training loops; each module imports the library that it is named for."""
+"""Connections to other libraries: to their training loops, in modules that import the library that they are named for;
+and to DeepSpeed's files (``zero_files``), which take no library."""

@@ -11,9 +11,9 @@ from torch import nn
 from offload_core.errors import CheckpointError, ConfigError
 
 from ..engine import Engine
-from ..files.checkpoint import ModelCheckpoints
-from ..optimizer import OffloadedOptimizer
-from ..state_dicts import IN_SHARDS, stub
+from ..optim.optimizer import OffloadedOptimizer
+from ..optim.state_dicts import IN_SHARDS, stub
+from ..weights.checkpoint import ModelCheckpoints
 from .shards import FOLDER
 
 

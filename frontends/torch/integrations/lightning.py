@@ -24,10 +24,10 @@ from offload_core.errors import CheckpointError, ConfigError
 from offload_core.support.checks import shown
 
 from ..engine import Engine, wrap
-from ..files.checkpoint import load_weights
-from ..files.export import whole_state_dict
 from ..stage3.construction import init
 from ..stage3.gathering import gathered_parameters
+from ..weights.checkpoint import load_weights
+from ..weights.export import whole_state_dict
 from .placement import to_device
 from .shards import FOLDER, Shards
 

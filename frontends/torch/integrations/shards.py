@@ -10,10 +10,10 @@ from offload_core.checkpoint.reader import Checkpoint, Loaded
 from offload_core.errors import CheckpointError
 from offload_core.support.checks import shown
 
-from ..compiled import uncompiled
-from ..files.checkpoint import TENSORS, ModelCheckpoints, random_states, set_random_states
-from ..groups import groups_of_params
-from ..optimizer import OffloadedOptimizer
+from ..internals.compiled import uncompiled
+from ..optim.optimizer import OffloadedOptimizer
+from ..training.groups import groups_of_params
+from ..weights.checkpoint import TENSORS, ModelCheckpoints, random_states, set_random_states
 
 FOLDER = "offload"
 """The name of the engine's folder in the library's."""

@@ -23,15 +23,15 @@ from offload_core.deepspeed import translation
 from offload_core.deepspeed.keys import AUTO
 from offload_core.errors import CheckpointError, ConfigError
 
-from ..casting import cast_inputs
 from ..engine import Engine, wrap
-from ..files.checkpoint import ModelCheckpoints
-from ..files.export import whole_state_dict
-from ..internals import grad_mode_kept
-from ..shared_tensors import end_earlier, owners_of_shards
+from ..internals.private import grad_mode_kept
+from ..params.casting import cast_inputs
 from ..stage3.construction import in_shards
 from ..stage3.gathering import gathered_parameters
-from ..weights import named_tensors
+from ..training.shared_tensors import end_earlier, owners_of_shards
+from ..weights.checkpoint import ModelCheckpoints
+from ..weights.export import whole_state_dict
+from ..weights.weights import named_tensors
 from .accelerate import EngineOptimizer
 from .generation import generate_whole
 from .placement import to_device

@@ -17,7 +17,7 @@ from offload_core.config.options import is_set
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
 from offload_core.step_log import StepLog
 
-from ..optimizer import OffloadedAdamW, OffloadedOptimizer
+from ..optim.optimizer import OffloadedAdamW, OffloadedOptimizer
 from ..ranks.device import told_by_allocator
 from .accelerate import EngineOptimizer
 from .shards import FOLDER, Shards

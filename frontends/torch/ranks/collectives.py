@@ -12,7 +12,7 @@ from offload_core.errors import ConfigError
 from offload_core.support.checks import shown
 from offload_core.support.launchers import refuse_if_launched
 
-from ..tensors import TORCH_DTYPES
+from ..params.tensors import TORCH_DTYPES
 from .own_group import OwnGroup
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13

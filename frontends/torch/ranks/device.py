@@ -16,8 +16,8 @@ from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
 
-from ..device_parts import computed
-from ..tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
+from ..params.tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
+from .device_parts import computed
 from .pinning import pinning_for
 
 _CODES = {dtype: element_type.code for dtype, element_type in ELEMENT_TYPES.items()}

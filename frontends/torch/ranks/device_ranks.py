@@ -23,7 +23,7 @@ from offload_core.memory.host_memory import Lease
 from offload_core.memory.near import work_near
 from offload_core.ranks.consistency import check_start
 
-from ..tensors import TORCH_DTYPES
+from ..params.tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, compute_in, fill, memory_of, spread
 from .own_group import timeout_of

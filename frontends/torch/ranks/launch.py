@@ -13,7 +13,7 @@ from offload_core.errors import CollectiveError, ConfigError, StateError
 from offload_core.support.last_words import say_error_last
 from offload_core.support.launchers import Launched
 
-from ..tensors import usable_accelerator
+from ..params.tensors import usable_accelerator
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 

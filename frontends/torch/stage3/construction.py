@@ -36,12 +36,12 @@ from offload_core.memory.plan import PARAMETER_SHARDS
 from offload_core.ranks.consistency import combine, fingerprint
 from offload_core.support.checks import kind_of
 
-from ..internals import grad_mode_kept, no_torch_function, storage_users
-from ..pending import METADATA, arrive, forget_at_end, is_moving_model, shard
+from ..internals.private import grad_mode_kept, no_torch_function, storage_users
+from ..params.pending import METADATA, arrive, forget_at_end, is_moving_model, shard
+from ..params.tensors import ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
 from ..ranks.device_ranks import device_for
-from ..tensors import ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 from .cut import Cut
 from .shards import MemoryShard, Shard, on_disk
 

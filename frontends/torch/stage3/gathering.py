@@ -18,9 +18,9 @@ from offload_core.support.blocks import Blocks
 from offload_core.support.checks import kind_of
 from offload_core.support.hints import hinted
 
-from ..data_writes import set_data
-from ..internals import grad_mode_kept, next_node
-from ..tensors import flat, shaped_like, spec_of
+from ..internals.private import grad_mode_kept, next_node
+from ..params.data_writes import set_data
+from ..params.tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
 from .parameters import PartitionedParameter, PartitionedParameters, note_external
 from .runs import ModuleRuns

@@ -9,7 +9,7 @@ from torch.utils.hooks import RemovableHandle
 
 from offload_core.errors import ParameterError
 
-from ..compiled import GraphHook, is_scripted
+from ..internals.compiled import GraphHook, is_scripted
 
 
 class ModuleHooks:

@@ -22,7 +22,7 @@ from torch import nn
 
 from offload_core.errors import ParameterError
 
-from ..internals import NO_BACKWARD, backward_number, keeps_graph
+from ..internals.private import NO_BACKWARD, backward_number, keeps_graph
 
 
 @dataclass(eq=False)

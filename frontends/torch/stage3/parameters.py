@@ -28,13 +28,13 @@ from offload_core.stage3.live_params import LiveParams, PartitionedParam
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
-from ..casting import Casts
-from ..data_writes import DataWrites, set_data
-from ..internals import grad_mode_kept, no_read, storage_of
-from ..local_shards import LocalShard
-from ..pending import can_wait
-from ..tensors import TORCH_DTYPES, elements_of, is_offloadable, memory_of_all, shaped
-from ..values import Values, packed_values
+from ..internals.private import grad_mode_kept, no_read, storage_of
+from ..params.casting import Casts
+from ..params.data_writes import DataWrites, set_data
+from ..params.local_shards import LocalShard
+from ..params.pending import can_wait
+from ..params.tensors import TORCH_DTYPES, elements_of, is_offloadable, memory_of_all, shaped
+from ..params.values import Values, packed_values
 from .construction import hand_over, in_shards, shards_of
 from .cut import Cut
 from .shards import MemoryShard, Shard, tier_for

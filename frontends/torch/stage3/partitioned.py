@@ -15,8 +15,8 @@ from offload_core.plans.terms import GATHERED, PARAMETERS
 from offload_core.rules import Matrix
 from offload_core.step.pipeline import Pipeline
 
-from ..casting import Casts
-from ..compiled import Around, run_compiled_modules
+from ..internals.compiled import Around, run_compiled_modules
+from ..params.casting import Casts
 from ..ranks.device_ranks import device_for
 from .gathering import Gathering
 from .hooks import check_hooks_run

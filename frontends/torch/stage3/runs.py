@@ -26,9 +26,9 @@ from offload_core.stage3.live_params import LiveParams
 from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
-from ..compiled import GraphHook
-from ..internals import NO_BACKWARD, at_end_of_backward, backward_number, next_node, running_node, storage_of
-from ..pending import AwaitsInside, arrive, await_all
+from ..internals.compiled import GraphHook
+from ..internals.private import NO_BACKWARD, at_end_of_backward, backward_number, next_node, running_node, storage_of
+from ..params.pending import AwaitsInside, arrive, await_all
 from .hooks import ModuleHooks
 from .leaf_modules import LeafModules, LeafRun
 from .parameters import PartitionedParameter, PartitionedParameters, externals_of, note_external

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from offload_core.errors import StateError
 
-from ..internals import allows_saved_hooks, pop_saved_hooks, push_saved_hooks, storage_of, top_saved_hooks
+from ..internals.private import allows_saved_hooks, pop_saved_hooks, push_saved_hooks, storage_of, top_saved_hooks
 
 _LEFT_ALONE = (None, "torch.utils.checkpoint")
 """Modules whose hooks on saved tensors copy nothing: torch's own functions, and checkpointing."""

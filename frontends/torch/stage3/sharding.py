@@ -12,8 +12,8 @@ from offload_core.disk.shards import OnDisk
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import PlanRow
 
-from ..compiled import Around
-from ..pending import AwaitsInside
+from ..internals.compiled import Around
+from ..params.pending import AwaitsInside
 from .parameters import PartitionedParameter
 
 Entries = Sequence[tuple[ParamSpec, torch.Tensor]]

@@ -14,8 +14,8 @@ from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import DEVICE, DISK, HOST, PARAMETER_SHARDS
 from offload_core.step.state_access import StateAccess
 
+from ..params.tensors import MOVED_TYPES, TORCH_DTYPES, memory
 from ..ranks.device import as_torch
-from ..tensors import MOVED_TYPES, TORCH_DTYPES, memory
 from .cut import Cut
 
 

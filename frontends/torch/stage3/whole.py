@@ -9,8 +9,8 @@ from functools import partial
 from offload_core.errors import StateError
 from offload_core.step.pipeline import Pipeline
 
-from ..internals import innermost_transform, outside_transforms
-from ..pending import arrive, is_moving_model, shard
+from ..internals.private import innermost_transform, outside_transforms
+from ..params.pending import arrive, is_moving_model, shard
 from .parameters import PartitionedParameter, PartitionedParameters
 
 _Touch = Callable[[PartitionedParameter], None]

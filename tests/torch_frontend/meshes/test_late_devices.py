@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from frontends.torch import OffloadedAdamW, fsdp, wrap
+from frontends.torch import OffloadedAdamW, wrap
+from frontends.torch.params import fsdp
 from offload_core.step.pipeline import Pipeline
 from tests.support import simulated
 from tests.support.processes import on_ranks

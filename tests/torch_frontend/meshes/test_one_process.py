@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from frontends.torch import OffloadedAdamW, OffloadedSGD, pending, wrap
-from frontends.torch.placed import is_placed, local_of
+from frontends.torch import OffloadedAdamW, OffloadedSGD, wrap
+from frontends.torch.params import pending
+from frontends.torch.params.placed import is_placed, local_of
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from tests.support import one_process_group
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from offload_core.errors import ConfigError
 
-from ...optimizer import OffloadedAdagrad
+from ...optim.optimizer import OffloadedAdagrad
 
 
 class DeepSpeedCPUAdagrad(OffloadedAdagrad):

@@ -5,7 +5,7 @@ from typing import Any
 
 from offload_core.errors import ConfigError
 
-from ...optimizer import OffloadedAdamW
+from ...optim.optimizer import OffloadedAdamW
 
 
 class DeepSpeedCPUAdam(OffloadedAdamW):

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from ...optimizer import OffloadedLion
+from ...optim.optimizer import OffloadedLion
 
 _BETAS = (0.9, 0.999)
 

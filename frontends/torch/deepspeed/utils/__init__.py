@@ -15,10 +15,10 @@ from torch import nn
 
 from offload_core.deepspeed.names import refuse
 
-from ...casting import built_as
-from ...optimizer import mark_leaves, optimizer_of
-from ...parameter_states import get_gradient, get_state, left_in_place, set_gradient, set_state
+from ...optim.optimizer import mark_leaves, optimizer_of
+from ...params.casting import built_as
 from ...stage3.leaf_modules import chosen_modules, is_marked_leaf, is_of_one
+from ..parameter_states import get_gradient, get_state, left_in_place, set_gradient, set_state
 
 logger = getLogger("DeepSpeed")
 """DeepSpeed's logger, without a handler of its own."""

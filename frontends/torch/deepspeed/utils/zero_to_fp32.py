@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...zero_files.whole import main, whole_state_dict, write_whole
+from ...integrations.zero_files.whole import main, whole_state_dict, write_whole
 
 
 def get_fp32_state_dict_from_zero_checkpoint(

@@ -1,0 +1,1 @@
+"""Torch without public names: its internals, its autograd engine and its compiler."""

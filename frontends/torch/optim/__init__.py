@@ -1,0 +1,1 @@
+"""The protocol of ``torch.optim``: optimizers, their lives and their state dicts."""

@@ -1,0 +1,234 @@
+"""The properties of all parameters that a step reads, a list for each property: torch's own functions run down a list
+in C.
+
+A Python loop over thousands of parameters takes longer than their update. So the common case of each check is one
+comparison of lists. Only if that fails does a loop look for the parameter.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from math import inf
+from operator import eq
+from typing import Any
+
+import torch
+from torch.autograd.graph import increment_version
+
+from ..internals.private import TensorGuards, no_read
+from .placed import Placement, local_of
+from .tensors import DTYPE, memory_order
+
+_of: Any = torch.Tensor
+_GRADIENT, _DEVICE, _LAYOUT, _VERSION = (p.__get__ for p in (_of.grad, _of.device, _of.layout, _of._version))
+_IS_CPU = _of.is_cpu.__get__
+
+
+class Likeness:
+    """The properties of tensors that passed a check: class, element type, device, layout, sizes and strides.
+
+    Tensors with the same properties pass the check, too. Torch compares the properties in C.
+    """
+
+    def __init__(self) -> None:
+        self._guards: TensorGuards | None = None
+        self._of: Sequence[int] = ()
+
+    def learn(self, tensors: Collection[torch.Tensor], of: Sequence[int] = ()) -> None:
+        """Record that these tensors have passed the check; ``of``: the numbers of their parameters."""
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        self.forget()  # an interrupt between the next two lines leaves nothing that belongs to others
+        self._of = of
+        self._guards = guards
+
+    def forget(self) -> None:
+        """Forget the tensors that have passed the check."""
+        self._guards = None
+
+    def holds(self, tensors: Collection[Any], of: Sequence[int] = ()) -> bool:
+        """True if these tensors, of the same parameters, have the properties of those that passed."""
+        return self._guards is not None and self._of == of and self._guards.check(*tensors)
+
+
+class Columns:
+    """Parameters in the pipeline's order, and their properties when their states were made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.params: list[torch.Tensor] = []
+        self.taken: list[torch.Tensor] = []
+        """The stand-in for each parameter's gradient."""
+        self._placed: dict[int, Placement] = {}
+        """The placements of DTensors."""
+        self._dtypes: list[torch.dtype] = []
+        self._shapes: list[torch.Size] = []
+        self._orders: dict[int, list[int]] = {}
+        """The memory order of parameters that are not contiguous (``tensors.memory_order``)."""
+        self._versions: list[float] = []
+        """The version of each parameter when it last matched its master weight; -inf: it may differ now."""
+        self._addresses: list[int] = []
+        self._unchanged = Likeness()
+        """The parameters, when they were found unchanged."""
+        self._plain = Likeness()
+        """Gradients that were plain."""
+        self._plain_alone: list[Likeness] = []
+        """For each parameter, a gradient that came alone and was plain."""
+
+    def add(self, param: torch.Tensor, taken: torch.Tensor, placed: Placement) -> None:
+        values, index = local_of(param), len(self.params)
+        order = memory_order(values)
+        if order is not None:
+            self._orders[index] = order
+        self.params.append(param)
+        self.taken.append(taken)
+        if values is not param:
+            self._placed[index] = placed
+        self._dtypes.append(values.dtype)
+        self._shapes.append(values.shape)
+        self._unchanged.forget()
+        self._plain_alone.append(Likeness())
+        self._versions.append(0)
+        self._addresses.append(0)
+        self.note(index)
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The tensors that hold this process's values: the parameters, or the local tensors of DTensors."""
+        return [*map(local_of, self.params)] if self._placed else self.params
+
+    def own(self, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Return this process's parts of gradients, by the number of their parameter."""
+        placed = self._placed
+        return {i: placed[i].own(g) if i in placed else g for i, g in given.items()} if placed else given
+
+    def unchanged(self) -> bool:
+        """True if each parameter has the size, type, device and memory order that it had."""
+        params = self.values
+        with no_read():
+            if not all(placed.holds(self.params[i]) for i, placed in self._placed.items()):
+                return False
+            if self._unchanged.holds(params):
+                return True
+            others = [param for i, param in enumerate(params) if i not in self._orders]
+            unchanged = (
+                all(memory_order(params[i]) == order for i, order in self._orders.items())
+                and all(map(torch.Tensor.is_contiguous, others))
+                and self._alike(params, self._dtypes, self._shapes)
+            )
+            if unchanged:
+                self._unchanged.learn(params)
+            return unchanged
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    def gradients(self) -> list[torch.Tensor | None]:
+        """``p.grad`` of each."""
+        with no_read():
+            return list(map(_GRADIENT, self.params))
+
+    def plain(self, given: Mapping[int, torch.Tensor]) -> bool:
+        """True if the memory of these gradients holds their values, in the same layout as their unchanged parameters.
+        Other gradients may fit, too (:meth:`fit`)."""
+        of, gradients = [*given], given.values()
+        if self._plain.holds(gradients, of):
+            return True
+        plain = (
+            not self._orders
+            and {*map(type, gradients)} == {torch.Tensor}
+            and self.fit(given)
+            and all(map(torch.Tensor.is_contiguous, gradients))
+            and not any(map(torch.Tensor.is_neg, gradients))
+        )
+        if plain:
+            self._plain.learn(gradients, of)
+        return plain
+
+    def fit(self, given: Mapping[int, torch.Tensor]) -> bool:
+        """True if the gradients are dense and have the shape, type and device of their unchanged parameters."""
+        gradients = given.values()
+        dtypes, shapes = [self._dtypes[i] for i in given], [self._shapes[i] for i in given]
+        dense = list(map(_LAYOUT, gradients)).count(torch.strided) == len(gradients)
+        return dense and self._alike(gradients, dtypes, shapes)
+
+    def plain_alone(self, index: int, gradient: torch.Tensor) -> bool:
+        """True if a gradient that comes alone is plain, in the sense of :meth:`plain`."""
+        known = self._plain_alone[index]
+        if known.holds((gradient,)):
+            return True
+        plain = (
+            not self._orders
+            and type(gradient) is torch.Tensor
+            and self.fit({index: gradient})
+            and gradient.is_contiguous()
+            and not gradient.is_neg()
+        )
+        if plain:
+            known.learn((gradient,))
+        return plain
+
+    def _alike(
+        self, tensors: Collection[torch.Tensor], dtypes: Sequence[torch.dtype], shapes: Sequence[torch.Size]
+    ) -> bool:
+        return (
+            list(map(DTYPE, tensors)) == dtypes
+            and all(map(eq, map(torch.Tensor.size, tensors), shapes))
+            and (
+                all(map(_IS_CPU, tensors))
+                if self._device.type == "cpu"
+                else list(map(_DEVICE, tensors)).count(self._device) == len(tensors)
+            )
+        )
+
+    def remove_taken(self) -> None:
+        """Set ``p.grad`` to None where it is the stand-in."""
+        with no_read():
+            for param, gradient, taken in zip(self.params, map(_GRADIENT, self.params), self.taken, strict=True):
+                if gradient is taken:
+                    param.grad = None
+
+    # --- changes from outside --------------------------------------------------------------------------
+
+    def note(self, index: int) -> None:
+        """Record that the parameter now matches its master weights."""
+        with no_read():
+            self._versions[index] = self._version(index)
+            self._addresses[index] = local_of(self.params[index]).data_ptr()
+
+    def note_all(self) -> None:
+        """Record that all parameters now match their master weights."""
+        self._versions, self._addresses = self._as_they_are()
+
+    def doubt(self, index: int) -> None:
+        """Record that the parameter may differ from its master weights: their next use compares them first."""
+        self._versions[index] = -inf
+
+    def changed(self) -> list[int]:
+        """The parameters that somebody else wrote to since :meth:`note`, as far as torch counts."""
+        versions, addresses = self._as_they_are()
+        if versions == self._versions and addresses == self._addresses:
+            return []
+        now, before = zip(versions, addresses, strict=True), zip(self._versions, self._addresses, strict=True)
+        return [i for i, (new, old) in enumerate(zip(now, before, strict=True)) if new != old]
+
+    def _as_they_are(self) -> tuple[list[float], list[int]]:
+        with no_read():
+            if self._placed:
+                return [*map(self._version, range(len(self.params)))], [*map(torch.Tensor.data_ptr, self.values)]
+            return list(map(_VERSION, self.params)), list(map(torch.Tensor.data_ptr, self.params))
+
+    def _version(self, index: int) -> int:
+        """A number that grows with each write. Torch counts a write to a DTensor there, and not at its local tensor."""
+        param = self.params[index]
+        return param._version + (local_of(param)._version if index in self._placed else 0)
+
+    def count_writes(self, indices: Iterable[int]) -> None:
+        """Tell autograd that the update wrote these parameters. The recorded versions rise, too, so that only writes by
+        others differ from them."""
+        written = [*indices]
+        increment_version([self.params[i] for i in written])
+        if self._placed:
+            increment_version([local_of(self.params[i]) for i in written if i in self._placed])
+        versions = self._versions
+        if len(written) == len(versions) and not self._placed:
+            versions[:] = [version + 1 for version in versions]
+        else:
+            for i in written:
+                versions[i] += 1 + (i in self._placed)

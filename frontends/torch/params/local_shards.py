@@ -1,0 +1,131 @@
+"""Local shards: the elements of a trained parameter that this process owns, and the ways to them.
+
+A parameter's elements lie in its own memory, or in that of a DTensor's local tensor (:class:`InPlaceShard`); or they
+are this rank's shards, apart from the tensor that modules read (``PartitionedParameter``, stage 3).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import torch
+
+from offload_core.disk.shards import OnDisk
+from offload_core.errors import StateError
+
+from ..internals.private import no_read
+from .data_writes import DataWrites, data_of
+from .pending import arrive, await_values_of_garbage, can_wait, update
+from .placed import local_of
+from .tensors import flat
+
+
+class LocalShard(ABC):
+    """The elements of one trained parameter that this process owns.
+
+    Attributes:
+        param: the parameter.
+    """
+
+    param: torch.Tensor
+
+    @abstractmethod
+    def memory(self) -> torch.Tensor | OnDisk:
+        """Return what the pipeline reads start values from and publishes to, one-dimensional."""
+
+    @abstractmethod
+    def copy(self) -> torch.Tensor | None:
+        """Return a copy of the values, if they stay when other states are loaded; None: they follow the states."""
+
+    # --- readers -------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def readers_can_wait(self) -> bool:
+        """True if every reader and writer of the parameter can be made to wait for it."""
+
+    @abstractmethod
+    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+        """Call ``wait(*arguments)`` before the next read of the parameter, while an update may write it."""
+
+    @abstractmethod
+    def stay(self, leaving: Collection[int]) -> None:
+        """Record that readers need not wait for a parameter that has been written, unless its memory is about to leave
+        the device.
+
+        Args:
+            leaving: the numbers of the storages that will leave.
+        """
+
+    @abstractmethod
+    def let_go(self) -> None:
+        """Wait for what an update still writes. Nobody follows the parameter any longer."""
+
+    # --- writes by others ----------------------------------------------------------------------------
+
+    @abstractmethod
+    def was_written(self, changed: bool, used: Collection[DataWrites]) -> bool:
+        """True if other code wrote to the parameter, whose master weight then follows.
+
+        Args:
+            changed: torch counted a change of it.
+            used: the watches that have seen writes through ``param.data``.
+        """
+
+    @abstractmethod
+    def forget_writes(self) -> None:
+        """Record that the master weight has the values that other code wrote."""
+
+
+class InPlaceShard(LocalShard):
+    """The memory of the parameter itself, or of a DTensor's local tensor.
+
+    Args:
+        data_writes: watches writes through ``param.data``.
+    """
+
+    def __init__(self, param: torch.Tensor, data_writes: DataWrites) -> None:
+        self.param = param
+        self._data_writes = data_writes
+
+    def memory(self) -> torch.Tensor:
+        # Autograd must not count the pipeline's writes; ``Registration.follow_update`` counts each once.
+        return flat(data_of(local_of(self.param)))
+
+    def copy(self) -> None:
+        return None
+
+    @property
+    def readers_can_wait(self) -> bool:
+        return can_wait(self.param) and not self._data_writes.possible
+
+    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+        update(self.param, partial(wait, *arguments))
+
+    def stay(self, leaving: Collection[int]) -> None:
+        with no_read():
+            number = local_of(self.param).untyped_storage()._cdata
+        if number not in leaving:
+            arrive(self.param)
+
+    def let_go(self) -> None:
+        with suppress(StateError):  # it was sent early, for a step that is never made
+            await_values_of_garbage(self.param)
+        if not self._is_released:
+            arrive(self.param)
+        self._data_writes.end()
+
+    @property
+    def _is_released(self) -> bool:
+        """True if the parameter has no memory, so that every read must be refused."""
+        with no_read():
+            values = local_of(self.param)
+            return values.numel() > 0 and values.untyped_storage().nbytes() == 0
+
+    def was_written(self, changed: bool, used: Collection[DataWrites]) -> bool:
+        return changed or self._data_writes in used
+
+    def forget_writes(self) -> None:
+        self._data_writes.forget()

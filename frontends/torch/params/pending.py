@@ -1,0 +1,414 @@
+"""Tensors whose values are missing for now (``residency.py``), and the doors through which they are read.
+
+A module that is called first waits for its own pending parameters, because torch may not see how its code reads them:
+TorchScript, or an extension in C++. It does not wait for those of modules inside it, so the first layer of the next
+forward starts while the last one is being updated. A compiled module also waits for those inside it, before its graph.
+
+Outside of modules a pending parameter's class tells: it is :class:`PendingParameter`. A torch function that could see
+its values first waits for this one parameter, or gathers it, and restores its class. Functions that only see shape,
+gradient and the like do not wait. So state_dict(), evaluation or a read by hand see finished values, too.
+
+Every door calls :func:`await_values`, the one wait:
+
+===============================================  ==========================================
+a read by                                        waits in
+===============================================  ==========================================
+a torch function                                 ``_Pending.__torch_function__``
+a copy of the tensor or its model                ``_Pending.__deepcopy__``
+a module's forward, in Python, C++, TorchScript  ``_before_forward``
+a compiled module                                ``AwaitsInside``
+code that is being compiled                      ``await_for_compiled_code``
+methods of a DTensor                             ``_read_local``, ``_replace_local``
+FSDP2's ``unshard``                              ``fsdp.py``
+a graph from before a release                    ``DeviceMemory.before_backward``
+a release of what another engine uses            ``DeviceMemory._await_others``
+an optimizer that takes over or lets go          ``Registration._new``, ``InPlaceShard.let_go``
+===============================================  ==========================================
+"""
+
+import copy
+import sys
+import types
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.modules.module import _global_forward_pre_hooks
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.hooks import RemovableHandle
+
+from offload_core.errors import StateError
+
+from ..internals.compiled import (
+    Around,
+    allow_hooks,
+    asked_once,
+    breaks_graph,
+    is_compiling,
+    is_scripted,
+    is_traced,
+    untraced,
+)
+from ..internals.private import local_tensor, no_read
+from .placed import placed_type
+from .residency import RESIDENCY, Residency, ResidencyEvent
+
+
+class _Awaited(NamedTuple):
+    """A tensor that an update writes, or that is released."""
+
+    residency: Residency
+    wait: Callable[[], None]
+    """To be called before a read."""
+
+
+_AWAITED: dict[int, _Awaited] = {}
+"""By the tensor's ``id``. Modules that have one wait before their forward."""
+_SHARDED: dict[int, Callable[[], None]] = {}
+"""The function to call before a tensor in shards is read, by the tensor's ``id``."""
+
+_PROPERTIES = ("grad", "shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda",
+               "is_cpu", "is_sparse", "is_meta", "is_quantized", "nbytes", "itemsize", "names", "_version",
+               "_backward_hooks", "_post_accumulate_grad_hooks")  # fmt: skip
+_METHODS = ("size", "dim", "numel", "nelement", "stride", "is_contiguous", "is_floating_point", "is_complex",
+            "element_size", "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "is_inference",
+            "storage_offset", "__len__", "__hash__")  # fmt: skip
+
+
+def _metadata() -> frozenset[Any]:
+    properties = [getattr(torch.Tensor, name) for name in _PROPERTIES if hasattr(torch.Tensor, name)]
+    accessors = [getattr(p, way) for p in properties for way in ("__get__", "__set__", "__delete__") if hasattr(p, way)]
+    return frozenset([*accessors, *(getattr(torch.Tensor, name) for name in _METHODS)])
+
+
+METADATA = _metadata()
+"""Torch functions that do not see values."""
+
+_DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
+"""Torch functions that take parameters (``inputs``) as places in a graph, and do not read them."""
+
+
+def _edge(param: "_Pending") -> GradientEdge:
+    with no_read():
+        return get_gradient_edge(cast(torch.Tensor, param))
+
+
+class _Pending:
+    """The base class of pending tensors. Their first read restores their own class."""
+
+    __slots__ = ()
+    own_class: type = nn.Parameter
+    """The tensor's own class."""
+    in_shards = False
+    """True if the tensor is in shards: its values come only for a while, so a graph breaks before it reads them."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        await_values(cast(torch.Tensor, self))
+        return copy.deepcopy(self, memo)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if cls.in_shards and is_traced():
+            return _call_outside_graphs(func, args, kwargs)
+        in_graph = is_compiling() and not cls.in_shards
+        if in_graph:
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, _Pending):
+                    await_for_compiled_code(leaf)  # type: ignore[arg-type]
+        if in_graph or func in METADATA:
+            with no_read():
+                return func(*args, **(kwargs or {}))
+        if func in _DIFFERENTIATE:
+            return func(*tree_map_only(_Pending, _edge, args), **tree_map_only(_Pending, _edge, kwargs or {}))
+        return _await_values_and_call(func, args, kwargs)
+
+
+def _await_values_and_call(func: Any, args: Any, kwargs: Any) -> Any:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, _Pending):
+            await_values(cast(torch.Tensor, leaf))
+    return func(*args, **(kwargs or {}))
+
+
+@breaks_graph
+def _call_outside_graphs(func: Any, args: Any, kwargs: Any) -> Any:
+    return _await_values_and_call(func, args, kwargs)
+
+
+class PendingParameter(_Pending, nn.Parameter):
+    """A pending ``nn.Parameter``."""
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> nn.Parameter:  # type: ignore[misc]
+        return nn.Parameter(data, requires_grad)  # a new object has values
+
+
+def _read_local(param: Any) -> torch.Tensor:
+    await_values(param)
+    return local_tensor(param)
+
+
+def _replace_local(param: Any, local: torch.Tensor) -> None:
+    await_values(param)
+    param._local_tensor = local
+
+
+_WAITING_LOCAL = property(_read_local, _replace_local)
+"""The local tensor of a pending DTensor: ``to_local``, ``full_tensor`` and FSDP2 read it past torch's functions."""
+_PENDING: dict[type, type] = {nn.Parameter: PendingParameter}
+"""The class that pending parameters have, by their own class."""
+
+
+_IN_SHARDS: dict[type, type] = {}
+"""The class that tensors in shards have, by their own class."""
+
+
+def is_pending(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor's values are missing for now."""
+    return isinstance(tensor, _Pending)
+
+
+def is_in_shards(tensor: torch.Tensor) -> bool:
+    """Return True if the tensor's values are missing because this process has a shard of it."""
+    return isinstance(tensor, _Pending) and tensor.in_shards
+
+
+def own_class_of(tensor: torch.Tensor) -> type:
+    """Return the tensor's own class, pending or not."""
+    return tensor.own_class if isinstance(tensor, _Pending) else type(tensor)
+
+
+_READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
+"""Modules that in evaluation pass weights of modules inside them to one C++ function, if these are plain parameters.
+"""
+
+
+def _before_forward(module: nn.Module, args: Any) -> None:
+    """Wait for the parameters that a module's forward reads in ways that torch does not show."""
+    if is_traced() or not _AWAITED:
+        return
+    inside = is_scripted(module) or (isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training)
+    await_all(module.parameters() if inside else module._parameters.values())
+
+
+def await_all(params: Iterable[torch.Tensor | None]) -> None:
+    """Wait for those of these parameters that an update still writes."""
+    for param in params:
+        if param is not None and id(param) in _AWAITED:
+            await_values(param)
+
+
+class AwaitsInside(Around):
+    """Runs a compiled module when no update writes a parameter inside it ([Note: compiled modules] in ``compiled.py``).
+
+    While it runs there is no hook on all modules, for which torch would make another graph.
+    """
+
+    def needed(self) -> bool:
+        return bool(_AWAITED)
+
+    def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
+        global _in_compiled_code
+        await_all(module.parameters())
+        _in_compiled_code += 1
+        _watch_modules()
+        try:
+            return forward()
+        finally:
+            _in_compiled_code -= 1
+            _watch_modules()
+
+
+_in_compiled_code = 0
+"""The number of forwards of compiled modules that are running."""
+_NUMBER = RemovableHandle(OrderedDict()).id
+"""The number of the hook on all modules, always the same: graphs are made for the numbers of hooks."""
+
+
+def _watch_modules() -> None:
+    """Have every module that is called wait for its parameters, while an update writes any.
+
+    Another thread may call this at the same time. At worst the hook stays, and finds nothing to wait for. It also stays
+    while code is being compiled: the compiler looks at the hooks twice, and garbage that is collected in between may
+    have been the last pending parameter.
+    """
+    if (watch := bool(_AWAITED and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
+        allow_hooks()  # the second call finds nothing to wait for
+        _global_forward_pre_hooks[_NUMBER] = _before_forward
+    elif not watch and _NUMBER in _global_forward_pre_hooks and not is_compiling():
+        _global_forward_pre_hooks.pop(_NUMBER, None)
+        if _AWAITED and not _in_compiled_code:
+            _watch_modules()
+
+
+@asked_once
+def await_for_compiled_code(param: torch.Tensor) -> bool:
+    """Wait for a parameter that a graph reads, while the graph is made. It stays pending: the graph is for its class.
+
+    The finished graph calls nothing before it reads. So :data:`compiled_code_reads` tells later steps to wait for their
+    updates. Parameters of other models are not awaited: they may have been sent early, and then refuse to be read
+    before their step. Only where the compiler passes a tensor without values in the parameter's place, this waits for
+    all.
+    """
+    global compiled_code_reads
+    compiled_code_reads = True
+    for each in [id(param)] if isinstance(param, _Pending) else [*_AWAITED]:
+        if (wait := _wait_of(each)) is not None:
+            wait()
+    return True
+
+
+compiled_code_reads = False
+"""True if code was compiled that reads a parameter of a model that is not compiled itself."""
+
+
+def can_wait(param: torch.Tensor) -> bool:
+    """Return whether readers of the parameter can be made to wait."""
+    own = own_class_of(param)
+    return own is nn.Parameter or own is placed_type()
+
+
+def residency_of(tensor: torch.Tensor) -> Residency:
+    """Return whether the tensor may be read, as far as it is recorded here."""
+    if not isinstance(tensor, _Pending):
+        return Residency.RESIDENT
+    awaited = _AWAITED.get(id(tensor))
+    return Residency.SHARDED if awaited is None else awaited.residency
+
+
+def update(param: torch.Tensor, wait: Callable[[], None]) -> None:
+    """An update writes the parameter: call ``wait`` before its next read; now, if the parameter has a class of its own.
+
+    If ``wait`` raises, the parameter stays pending.
+    """
+    if can_wait(param):
+        _move(param, ResidencyEvent.UPDATE, wait)
+    else:
+        wait()
+
+
+def release(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """The tensor loses its memory: ``wait`` raises until it has values again. It may be of any class that holds them
+    itself."""
+    _move(tensor, ResidencyEvent.RELEASE, wait)
+
+
+def restore(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """A tensor that was released with this ``wait`` gets its values back; another engine may have released it since."""
+    if (awaited := _AWAITED.get(id(tensor))) is not None and awaited.wait is wait:
+        _move(tensor, ResidencyEvent.RESTORE, wait)
+
+
+def shard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """The tensor is in shards: call ``wait`` before its next read. It may be of any class that holds values itself."""
+    _move(tensor, ResidencyEvent.SHARD, wait)
+
+
+def arrive(tensor: torch.Tensor) -> None:
+    """The tensor has its values."""
+    _move(tensor, ResidencyEvent.ARRIVE, None)
+
+
+def end_wait(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+    """The tensor has its values, unless its readers call another function by now."""
+    if _wait_of(id(tensor)) is wait:
+        arrive(tensor)
+
+
+def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Callable[[], None] | None) -> None:
+    """Take an event, or raise :class:`StateError` and change nothing. The class is set last: a signal handler may read
+    the tensor before that."""
+    before, number = residency_of(tensor), id(tensor)
+    after = RESIDENCY.get((before, event))
+    if after is None:
+        with no_read():
+            what = f"a tensor {tuple(tensor.shape)} of {tensor.dtype}"
+        raise StateError(f"{what}: {event.value!r} is not allowed while it is {before.value!r}")
+    if wait is None:
+        if isinstance(tensor, _Pending):
+            tensor.__class__ = tensor.own_class
+        _SHARDED.pop(number, None)
+        _forget_awaited(number)
+    elif after is Residency.SHARDED:
+        _SHARDED[number] = wait
+        tensor.__class__ = _class_in_shards(own_class_of(tensor))
+    else:
+        _AWAITED[number] = _Awaited(after, wait)
+        _watch_modules()
+        tensor.__class__ = _class_awaited(own_class_of(tensor))
+
+
+def _class_awaited(own: type) -> type:
+    if own is not nn.Parameter and own is not placed_type():
+        return _class_in_shards(own)
+    if own not in _PENDING:
+        _PENDING[own] = _new_class((_Pending, own), own, _local_tensor=_WAITING_LOCAL)
+    return _PENDING[own]
+
+
+def _class_in_shards(own: type) -> type:
+    if own not in _IN_SHARDS:
+        bases = (PendingParameter,) if own is nn.Parameter else (_Pending, own)
+        _IN_SHARDS[own] = _new_class(bases, own, in_shards=True)
+    return _IN_SHARDS[own]
+
+
+def _new_class(bases: tuple[type, ...], own: type, **members: Any) -> type:
+    return types.new_class(
+        f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members, own_class=own)
+    )
+
+
+def _wait_of(number: int) -> Callable[[], None] | None:
+    awaited = _AWAITED.get(number)
+    return _SHARDED.get(number) if awaited is None else awaited.wait
+
+
+@untraced
+def await_values(param: torch.Tensor) -> None:  # waits
+    """Wait for the parameter, if it is pending."""
+    await_values_of_garbage(param)
+
+
+def await_values_of_garbage(param: torch.Tensor) -> None:  # waits
+    """Wait for a pending parameter without importing the compiler: for calls while garbage is collected."""
+    if isinstance(param, _Pending):
+        wait = _wait_of(id(param))
+        if wait is not None:  # None: a signal handler has waited for it just now
+            wait()
+        arrive(param)
+
+
+def is_moving_model() -> bool:
+    """Return True if a module's ``to()``, ``bfloat16()``, ``cuda()`` or the like runs in this thread."""
+    frame = sys._getframe(1)
+    while frame.f_code is not nn.Module._apply.__code__:
+        if frame.f_back is None:
+            return False
+        frame = frame.f_back
+    return True
+
+
+def forget_deleted(number: int) -> None:
+    """Forget a tensor that was deleted; ``number``: the ``id`` that it had."""
+    _SHARDED.pop(number, None)
+    _forget_awaited(number)
+
+
+def _forget_awaited(number: int) -> None:
+    if _AWAITED.pop(number, None) is not None:
+        _watch_modules()
+
+
+def have_been_written(params: Iterable[torch.Tensor]) -> None:
+    """An update has written these parameters: readers no longer need to wait. Graphs are made for their own class."""
+    for param in [param for param in params if id(param) in _AWAITED] if _AWAITED else ():
+        arrive(param)
+
+
+def forget_at_end(param: torch.Tensor) -> None:
+    """Forget the parameter's function when the parameter is deleted."""
+    weakref.finalize(param, _SHARDED.pop, id(param), None).atexit = False

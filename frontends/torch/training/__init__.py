@@ -1,0 +1,1 @@
+"""Gradients in, updates out: the parameters that have states, the states themselves, and memory that is given back."""

@@ -1,0 +1,556 @@
+"""A model's memory on the device, given back and taken again: ``release()`` and ``restore()``.
+
+[Note: released tensors] A released tensor keeps its identity, shape and element type, and whatever refers to its memory
+(views, tied weights, graphs) refers to it still: its storage has no bytes, like that of a partitioned parameter
+([Note: storages of partitioned parameters] in ``stage3/parameters.py``). To restore it, its storage is resized and
+filled. Where trained parameters, or this rank's shards of them, are all that lies in it, their master weights bring the
+values back. Other storages (frozen parameters, buffers) are first copied to pinned host memory. A read meanwhile is an
+error, because the tensor is pending until its first read after ``restore()``, which waits for that one.
+
+On the CPU the device's memory is the host's, and stays. The rules for callers are the same.
+"""
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from offload_core.checkpoint.checkpoints import InOrder
+from offload_core.device.events import AfterAll, Done, Event
+from offload_core.device.protocols import Copy, TensorMemory
+from offload_core.errors import DeviceMemoryError, ParameterError, StateError
+from offload_core.memory.host_memory import format_bytes
+from offload_core.memory.plan import format_table
+from offload_core.ranks.consistency import combine, together
+from offload_core.step.pipeline import Pipeline
+from offload_core.support.threads import clear_up, uninterrupted
+
+from ..internals.private import NO_BACKWARD, backward_number, no_read
+from ..params import pending
+from ..params.pending import await_values, can_wait, end_wait, forget_deleted
+from ..params.placed import is_placed, local_of
+from ..ranks.device import as_torch, told_by_allocator
+from ..stage3.parameters import PartitionedParameter
+from ..stage3.sharding import Sharding
+from ..stage3.shards import MemoryShard, Shard
+from .intake import Intake
+from .registration import OWNED, Registration
+
+HOST_COPIES = "released values"
+"""The label of host memory that has the values of released tensors."""
+_CHUNK = 64 * 2**20
+"""Bytes that cross at a time."""
+_ALIGNMENT = 64
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ReleaseReport:
+    """The device's memory before and after ``release()``, in bytes."""
+
+    released: int
+    """Bytes of parameters and buffers that were given back."""
+    copied: int
+    """Bytes of them that were copied to the host first: those without master weights."""
+    allocated: tuple[int, int] | None
+    """Bytes that torch's allocator has given out, by whatever of this process, before and after; None: unknown."""
+    reserved: tuple[int, int] | None
+    """Bytes that it holds, given out or kept, before and after; None: unknown."""
+
+    def __str__(self) -> str:
+        rows = [("released", format_bytes(self.released), ""), ("copied to the host", format_bytes(self.copied), "")]
+        for what, pair in (("allocated", self.allocated), ("reserved", self.reserved)):
+            rows += [] if pair is None else [(what, format_bytes(pair[0]), format_bytes(pair[1]))]
+        return format_table(rows, ("device memory", "before", "after"))
+
+
+@dataclass(eq=False)
+class _Memory:
+    """One storage, and the tensors in it. It stays where it is, as the device's memory is the host's."""
+
+    storage: torch.UntypedStorage
+    n_bytes: int
+    kind: str
+    """Its contents, for reports."""
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    """Those that others may read."""
+    waits: dict[torch.Tensor, Callable[[], None]] = field(default_factory=dict)
+    """Each one's function that waits for it."""
+    trained: dict[torch.Tensor, int] = field(default_factory=dict)
+    """Bytes of trained parameters, or shards of them."""
+    frozen: list[PartitionedParameter] = field(default_factory=list)
+    """Frozen parameters of which it holds the shards."""
+    at: int = 0
+    """The place of its copy on the host."""
+    arrived: Event = field(default_factory=Done)
+
+    given_back = 0
+    """The bytes that leave the device."""
+
+    @property
+    def to_copy(self) -> bool:
+        """True if its values must be copied to the host before it leaves."""
+        return False
+
+    @property
+    def leaving(self) -> Sequence[torch.Tensor]:
+        """The tensors that others may read, and whose values leave the device."""
+        return ()
+
+    def values(self, tensor: torch.Tensor, host: np.ndarray) -> torch.Tensor:
+        """Return a tensor's values while it is released."""
+        return tensor.detach()
+
+    def stand_in(self, host: np.ndarray) -> dict[PartitionedParameter, Shard]:
+        """Put copies in the place of frozen shards. Return the shards themselves."""
+        return {}
+
+    def free(self) -> None:
+        """Give the memory back."""
+
+    def take(self) -> None:
+        """Have memory again, without values."""
+
+    def end_waits(self) -> None:
+        """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
+        for tensor in self.tensors:
+            end_wait(tensor, self.waits[tensor])
+
+    @property
+    def copied(self) -> bool:
+        """True if the host has no master weights of all of it."""
+        return sum(self.trained.values()) < self.n_bytes
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """All of its memory, as bytes."""
+        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
+
+
+class _MovedMemory(_Memory):
+    """A storage that leaves the device."""
+
+    @property
+    def given_back(self) -> int:  # type: ignore[override]
+        return self.n_bytes
+
+    @property
+    def to_copy(self) -> bool:
+        return self.copied
+
+    @property
+    def leaving(self) -> Sequence[torch.Tensor]:
+        return self.tensors
+
+    def values(self, tensor: torch.Tensor, host: np.ndarray) -> torch.Tensor:
+        assert self.copied
+        run = as_torch(host[self.at : self.at + self.n_bytes])
+        offset = run.storage_offset() // tensor.element_size() + int(tensor.storage_offset())
+        return torch.empty(0, dtype=tensor.dtype).set_(run.untyped_storage(), offset, tensor.shape, tensor.stride())
+
+    def stand_in(self, host: np.ndarray) -> dict[PartitionedParameter, Shard]:
+        shards = {record: record.shard for record in self.frozen}
+        for record, shard in shards.items():
+            [values] = shard.on(self.storage.device)
+            record.shard = MemoryShard(self.values(values, host))
+        return shards
+
+    def free(self) -> None:
+        self.storage.resize_(0)
+
+    def take(self) -> None:
+        self.storage.resize_(self.n_bytes)
+
+
+class DeviceMemory:
+    """The device memory of an optimizer's parameters and of its model's other tensors.
+
+    It lives as long as the pipeline.
+
+    Args:
+        memory: the pipeline's device.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        memory: TensorMemory,
+        registration: Registration,
+        intake: Intake,
+        sharding: Sharding,
+    ) -> None:
+        self._pipeline = pipeline
+        self._memory = memory
+        self._registration = registration
+        self._intake = intake
+        self._sharding = sharding
+        self._kind = _MovedMemory if self._moves else _Memory
+        self._memories: dict[int, _Memory] = {}
+        """The storages that were released last, by their number; none once all have come back. They have memory again
+        unless the pipeline says that parameters are released."""
+        self._on_device: dict[PartitionedParameter, Shard] = {}
+        """The shards on the device of parameters that are not trained; while they are released, a copy stands in their
+        place."""
+        self._host = np.empty(0, np.uint8)
+        """Values of released storages. It stays for the next time, because pinning takes long."""
+        weakref.finalize(self, clear_up, partial(_settle, self._memories)).atexit = False
+
+    def values(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor, or while it is released its values on the host. Trained parameters may have none there."""
+        if not self._pipeline.released or tensor.layout is not torch.strided:
+            return tensor
+        with no_read():
+            memory = self._memories.get(_number(tensor))
+            if memory is None:
+                return tensor
+            return memory.values(tensor, self._host)
+
+    # --- release -------------------------------------------------------------------------------------
+
+    def release(self, named: NamedTensors, keep: Collection[str] = ()) -> ReleaseReport:
+        """Give back the memory of these tensors and of this rank's shards. All ranks call this.
+
+        Args:
+            named: whole tensors, by name.
+            keep: names of tensors that stay, or of modules whose tensors stay.
+
+        Raises:
+            StateError: gradients wait for an update, or a backward runs.
+            ParameterError: there is nothing of a name in ``keep``, or a tensor's memory cannot be given back.
+            HostMemoryError: the host has no room for copies.
+        """
+        pipeline, slots = self._pipeline, self._registration.slots
+        before = self._allocator()
+        with self._together("release()"):
+            if self._agreed("release()"):
+                return ReleaseReport(0, 0, _pair(before, before, 0), _pair(before, before, 1))
+            self._check_idle()
+            memories = self._to_release([*named], keep)
+            leaving = {memory.storage._cdata for memory in memories}
+            self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
+            copied = [memory for memory in memories if memory.to_copy]
+            self._host_for(copied)
+        with self._together("release()"):
+            pipeline.flush(self._registration.current_tensors())
+            self._sharding.before_change()
+            self._await_others(memories)
+            for slot in slots.values():
+                slot.shard.stay(leaving)  # the flush has written it, and it may be used while others are released
+            for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
+                event.wait()
+            if self._moves:  # kernels on any stream may read what is freed now
+                torch.accelerator.synchronize(self._device)
+
+        @torch.no_grad()  # in the section's own thread
+        def section() -> None:
+            pipeline.release(
+                "released parameters have no memory on the device; expected engine.restore() (or optimizer.restore()) "
+                "before they are used: while they are released, only what reads states works, as saves do"
+            )
+            self._memories.clear()
+            self._memories.update({memory.storage._cdata: memory for memory in memories})
+            for memory in memories:
+                self._let_go(memory)
+
+        uninterrupted(section)
+        after, given_back = self._allocator(emptied=True), sum(memory.given_back for memory in memories)
+        n_copied = sum(memory.n_bytes for memory in copied)
+        return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
+
+    def _await_others(self, memories: Iterable[_Memory]) -> None:
+        """Order the copies to the host after all that another engine brings back of what both use."""
+        for memory in memories:
+            for tensor in memory.leaving:
+                await_values(tensor)
+
+    def _agreed(self, what: str) -> bool:
+        """True if parameters are released; :class:`StateError` on all ranks if that is so on some alone."""
+        released, collectives = self._pipeline.released, InOrder(self._pipeline)
+        if not combine(collectives, what, same=[released]).alike.all():
+            raise StateError(
+                f"{what}: parameters are {'released' if released else 'on the device'} on this rank, and not so on "
+                "another; expected the same calls of release() and restore() on all ranks"
+            )
+        return released
+
+    def _check_idle(self) -> None:
+        if backward_number() != NO_BACKWARD or self._intake.in_backward:
+            raise StateError("release() in the middle of a backward; expected it after step()")
+        self._sharding.check_closed("release()")
+        self._pipeline.check_idle("release()", waiting=self._intake.fresh or self._intake.has_deferred)
+
+    def _to_release(self, named: Sequence[tuple[str, torch.Tensor]], keep: Collection[str]) -> list[_Memory]:
+        """The storages to release: those of these tensors and of shards, but of none that stays."""
+        found: dict[int, _Memory] = {}
+        kept, used = set[int](), set[str]()
+        slots = self._registration.slots
+        with no_read():
+            for name, tensor in named:
+                stays = {each for each in keep if name == each or name.startswith(f"{each}.")}
+                used |= stays
+                record = self._sharding.record_with(tensor)
+                values = local_of(tensor) if record is None else record.shard.values
+                if not isinstance(values, torch.Tensor) or values.device != self._device or values.numel() == 0:
+                    continue
+                if is_traceable_wrapper_subclass(values):
+                    continue  # the tensors inside are named, too
+                if stays and values.layout is not torch.strided:
+                    continue
+                if values.layout is not torch.strided or (
+                    self._moves and not stays and not values.untyped_storage().resizable()
+                ):
+                    raise ParameterError(
+                        f"release(): {name!r} is a {values.layout} tensor whose memory cannot be given back; expected "
+                        f"a dense tensor of torch's own allocator: clone() it, or leave it there with keep=[{name!r}]"
+                    )
+                owner = OWNED.get(id(tensor))
+                if owner is not None and slots.get(tensor) is not owner:
+                    continue  # another optimizer trains it
+                number, storage = _number(values), values.untyped_storage()
+                if stays:
+                    kept.add(number)
+                trained = tensor in slots
+                kind = "trained parameters" if trained else "frozen parameters and buffers"
+                memory = found.setdefault(number, self._kind(storage, storage.nbytes(), kind))
+                if trained:
+                    memory.trained[tensor] = values.nbytes
+                if record is not None:
+                    memory.frozen += [record] if not trained and record not in memory.frozen else []
+                elif all(tensor is not other for other in memory.tensors):
+                    memory.tensors.append(tensor)
+        if unknown := [name for name in keep if name not in used]:
+            raise ParameterError(
+                f"release(keep=...): nothing is named {unknown[0]!r}; expected names of parameters, buffers or "
+                "modules, as named_parameters(), named_buffers() and named_modules() give them"
+            )
+        return [memory for number, memory in found.items() if number not in kept and memory.n_bytes]
+
+    def _host_for(self, copied: Sequence[_Memory]) -> None:
+        """Have host memory for copies, and a place in it for each."""
+        end = 0
+        for memory in copied:
+            memory.at = end
+            end += -(-memory.n_bytes // _ALIGNMENT) * _ALIGNMENT
+        if end > self._host.nbytes:
+            self._host = np.empty(0, np.uint8)  # free before allocating its successor
+            self._host = self._pipeline.memory.allocate(HOST_COPIES, end, np.dtype(np.uint8), pinned=True)
+
+    def _chunks(self, copied: Sequence[_Memory]) -> Iterator[tuple[list[Copy], np.ndarray]]:
+        """The copies of these storages, and their memory on the host, a bounded number of bytes at a time."""
+        copies: list[Copy] = []
+        begin = end = 0
+        for memory in copied:
+            flat = memory.bytes
+            for start in range(0, memory.n_bytes, _CHUNK):
+                n_bytes = min(_CHUNK, memory.n_bytes - start)
+                at = memory.at + start
+                if copies and at + n_bytes - begin > _CHUNK:
+                    yield copies, self._host[begin:end]
+                    copies = []
+                begin = begin if copies else at
+                copies.append(Copy(flat, start, n_bytes, at - begin))
+                end = at + n_bytes
+        if copies:
+            yield copies, self._host[begin:end]
+
+    def _let_go(self, memory: _Memory) -> None:
+        """Free a storage. Whoever reads its tensors from now on waits for them."""
+        self._on_device.update(memory.stand_in(self._host))
+        for tensor in memory.tensors:
+            of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
+            wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
+            memory.waits[tensor] = wait
+            pending.release(tensor, wait)
+        memory.free()
+
+    # --- restore -------------------------------------------------------------------------------------
+
+    def restore(self) -> None:
+        """Take memory again, and start to fill it. All ranks call this.
+
+        Raises:
+            DeviceMemoryError: on all ranks, if one has no room. All is still released.
+        """
+        with self._together("restore()"):
+            if not self._agreed("restore()"):
+                return
+            self._registration.current_tensors()  # what was kept may have been written to, and is sent again, too
+            self._allocate()
+        pipeline = self._pipeline
+        copied = [memory for memory in self._memories.values() if memory.to_copy]
+        ends: dict[int, list[Event]] = {}
+        after = pipeline.device.mark()
+        for copies, host in self._chunks(copied):
+            event = self._memory.to_device(host, copies, after)
+            for copy in copies:
+                ends.setdefault(_number(copy.tensor), []).append(event)
+        for memory in copied:
+            memory.arrived = AfterAll(ends[memory.storage._cdata])
+            for record in memory.frozen:
+                record.live.updated = partial(_identity, memory.arrived)
+        for record, shard in self._on_device.items():
+            record.shard = shard
+        with no_read():
+            tensors = self._registration.tensors()
+        pipeline.restore(tensors)
+        for memory in self._memories.values():
+            for tensor in memory.tensors:
+                pending.restore(tensor, memory.waits[tensor])
+        self._registration.have_readers_wait()  # of the pipeline, and no longer of this object
+        self._on_device.clear()
+        self._registration.columns.note_all()
+        for memory in self._memories.values():
+            for tensor in memory.tensors:
+                if not can_wait(tensor):
+                    memory.arrived.order()
+                    end_wait(tensor, memory.waits[tensor])
+
+    def _allocate(self) -> None:
+        done: list[_Memory] = []
+        try:
+            for memory in self._memories.values():
+                done.append(memory)
+                memory.take()
+        except BaseException as error:
+            for memory in done:
+                memory.free()
+            if not isinstance(error, RuntimeError):
+                raise
+            raise DeviceMemoryError(self._no_room(error)) from error
+
+    def _no_room(self, error: RuntimeError) -> str:
+        needed = Counter[str]()
+        for memory in self._memories.values():
+            needed[memory.kind] += memory.n_bytes
+        rows = [(what, format_bytes(n_bytes)) for what, n_bytes in needed.items()]
+        rows.append(("in all", format_bytes(needed.total())))
+        allocated = told_by_allocator(torch.accelerator.memory_allocated, self._device)
+        rows += [] if allocated is None else [("allocated by others of this process", format_bytes(allocated))]
+        free = self._pipeline.device.free_bytes()
+        rows += [] if free is None else [("free", format_bytes(free))]
+        return (
+            f"restore(): {self._device} has no room for what was released ({error}):\n"
+            f"{format_table(rows, ('device memory', 'bytes'))}\n"
+            "expected as much free memory there: end what has taken it (an inference engine: put it to sleep), then "
+            "restore() again; all is still released, and nothing is lost"
+        )
+
+    def await_values(self, tensor: torch.Tensor, storage: int) -> None:  # waits
+        """Wait for a tensor that was released; :class:`StateError` if it still is.
+
+        Args:
+            storage: its number.
+        """
+        self._pipeline.check_present()
+        if (memory := self._memories.get(storage)) is not None:  # else it has arrived
+            # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
+            memory.arrived.wait() if is_placed(tensor) else memory.arrived.order()
+        if (slot := self._registration.slots.get(tensor)) is not None:
+            self._registration.await_values(slot)
+
+    def before_backward(self) -> None:
+        """Order a backward after all that :meth:`restore` brings back. Its graph may be older than the release, and C++
+        code reads what the graph has saved. Once all has arrived, keep none of it alive."""
+        if self._pipeline.released or not self._memories:
+            return
+        arrived = all(memory.arrived.done() for memory in self._memories.values())
+        for memory in self._memories.values():
+            for tensor in memory.leaving:
+                if _has_memory(tensor):  # else another engine has released it
+                    await_values(tensor)
+        if arrived:
+            self._memories.clear()
+
+    def settle(self) -> None:
+        """Wait for all that was restored. Readers no longer need to wait, and none of it is kept alive."""
+        if not self._pipeline.released:
+            _settle(self._memories)
+            self._memories.clear()
+
+    # --- ranks and the allocator -----------------------------------------------------------------------
+
+    def _together(self, what: str) -> AbstractContextManager[None]:
+        return together(InOrder(self._pipeline), what, partial(_failed_elsewhere, what))
+
+    @property
+    def _moves(self) -> bool:
+        """False if the device's memory is the host's, and stays."""
+        return not self._memory.addressable
+
+    @property
+    def _device(self) -> torch.device:
+        return self._registration.device
+
+    def _allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
+        """The bytes that the allocator has given out, and that it holds.
+
+        Args:
+            emptied: it gives back first what it holds for later.
+        """
+        if not self._moves:
+            return None, None
+        if emptied:
+            told_by_allocator(lambda _: torch.accelerator.empty_cache(), self._device)
+        asked: list[Callable[[torch.device], int]] = [
+            torch.accelerator.memory_allocated,
+            torch.accelerator.memory_reserved,
+        ]
+        allocated, reserved = (told_by_allocator(ask, self._device) for ask in asked)
+        return allocated, reserved
+
+
+def _failed_elsewhere(what: str, others: str) -> StateError:
+    return StateError(f"{what} failed on rank {others}, whose own error says why; nothing has changed on this rank")
+
+
+def _pair(
+    before: tuple[int | None, int | None], after: tuple[int | None, int | None], i: int
+) -> tuple[int, int] | None:
+    first, second = before[i], after[i]
+    return None if first is None or second is None else (first, second)
+
+
+def _settle(memories: Mapping[int, _Memory]) -> None:
+    for memory in memories.values():
+        if memory.storage.nbytes():  # else its tensors must go on to refuse reads
+            memory.arrived.wait()
+            memory.arrived = Done()
+            if memory.copied:
+                memory.end_waits()
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    with no_read():
+        return local_of(tensor).untyped_storage().nbytes() > 0
+
+
+def _forget_deleted(number: int, _: object) -> None:
+    forget_deleted(number)
+
+
+def _identity(event: Event) -> Event:
+    return event
+
+
+def _number(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _await(
+    method: "weakref.WeakMethod[Callable[[torch.Tensor, int], None]]", of: "weakref.ref[torch.Tensor]", storage: int
+) -> None:
+    tensor, wait = of(), method()
+    if wait is None:
+        raise StateError(
+            "a parameter or buffer was left released: its engine is gone; expected engine.restore() or engine.close() "
+            "before that"
+        )
+    if tensor is not None:
+        wait(tensor, storage)

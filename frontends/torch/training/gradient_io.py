@@ -1,0 +1,92 @@
+"""Gradients that have left for the host, in torch's terms: read and overwritten between ``backward`` and ``step``."""
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from offload_core.errors import GradientError, ParameterError, StateError
+from offload_core.ranks.consistency import combine
+from offload_core.step.gradient_access import GradientAccess
+from offload_core.step.pipeline import Pipeline
+
+from ..internals.private import NO_BACKWARD, backward_number
+from ..params.tensors import flat_like, shaped_like
+from ..ranks.device import as_torch
+from .intake import Intake
+from .registration import Registration, Slot
+from .state_io import TorchStates
+
+
+class TorchGradients:
+    """Reads and overwrites the gradients of an optimizer's parameters.
+
+    It lives as long as the pipeline, which holds the gradients themselves.
+    """
+
+    def __init__(self, pipeline: Pipeline, registration: Registration, intake: Intake, states: TorchStates) -> None:
+        self._pipeline = pipeline
+        self._access = GradientAccess(pipeline)
+        self._registration = registration
+        self._intake = intake
+        self._states = states
+
+    def whole(self, param: torch.Tensor) -> torch.Tensor | None:
+        """As ``OffloadedAdamW.whole_gradient``."""
+        slot = self._slot(param)
+        if slot is None:
+            return None
+        run = self._access.whole(slot.index, divisor=self._intake.divisor)
+        if slot.placed.is_cut:
+            return self._joined(slot, run)
+        return None if run is None else shaped_like(as_torch(run), slot.values)
+
+    def own(self, param: torch.Tensor) -> torch.Tensor | None:
+        """As ``OffloadedAdamW.own_gradient``."""
+        slot = self._slot(param)
+        runs = None if slot is None else self._access.own(slot.index, divisor=self._intake.divisor)
+        if runs is None:
+            return None
+        return as_torch(np.concatenate([np.empty(0, np.float32), *(values for _, values in runs)]))
+
+    def load(self, param: torch.Tensor, values: torch.Tensor, *, own: bool) -> None:
+        """As ``OffloadedAdamW.load_gradient``."""
+        slot = self._slot(param)
+        if slot is None:
+            raise ParameterError(
+                f"load_gradient: a parameter of shape {tuple(param.shape)} that this optimizer has no states of; "
+                "expected one that it trains"
+            )
+        if not own and values.shape != param.shape:
+            raise GradientError(
+                f"load_gradient: parameter {slot.name!r}: got values of shape {tuple(values.shape)}, expected "
+                f"{tuple(param.shape)}; this rank's part is loaded with own=True"
+            )
+        run = self._states.spread(slot, values) if own else _flat(slot, values)
+        self._access.load(slot.index, run, divisor=self._intake.divisor)
+
+    def _slot(self, param: torch.Tensor) -> Slot | None:
+        slot = self._registration.slots.get(param)
+        if self._intake.in_backward or backward_number() != NO_BACKWARD:
+            raise StateError(
+                "a gradient is read or written in the middle of a backward; expected it between backward() and step(): "
+                "a hook sees the gradient if it is registered with p.register_hook()"
+            )
+        if slot is not None:
+            self._intake.check_taken(slot)
+        return slot
+
+    def _joined(self, slot: Slot, run: np.ndarray | None) -> torch.Tensor | None:
+        """The gradient of a placed parameter, put together of all processes' parts."""
+        collectives = self._pipeline.device.collectives
+        what = f"parameter {slot.name!r}: has a gradient"
+        flags = [int(run is not None)]
+        if not self._pipeline.exchange(partial(combine, collectives, what, sums=flags)).sums.any():
+            return None
+        if run is None:
+            run = np.zeros(self._pipeline.params[slot.index].numel, np.float32)
+        return self._states.joined(slot, "gradient", shaped_like(as_torch(run), slot.values))
+
+
+def _flat(slot: Slot, values: torch.Tensor) -> np.ndarray:
+    return flat_like(slot.placed.own(values).detach().to("cpu", torch.float32), slot.values).numpy()

@@ -1,0 +1,391 @@
+"""Takes gradients: during backward as they appear, or from ``p.grad`` at the step."""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from operator import is_
+from typing import Any
+
+import torch
+
+from offload_core.errors import GradientError, StateError
+from offload_core.step.health import Health, Use
+from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_lock import changes
+from offload_core.support.blocks import Blocks
+
+from ..internals.compiled import compiler_of_calls, untraced
+from ..internals.private import no_read
+from ..params.placed import local_of
+from ..params.tensors import check_gradient, flat_like
+from .registration import Registration, Slot
+
+
+@dataclass(eq=False)
+class _Backward:
+    """An engine's ``backward``."""
+
+    thread: int = 0
+    average: bool = False
+    """True if it averages over the accumulation steps."""
+    scaled: bool = False
+    runs: threading.Lock = field(default_factory=threading.Lock)
+    """Taken until it has ended. C code takes and frees it in ``with``, so that no interrupt leaves it taken."""
+
+
+_STARTED: list[_Backward] = []
+"""Backwards that run, and some that have ended."""
+
+
+class Intake:
+    """Hands the gradients of an optimizer's parameters to the pipeline, and records which have arrived.
+
+    It lives as long as the pipeline. Closing or deleting it removes its hooks from the parameters.
+
+    Args:
+        registration: holds the parameters.
+        early: True takes each gradient during backward, as it appears; ``p.grad`` then holds a stand-in.
+    """
+
+    def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool) -> None:
+        self._pipeline = pipeline
+        self._state_lock = pipeline.state_lock
+        """Hooks may run in a thread of autograd."""
+        self._direct = pipeline.buckets.terms.direct
+        """True if kernels read gradients where they are: plain ones are passed on without a copy."""
+        self._registration = registration
+        self._slots = registration.slots
+        self._columns = registration.columns
+        self._early = early
+        self._arrived: dict[int, int] = {}
+        """The number of gradients taken in backwards since the last update, by parameter."""
+        self._averaged: dict[int, int] = {}
+        """The number of these that are averaged over the accumulation steps, by parameter."""
+        self._counted = 0
+        """The number of backwards in earlier micro-steps of this update."""
+        self._deferred: dict[int, torch.Tensor] = {}
+        """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients, by parameter."""
+        self.fresh = False
+        """True if a gradient has arrived in this micro-step, or FSDP2 keeps it."""
+        self._discarded = False
+        """True if the gradients of this micro-step were discarded: a step may follow, and has nothing to update."""
+        self._reduces = False
+        """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
+        self._backward = _Backward()
+        """The last one of the engine."""
+        self._keeps = False
+        """True if its gradients stay in ``p.grad``."""
+        self._deferrals = Blocks()
+        """Blocks of ``Engine.no_sync``: gradients stay in ``p.grad`` while one runs."""
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove, self._handles).atexit = False
+
+    def close(self) -> None:
+        """Remove the hooks from the parameters."""
+        _remove(self._handles)
+
+    # --- in backward ---------------------------------------------------------------------------------
+
+    def hook(self, slot: Slot) -> None:
+        """With ``early``, take the parameter's gradient in each backward as soon as it is complete.
+
+        The stand-in replaces the first gradient in ``p.grad``. Autograd adds later ones to the stand-in, which passes
+        them on.
+        """
+        if not self._early:
+            return
+        this, param = weakref.ref(self), slot.param
+
+        def accumulated(param: torch.Tensor) -> None:
+            intake, gradient = this(), param.grad
+            if intake is not None and gradient is not slot.stand_in:
+                arrive = intake._arrive if compiler_of_calls() is None else intake._arrive_untraced
+                arrive(slot, gradient, first=True)
+            elif slot.stand_in.requires_grad:  # create_graph=True attached its graph to the stand-in: use a new one
+                slot.taken.when_added(None)
+                slot.replace_stand_in()
+                slot.taken.when_added(added)
+                if intake is not None:
+                    intake._columns.taken[slot.index] = slot.stand_in
+                param.grad = slot.stand_in
+
+        def added(gradient: torch.Tensor) -> None:
+            intake = this()
+            if intake is not None and intake._deferrals:
+                intake._deferred[slot.index] = param.grad = gradient.clone()
+            elif intake is not None:
+                intake._arrive_untraced(slot, gradient, first=False)
+
+        slot.taken.when_added(added)
+        frozen = not slot.param.requires_grad
+        if frozen:  # torch registers hooks only on tensors that require a gradient; the hooks then stay
+            slot.param.requires_grad_(True)
+        self._handles.append(slot.param.register_post_accumulate_grad_hook(accumulated))
+        if frozen:
+            slot.param.requires_grad_(False)
+
+    @changes("backward()")
+    def _arrive(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
+        assert gradient is not None
+        i, gradient = slot.index, slot.placed.own(gradient)
+        plain = self._columns.plain_alone(i, gradient)
+        if not (plain or self._columns.fit({i: gradient})):
+            check_gradient(slot.name, slot.values, gradient)
+            self._registration.check_unchanged()
+        if self._pipeline.scaler is not None and not self._backward.runs.locked():
+            raise GradientError(
+                f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
+                "unscaled without having been scaled; expected engine.backward(loss)"
+            )
+        if (
+            first
+            and (i in self._arrived or i in self._pipeline.arrivals.since.present)
+            and not self._continues(i, gradient)
+        ):
+            self._drop([i])  # earlier ones were discarded or replaced by hand
+        if self._deferrals:
+            self._deferred[i], self.fresh = gradient, True
+        else:
+            as_it_is = plain and self._direct
+            self._take({i: gradient if as_it_is else flat_like(gradient, slot.values)})
+        self._arrived[i] = self._arrived.get(i, 0) + 1
+        if self._backward.average if self._backward.runs.locked() else self._averages_plain(slot):
+            self._averaged[i] = self._averaged.get(i, 0) + 1
+
+    def _averages_plain(self, slot: Slot) -> bool:
+        """Return True if a gradient is averaged that comes from no ``backward`` of this engine.
+
+        For one loss of two engines the other engine's ``backward`` decides. For a plain ``loss.backward()`` the
+        configuration does.
+
+        Raises:
+            GradientError: that loss is scaled.
+        """
+        here = threading.get_ident()  # on an accelerator, autograd has threads of its own
+        others = [
+            other
+            for other in _STARTED
+            if other.runs.locked() and (here == other.thread or slot.param.device.type != "cpu")
+        ]
+        if any(other.scaled for other in others):
+            raise GradientError(
+                f"parameter {slot.name!r}: its gradient comes from the backward() of another engine, under that "
+                "engine's loss scale; expected loss_scale=1 in both engines, or one wrap() of a module that holds "
+                "both models"
+            )
+        if not others:
+            return self._pipeline.config.average_plain_backward
+        return any(other.average for other in others)
+
+    _arrive_untraced = untraced(_arrive)
+    """``_arrive``, where calls in a backward are compiled. It is not compiled, and costs 1 us more."""
+
+    @untraced
+    @changes("backward()")
+    def settle(self, params: Iterable[torch.Tensor], *, ended: bool) -> set[torch.Tensor]:
+        """Record that no gradient of these parameters is to come in this backward. Return those that are settled only
+        when it has ``ended``."""
+        indices = {self._slots[param].index for param in params if param in self._slots}
+        if not self._early or not (indices or ended):
+            return set()
+        late = self._pipeline.settle(indices, ended=ended)
+        self.fresh = self._reduces = True
+        return {self._columns.params[i] for i in late}
+
+    def _take(self, given: Mapping[int, torch.Tensor]) -> None:
+        """Pass gradients that fit to the pipeline. With ``early``, put stand-ins in their places."""
+        self._pipeline.add_gradients(given)
+        if self._early:
+            for i in given:
+                self._columns.params[i].grad = self._columns.taken[i]
+                self._deferred.pop(i, None)
+            self.fresh = self._reduces = True
+
+    def _continues(self, i: int, gradient: torch.Tensor | None) -> bool:
+        """Return True if this ``p.grad`` is the deferred gradient. ``create_graph`` has autograd replace the tensor."""
+        deferred = self._deferred.get(i)
+        return gradient is not None and deferred is not None and (gradient is deferred or gradient.requires_grad)
+
+    @property
+    def in_backward(self) -> bool:
+        """True inside :meth:`run_backward`, in any thread."""
+        return self._backward.runs.locked()
+
+    def run_backward(self, act: Callable[[float | None], object], *, average: bool) -> None:
+        """Call ``act`` with the loss scale (None: no loss scaling), and accept gradients of a loss multiplied by it.
+
+        Args:
+            average: True averages the gradients over the accumulation steps, False sums them.
+        """
+        for other in [*_STARTED]:
+            if not other.runs.locked():
+                with suppress(ValueError):  # another thread may have removed it
+                    _STARTED.remove(other)
+        scale = None if self._pipeline.scaler is None else self._pipeline.scaler.scale
+        started = _Backward(threading.get_ident(), average, scale not in (None, 1))
+        with started.runs:
+            _STARTED.append(started)
+            self._backward = started
+            if self._early:
+                self._begin()
+            act(scale)
+
+    @changes("backward()")
+    def _begin(self) -> None:
+        """Have ranks meet for the gradients of the backward before, unless those of this one stay in ``p.grad``."""
+        self._keeps = bool(self._deferrals)
+        if not self._keeps:
+            self._pipeline.begin_backward()
+
+    def deferring(self) -> AbstractContextManager[Any]:
+        """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
+        outside.
+        """
+        return self._deferrals.block()
+
+    # --- gradients that have arrived -----------------------------------------------------------------
+
+    @property
+    def backwards(self) -> int:
+        """The number of backwards since the last micro-step ended: each parameter has had as many gradients or more."""
+        return min(self._arrived.values(), default=0) - self._counted
+
+    @property
+    def divisor(self) -> float:
+        """The divisor of the summed gradients (:meth:`Arrivals.divisor`)."""
+        return self._pipeline.arrivals.divisor(average=bool(self._averaged))
+
+    @property
+    def has_deferred(self) -> bool:
+        """True if gradients wait in ``p.grad`` that the pipeline has not been given."""
+        return bool(self._deferred)
+
+    # --- at a step -----------------------------------------------------------------------------------
+
+    def check_taken(self, slot: Slot) -> None:
+        """Check that a parameter's gradients are in the pipeline, as far as there are any. Forget those that
+        ``p.grad = None`` has discarded.
+
+        Raises:
+            StateError: ``p.grad`` has one that the pipeline gets later.
+        """
+        with no_read():
+            gradient = slot.param.grad
+        if gradient is None:
+            self._drop([slot.index])
+        elif gradient is not slot.stand_in:
+            raise StateError(
+                f"parameter {slot.name!r}: its gradient is in p.grad still, where no_sync() and an optimizer without "
+                "early_copy=True leave it; expected p.grad to be read or changed there, or a backward() outside "
+                "no_sync() before"
+            )
+
+    def take_present(self, left_out: frozenset[int], *, boundary: bool) -> None:
+        """Take the gradients in ``p.grad``. There None, or another tensor, replaces gradients that have arrived.
+
+        The parameters are unchanged (:meth:`Registration.check_unchanged`).
+
+        Args:
+            left_out: parameters that are in no group. Their gradients are not taken.
+            boundary: True takes deferred gradients, too.
+
+        Raises:
+            GradientError: one does not fit its parameter; none was taken.
+        """
+        columns = self._columns
+        asked = dict(enumerate(columns.gradients()))
+        if any(map(is_, asked.values(), columns.taken)) or left_out or self._deferred:
+            asked = {
+                i: gradient
+                for (i, gradient), taken in zip(asked.items(), columns.taken, strict=True)
+                if (gradient is not taken or i in left_out) and (boundary or not self._continues(i, gradient))
+            }
+        if boundary and self._keeps:
+            self._keeps = False
+            self._pipeline.begin_backward()
+        if not asked:
+            return
+        given = columns.own({i: g for i, g in asked.items() if g is not None and i not in left_out})
+        plain = columns.plain(given)
+        if not (plain or columns.fit(given)):
+            slots = [*self._slots.values()]
+            for i, gradient in given.items():
+                check_gradient(slots[i].name, slots[i].values, gradient)
+        self._drop([i for i in asked if not self._continues(i, given.get(i))] if self._deferred else asked)
+        if plain and self._direct:
+            self._take(given)
+        else:  # one by one, so that each can leave
+            for i, gradient in given.items():
+                self._take({i: flat_like(gradient, local_of(columns.params[i]))})
+
+    def end_micro_step(self, *, boundary: bool, may_be_empty: bool) -> None:
+        """End an engine's micro-step in the pipeline.
+
+        Args:
+            boundary: True if an update follows.
+            may_be_empty: True if gradients of earlier micro-steps are enough.
+
+        Raises:
+            StateError: no gradient arrived since the last call.
+            GradientError: averaged and summed gradients are mixed.
+            CollectiveError: an exchange between ranks failed before.
+        """
+        arrivals = self._pipeline.arrivals
+        elsewhere = arrivals.since.backward or (may_be_empty and arrivals.holds_gradients)
+        if not (self.fresh or self._discarded or elsewhere):
+            self._pipeline.health.check(Use.STEP)  # it may say why none arrived
+            raise StateError(
+                "step() without backward(): no gradient arrived since the last step(); expected "
+                "engine.backward(loss) first (does the loss depend on a trained parameter?)"
+            )
+        if arrivals.per_update > 1 and self._averaged not in ({}, self._arrived):
+            raise GradientError(
+                "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
+                "sums, were used for one update; expected one of them throughout: discard the gradients with "
+                "engine.optimizer.zero_grad()"
+            )
+        reduce = self._reduces or boundary
+        self.fresh = self._reduces = self._discarded = False
+        self._counted += self.backwards
+        self._pipeline.end_micro_step(reduce=reduce, boundary=boundary)
+
+    def forget(self) -> None:
+        """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
+        self.fresh = self._reduces = self._discarded = False
+        self._counted = 0
+        if self._early:
+            self._columns.remove_taken()
+        for record in (self._arrived, self._averaged, self._deferred):
+            record.clear()
+
+    def discard(self) -> None:
+        """Forget all gradients, those on the host included. Ranks that leave out other parameters reduce them first:
+        one has begun exchanges that the others have not."""
+        if self._pipeline.health.usable:
+            self._pipeline.reduce_first()
+        self._pipeline.drop_gradients()
+        self._pipeline.early.withdraw()
+        if self._pipeline.health.state is Health.BEHIND:
+            self._registration.flush()
+        came = self.fresh or self._discarded
+        self.forget()
+        self._discarded = came
+
+    def _drop(self, indices: Iterable[int]) -> None:
+        """Forget the gradients of these parameters that have arrived."""
+        if self._pipeline.arrivals.holds_gradients:
+            present = [i for i in indices if i in self._pipeline.arrivals.since.present]
+            if present:
+                self._pipeline.drop_gradients(present)
+        if self._arrived or self._deferred:
+            for i in indices:
+                for record in (self._arrived, self._averaged, self._deferred):
+                    record.pop(i, None)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()

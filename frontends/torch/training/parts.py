@@ -1,0 +1,211 @@
+"""Makes the parts of an optimizer: the core's pipeline, and what maps torch's tensors into it. The one place where they
+are composed, for an optimizer alone and for that of an engine."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_core.config.options import OffloadConfig
+from offload_core.device.protocols import TensorMemory
+from offload_core.errors import ParameterError
+from offload_core.step.loss_scale import LossScaler, scaler_for
+from offload_core.step.pipeline import Pipeline
+
+from ..params.casting import Casts
+from ..params.placed import check_alone, group_of, ranks_of, this_process
+from ..params.tensors import ELEMENT_TYPES
+from ..ranks.device_ranks import device_for, device_of_placed
+from ..stage3.construction import check_finished, check_takes_none
+from ..stage3.leaf_modules import leaf_modules
+from ..stage3.partitioned import PartitionedModel
+from ..stage3.sharding import NoSharding, Sharding
+from .device_memory import DeviceMemory
+from .gradient_io import TorchGradients
+from .intake import Intake
+from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen
+from .shared_tensors import check_shared
+from .state_io import TorchStates
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of an open optimizer that hold parameters and states."""
+
+    pipeline: Pipeline
+    registration: Registration
+    intake: Intake
+    states: TorchStates
+    gradients: TorchGradients
+    device_memory: DeviceMemory
+    sharding: Sharding
+
+    def take_on(
+        self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]], model: nn.Module | None = None
+    ) -> None:
+        """Make states for these parameters, and take their gradients from now on.
+
+        Args:
+            groups: the optimizer's parameter groups; each says which update rule its parameters have.
+            model: the plan includes the memory of its other tensors, too.
+        """
+        rules = [self.pipeline.config.rule(group) for group in groups]
+
+        def take_on() -> None:
+            for slot in self.registration.take_on(named, rules, model):
+                self.states.hold(slot)
+                self.intake.hook(slot)
+
+        self.pipeline.state_lock.change("the registration of parameters", take_on)
+
+    def take_on_unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False) -> None:
+        """Make states for parameters that were frozen and can have a gradient now (``with_gradient``: have one)."""
+        new = self.registration.unfrozen(groups, with_gradient=with_gradient)
+        if new:
+            self.registration.check_new(new)
+            self.take_on(new, groups)
+
+    def take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Make states for those of these parameters that have none."""
+        new = {param for param in params if param not in self.registration.slots}
+        if new:
+            self.take_on([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
+
+    def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
+        """As ``OffloadedAdamW.mark_leaf_modules``."""
+        waiting = self.intake.fresh or self.intake.has_deferred
+        settled, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
+        self.pipeline.arrivals.settle_apart([slots[param].index for param in settled if param in slots])
+
+    def let_go(self) -> None:
+        """Remove the hooks from the parameters, which other parts may then take on."""
+        self.intake.close()
+        self.registration.close()
+
+    def close(self) -> None:
+        """Release the parameters, and free the states."""
+        self.let_go()
+        self.pipeline.buckets.close()
+        self.pipeline.device.close()
+
+
+@dataclass(frozen=True)
+class Foundation:
+    """The parts of an optimizer that stay when its parameters start over.
+
+    Attributes:
+        memory: the pipeline's device.
+        casts: the element types of the model's tensors.
+        sharding: the model's parameters in shards.
+        device: the device of all trained parameters.
+        early_copy: True if gradients are taken during backward.
+        members: the ranks of torch's default group that may have parts of placed parameters.
+    """
+
+    pipeline: Pipeline
+    memory: TensorMemory
+    casts: Casts
+    sharding: Sharding
+    device: torch.device
+    early_copy: bool
+    members: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls,
+        owner: Owner,
+        named: Sequence[NamedParam],
+        groups: Sequence[Mapping[str, Any]],
+        config: OffloadConfig,
+        process_group: Any,
+        model: nn.Module | None,
+        *,
+        early_copy: bool,
+        scaler: LossScaler | None = None,
+        casts: Casts | None = None,
+    ) -> "Foundation":
+        """Check all parameters of the groups, and make what does not depend on their states.
+
+        Args:
+            groups: the optimizer's parameter groups.
+            model: an engine's; None: there is none.
+            scaler: the loss scaler of a copied or unpickled optimizer; an engine's follows from the configuration.
+            casts: likewise, the element types that its parameters got.
+
+        Raises:
+            ParameterError, StateError, ConfigError: nothing has changed.
+        """
+        params = [param for _, param, _ in trained(named)]
+        if not params and model is None:  # an engine serves a frozen model, too
+            raise ParameterError(
+                "no parameter requires a gradient; expected at least one: unfreeze what is to be trained"
+            )
+        params = params or [param for _, param, _ in named]
+        device = params[0].device
+        check_finished()
+        give_way = check_new(named, device, owner)
+        if model is None:  # only an engine announces its steps
+            config = replace(config, update_in_backward=False)
+        casts = casts or Casts(config, model)
+        if model is not None:
+            scaler = scaler_for(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
+        ranks = ranks_of(params)
+        if ranks is None:
+            world = device_for(device, process_group, config)
+        else:
+            check_alone(params, config, process_group=process_group)
+            world = device_of_placed(device, group_of(ranks), config)
+        pipeline = Pipeline(config, world, scaler)
+        sharding: Sharding = NoSharding()
+        apart = model is not None and config.takes_apart(pipeline.device.world_size)
+        if model is not None:
+            check_shared(model, config, casts, apart=apart, give_way=give_way)
+        if model is not None and apart:
+            matrices = matrices_of_frozen(named, [config.rule(group) for group in groups])
+            sharding = PartitionedModel(model, device, process_group, pipeline, casts, matrices)
+        else:
+            if model is not None:
+                leaf_modules(model, config.leaf_modules)
+            others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
+            check_takes_none([*(entry[:2] for entry in named), *others], config)
+        own = this_process() if pipeline.device.world_size == 1 else ()
+        return cls(pipeline, world.memory, casts, sharding, device, early_copy, ranks or own)
+
+    def parts(
+        self,
+        owner: Owner,
+        named: Sequence[NamedParam],
+        groups: Sequence[Mapping[str, Any]],
+        model: nn.Module | None,
+    ) -> Parts:
+        """Make the other parts, and take on these parameters as the first ones.
+
+        Args:
+            groups: the optimizer's parameter groups.
+        """
+        pipeline, sharding = self.pipeline, self.sharding
+        registration = Registration(
+            owner,
+            pipeline,
+            self.device,
+            sharding,
+            self.casts,
+            members=self.members,
+            gradients_leave=self.early_copy,
+        )
+        intake = Intake(pipeline, registration, early=self.early_copy)
+        sharding.settle_by(intake.settle)
+        device_memory = DeviceMemory(pipeline, self.memory, registration, intake, sharding)
+        states = TorchStates(pipeline, registration)
+        gradients = TorchGradients(pipeline, registration, intake, states)
+        parts = Parts(pipeline, registration, intake, states, gradients, device_memory, sharding)
+        parts.take_on(named, groups, model)
+        sharding.keep_frozen([param for _, param, _ in named])
+        return parts
+
+
+def trained(named: Sequence[NamedParam]) -> list[NamedParam]:
+    """Return the parameters that require a gradient."""
+    return [entry for entry in named if entry[1].requires_grad]

@@ -1,0 +1,682 @@
+"""The parameters that have optimizer states: checks, casting, and their tensors in the pipeline."""
+
+import gc
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from operator import ge, is_
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from offload_core.disk.shards import OnDisk
+from offload_core.dtypes import ElementType
+from offload_core.errors import ParameterError, StateError
+from offload_core.layout.partition import ParamSpec
+from offload_core.memory.host_memory import available_bytes
+from offload_core.memory.plan import DEVICE, MemoryPlan
+from offload_core.memory.report import MemoryReport
+from offload_core.plans.planner import Planner, check_memory
+from offload_core.plans.terms import GRADIENTS, PARAMETERS
+from offload_core.ranks.consistency import combine, heard_by_all
+from offload_core.rules import Matrix, Rule
+from offload_core.step.health import Health
+from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess
+from offload_core.support.launchers import local_processes
+from offload_core.support.threads import clear_up
+
+from ..internals.private import no_read
+from ..params.casting import Casts
+from ..params.columns import Columns
+from ..params.data_writes import DataWrites
+from ..params.local_shards import InPlaceShard, LocalShard
+from ..params.overlaps import check_apart, tensors_of
+from ..params.pending import await_all, have_been_written, is_pending
+from ..params.placed import UNDIVIDED, Placement, check_within, count_once, local_of, placement_of, placements_of
+from ..params.tensors import (
+    ELEMENT_TYPES,
+    TORCH_DTYPES,
+    TakenGradient,
+    cast_param,
+    check_param,
+    flat,
+    is_offloadable,
+    memory_of_all,
+    memory_order,
+    spec_of,
+)
+from ..stage3.construction import shards_of
+from ..stage3.parameters import RankShard
+from ..stage3.sharding import Sharding
+
+OWNED: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
+"""Slots by the ``id`` of their parameter; a slot keeps its parameter alive, so no id is reused."""
+
+
+def owner_of(param: torch.Tensor) -> "Owner | None":
+    """Return the open optimizer that has states of a parameter; None: there is none."""
+    slot = OWNED.get(id(param))
+    return None if slot is None or slot.param is not param else slot.owner()
+
+
+def check_is_free(model: nn.Module, *, but: Any = None) -> None:
+    """Raise an error if a model cannot be wrapped as it is: one that wraps it would take over what is in use.
+
+    Args:
+        but: an optimizer that may have states of its parameters.
+
+    Raises:
+        ParameterError: a parameter has no values.
+        StateError: an open optimizer has states of a parameter.
+    """
+    for name, param in model.named_parameters():
+        if param.is_meta:
+            check_param(name, param)
+        if owner_of(param) not in (None, but):
+            gc.collect()  # an engine that is in a cycle of references
+        if (owner := owner_of(param)) not in (None, but):
+            raise StateError(
+                f"parameter {name!r} belongs to another engine or optimizer ({type(owner).__name__}), which goes on; "
+                "expected one engine for a model: close() or destroy() the other one first"
+            )
+
+
+_NOWHERE = torch.empty(0, device="cpu")
+
+NamedParam = tuple[str, torch.Tensor, int]
+"""A parameter's name, the parameter, and the number of its group."""
+
+
+class Owner(Protocol):
+    """An optimizer, as another one sees it that is given its parameters."""
+
+    @property
+    def names(self) -> Mapping[torch.Tensor, str]:
+        """Names of parameters in groups without names."""
+        ...
+
+    def keeps_from(self, other: Any) -> str | None:
+        """The reason why another optimizer may not take over; None: it may."""
+
+    def give_way(self) -> None:
+        """Flush and close. A later use raises an error with the reason."""
+
+
+@dataclass(eq=False)
+class Slot:
+    """A parameter that has states, and its number in the pipeline and in :class:`Columns`."""
+
+    name: str
+    param: torch.Tensor
+    index: int
+    taken: TakenGradient
+    stand_in: torch.Tensor
+    """What stands in ``p.grad`` for a gradient that has left: ``taken``, or a DTensor of which it is the local tensor.
+    """
+    order: list[int] | None
+    """The memory order of its states (``tensors.memory_order``)."""
+    owner: "weakref.ref[Owner]"
+    shard: LocalShard
+    """The elements that this process owns."""
+    placed: Placement
+    """Which elements of the parameter its tensor has on this process."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The tensor that holds this process's values: the parameter, or a DTensor's local tensor."""
+        return local_of(self.param)
+
+    def replace_stand_in(self) -> None:
+        """Make another stand-in; autograd has attached a graph to the one that was."""
+        self.taken = TakenGradient(self.values, self.name)
+        self.stand_in = self.placed.around(self.taken)
+
+    def release(self) -> None:
+        """Remove the stand-in from the parameter."""
+        if self.param.grad is self.stand_in:
+            self.param.grad = None
+
+
+@dataclass(frozen=True, eq=False)
+class _New:
+    """A parameter that is about to get states."""
+
+    name: str
+    param: torch.Tensor
+    group: int
+    target: ElementType | None
+    """The element type that it is cast to; None: it keeps its own."""
+    placed: Placement
+    counted: bool = True
+    """False: another process counts its elements in the norm, and saves them."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """As :attr:`Slot.values`."""
+        return local_of(self.param)
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """An optimizer's groups, as they were when this was made, and the parameters that have states."""
+
+    members: list[list[torch.Tensor]]
+    """The parameters of each group."""
+    groups: list[int]
+    """The group of each parameter that has states."""
+    rules: frozenset[tuple[int, Rule]]
+    """Each group's number with the update rules that its parameters were taken on with: one, unless some were moved."""
+    left_out: frozenset[int]
+    """The numbers of parameters with states that are in no group; ``groups`` has 0 for them."""
+    without_states: list[torch.Tensor]
+    """Parameters in a group that have no states."""
+
+    def holds(self, groups: Sequence[Mapping[str, Any]], n_slots: int) -> bool:
+        """True if the groups have the same parameters still, and ``n_slots`` of them have states."""
+        return (
+            len(self.groups) == n_slots
+            and [len(group["params"]) for group in groups] == [len(params) for params in self.members]
+            and all(all(map(is_, group["params"], params)) for group, params in zip(groups, self.members, strict=True))
+        )
+
+
+class Registration:
+    """The parameters that an optimizer has taken on, in the pipeline's order.
+
+    It lives as long as the pipeline. Closing or deleting it releases the parameters for another optimizer.
+
+    Args:
+        owner: the optimizer, which is not kept alive.
+        device: the device of all parameters.
+        sharding: the model's parameters in shards.
+        casts: the element types that parameters get.
+        members: the ranks of torch's default group that may have parts of placed parameters.
+        gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        pipeline: Pipeline,
+        device: torch.device,
+        sharding: Sharding,
+        casts: Casts,
+        *,
+        members: Collection[int],
+        gradients_leave: bool,
+    ) -> None:
+        self.slots: dict[torch.Tensor, Slot] = {}
+        self.columns = Columns(device)
+        self._flat: list[torch.Tensor | OnDisk] = []
+        """The memory of all parameters when it was last asked for."""
+        self._replaced: set[int] = set()
+        """The numbers of parameters that have got other memory since then; their old memory is not kept alive."""
+        self._used: set[DataWrites] = set()
+        """The watches of parameters whose ``data`` was used."""
+        self._grouping = Grouping([], [], frozenset(), frozenset(), [])
+        self._owner = weakref.ref(owner)
+        self._pipeline = pipeline
+        self.device = device
+        """The device of all parameters."""
+        self._sharding = sharding
+        self._casts = casts
+        self._members = members
+        self._gradients_leave = gradients_leave
+        weakref.finalize(self, clear_up, partial(let_go, self.slots)).atexit = False
+
+    def close(self) -> None:
+        """Release the parameters."""
+        let_go(self.slots)
+
+    def named(self, groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
+        """The parameters of an optimizer's groups, with the names that it knows."""
+        owner = self._owner()
+        return named_in(groups, {} if owner is None else owner.names)
+
+    # --- taking parameters on ------------------------------------------------------------------------
+
+    def check_new(self, named: Iterable[NamedParam]) -> None:
+        """As the function :func:`check_new`, for parameters to be added to those of this optimizer."""
+        check_new(named, self.device, self._owner(), self.slots)
+
+    def grouping(self, groups: Sequence[Mapping[str, Any]]) -> Grouping:
+        """These groups and the parameters that have states, made anew where one of the two has changed."""
+        if not self._grouping.holds(groups, len(self.slots)):
+            members = [list(group["params"]) for group in groups]
+            group_of = {param: g for g, params in enumerate(members) for param in params}
+            rules = [spec.rule for spec in self._pipeline.params]
+            self._grouping = Grouping(
+                members,
+                [group_of.get(param, 0) for param in self.slots],
+                frozenset(
+                    (group_of[param], rule)
+                    for param, slot in self.slots.items()
+                    if param in group_of and (rule := rules[slot.index])
+                ),
+                frozenset(slot.index for param, slot in self.slots.items() if param not in group_of),
+                [param for param in group_of if param not in self.slots],
+            )
+        return self._grouping
+
+    def unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool) -> list[NamedParam]:
+        """Parameters of these groups without states that require a gradient (``with_gradient``: have one)."""
+        unknown = self.grouping(groups).without_states
+        new = {param for param in unknown if (param.grad is not None if with_gradient else param.requires_grad)}
+        if not new:
+            return []
+        return [entry for entry in self.named(groups) if entry[1] in new]
+
+    def take_on(self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> list[Slot]:
+        """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
+        them give way.
+
+        Args:
+            rules: the update rule of each group.
+            model: the plan includes the memory of its other tensors, too.
+        """
+        for name, param, _ in named:
+            check_param(name, param)
+        known = ((slot.name, slot.values) for slot in self.slots.values())
+        others = ((name, local_of(tensor)) for name, tensor in tensors_of(model))
+        check_apart([(name, local_of(param)) for name, param, _ in named], (*known, *others))
+        pipeline, sharding = self._pipeline, self._sharding
+        news, params = self._new(named), [param for _, param, _ in named]
+        specs = sharding.describe([(self._spec(new, rules[new.group]), new.param) for new in news])
+        frozen = [] if model is None else sharding.frozen(params)
+        trained = [*zip(specs, params, strict=True)]
+        make_plan = partial(self._plan, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
+        plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
+        device = pipeline.device
+        self._take_over(named)
+        processes = min(local_processes(), device.collectives.world_size)
+        with heard_by_all(device.collectives, "memory for states"):
+            check_memory(
+                pipeline.buckets.terms,
+                plan,
+                make_plan,
+                host=available_bytes(),
+                device=device.free_bytes(),
+                processes=processes,
+                lent=pipeline.buckets.lent_bytes(specs),
+            )
+        first = len(pipeline.params)
+        with sharding.cut(trained, first) as shards:
+            tensors = [shards[new.param] if new.param in shards else flat(new.values) for new in news]
+            pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
+        return [self._hold(new, spec, first + i) for i, (new, spec) in enumerate(zip(news, specs, strict=True))]
+
+    def _new(self, named: Sequence[NamedParam]) -> list["_New"]:
+        """These parameters with their placements. All processes agree on which of them counts each one's elements."""
+        news = []
+        for name, param, group in named:
+            check_within(name, param, self._members)
+            placed = placement_of(name, param, memory_order(local_of(param)))
+            target = self._casts.of_param(param)
+            if target not in (None, ELEMENT_TYPES[param.dtype]):
+                placed.check_cast(name, param.dtype, target)
+            news.append(_New(name, param, group, target, placed))
+        device = self._pipeline.device
+        if device.world_size == 1 and device.collectives.world_size > 1:
+            await_all(new.param for new in news)  # an earlier optimizer may still update them
+            held = [(new.name, new.param, new.placed) for new in news]
+            counted = self._pipeline.exchange(partial(count_once, device.collectives, held))
+            news = [replace(new, counted=counts) for new, counts in zip(news, counted, strict=True)]
+        return news
+
+    def _spec(self, new: "_New", rule: Rule) -> ParamSpec:
+        spec = spec_of(new.name, new.values, new.group, new.target, elements=new.placed.part)
+        return replace(spec, rule=rule, matrix=_matrix(rule, new.name, new.param, new.placed), counted=new.counted)
+
+    def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
+        """Hold a parameter that the pipeline has taken on."""
+        shard: LocalShard
+        if (record := self._sharding.record_of(new.param)) is not None:
+            shard = RankShard(record)
+        else:
+            if new.target is not None:
+                cast_param(new.param, TORCH_DTYPES[new.target])
+            let_go = partial(_let_go_of, self._flat, self._replaced, index)
+            shard = InPlaceShard(new.param, DataWrites(new.param, self._used, let_go))
+        taken, order = TakenGradient(new.values, new.name), memory_order(new.values)
+        stand_in = new.placed.around(taken)
+        slot = Slot(new.name, new.param, index, taken, stand_in, order, self._owner, shard, new.placed)
+        self._flat.append(shard.memory())
+        self.columns.add(new.param, slot.stand_in, new.placed)
+        self.slots[new.param] = slot
+        OWNED[id(new.param)] = slot
+        return slot
+
+    def _take_over(self, named: Sequence[NamedParam]) -> None:
+        """Have earlier optimizers give way that have states of these parameters."""
+        earlier = earlier_owners(named, self._owner(), self.slots)
+        device = self._pipeline.device
+        if device.collectives.world_size > 1:
+            what = "who takes over from an earlier optimizer"
+            known = self._pipeline.exchange(partial(combine, device.collectives, what, same=[bool(earlier)]))
+            if not known.alike.all():
+                got = "belong to an earlier OffloadedAdamW" if earlier else "are nobody's"
+                raise StateError(
+                    f"parameters {got} on this rank, and it is otherwise on another rank; expected the same on all: "
+                    "end an earlier optimizer with .close() on all ranks"
+                )
+        for owner in earlier:
+            owner.give_way()
+
+    # --- what the pipeline reads and writes ----------------------------------------------------------
+
+    def tensors(self) -> list[torch.Tensor | OnDisk]:
+        """The memory of all parameters, or this rank's shards of them."""
+        return [slot.shard.memory() for slot in self.slots.values()]
+
+    def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
+        """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
+        written = self._written_from_outside()
+        if self._pipeline.released:  # parameters without values are as they were; others may have been kept
+            written = [slot for slot in written if not is_pending(slot.param)]
+        if self._replaced:
+            with no_read():
+                for slot in self.slots.values():
+                    if slot.index in self._replaced:
+                        self._replaced.discard(slot.index)  # first: it may be replaced again
+                        self._flat[slot.index] = slot.shard.memory()
+        for slot in written if slots is None else set(slots).intersection(written):
+            with no_read():
+                tensor = self._flat[slot.index] = slot.shard.memory()
+            if self._pipeline.health.state is not Health.TORN:  # else only a load may follow, which replaces all states
+                StateAccess(self._pipeline).adopt(slot.index, tensor)
+            self.note(slot)
+        return [*self._flat] if slots is None else [self._flat[slot.index] for slot in slots]
+
+    def _written_from_outside(self) -> list[Slot]:
+        """Whole parameters that somebody else wrote to since :meth:`note`, as far as can be told."""
+        changed = {*self.columns.changed()}
+        used = {writes for writes in [*self._used] if writes.seen()}
+        if not changed and not used:
+            return []
+        return [slot for slot in self.slots.values() if slot.shard.was_written(slot.index in changed, used)]
+
+    def note(self, slot: Slot) -> None:
+        """Record that the parameter now matches its master weights."""
+        slot.shard.forget_writes()
+        self.columns.note(slot.index)
+
+    def doubt(self, slot: Slot) -> None:
+        """Record that the parameter may differ from its master weights: their next use compares them first."""
+        self.columns.doubt(slot.index)
+
+    def have_other_states(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """True if groups have values by now with which their rules would have other states: SGD with a momentum."""
+        rules, of = self.grouping(groups).rules, self._pipeline.config.rule
+        return any(type(new := of(groups[g])) is type(rule) and new != rule for g, rule in rules)
+
+    def grown(self) -> bool:
+        """True if parameters are larger than when their states were made, and all are the same otherwise."""
+        if self.columns.unchanged():
+            return False
+        grown = False
+        for slot in self.slots.values():
+            before, param = slot.taken.shape, slot.values
+            dtype = TORCH_DTYPES[self._pipeline.params[slot.index].dtype]
+            larger = param.dim() == len(before) and all(map(ge, param.shape, before)) and param.shape != before
+            same = param.shape == before and memory_order(param) == slot.order
+            if not (larger or same) or (param.dtype, param.device) != (dtype, self.device):
+                return False
+            if not (slot.placed.holds(slot.param) and (same or slot.placed.can_grow)):
+                return False
+            grown |= larger
+        return grown
+
+    def check_unchanged(self) -> None:
+        """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
+        if self.columns.unchanged():
+            return
+        for slot in self.slots.values():
+            if not slot.placed.holds(slot.param):
+                raise ParameterError(
+                    f"parameter {slot.name!r} is placed as {placements_of(slot.param)}, and was {slot.placed} when its "
+                    "states were made; expected no change: shard and redistribute the model before wrap(), or wrap it "
+                    "anew"
+                )
+            spec, param = self._pipeline.params[slot.index], slot.values
+            got = (param.numel(), param.dtype, param.device)
+            expected = (spec.numel, TORCH_DTYPES[spec.dtype], self.device)
+            reordered = not (slot.order is None and param.is_contiguous()) and memory_order(param) != slot.order
+            if got != expected or param.shape != slot.taken.shape or reordered:
+                raise ParameterError(
+                    f"parameter {slot.name!r} is {tuple(param.shape)} {param.dtype} on {param.device}, strides "
+                    f"{param.stride()}, and was {tuple(slot.taken.shape)} {expected[1]} on {expected[2]}, strides "
+                    f"{slot.taken.stride()}, when its states were made; expected no change: resize, cast, move or "
+                    "reorder the model before wrap(), or wrap it anew"
+                )
+
+    # --- after the pipeline has written --------------------------------------------------------------
+
+    def flush(self) -> None:  # waits
+        """As ``OffloadedAdamW.flush``."""
+        if self._pipeline.released:  # :meth:`DeviceMemory.release` has flushed
+            return
+        if self._pipeline.config.schedule == "delayed":
+            self._sharding.before_change()
+        with no_read():  # one that was sent early is written again, and would refuse a read on this rank alone
+            tensors = self.tensors()
+        self._pipeline.flush(tensors)
+
+    def follow_update(self, *, broken: bool = False) -> None:
+        """Tell autograd of the parameters that a begun step writes, and have their readers wait for them.
+
+        Args:
+            broken: an interrupt may have come between a write and its count.
+        """
+        written = [*self._pipeline.last_step.published]
+        self.columns.count_writes(written)
+        if broken:
+            self.columns.note_all()
+        for writes in [*self._used]:
+            writes.forget()
+        if not self._pipeline.updates.finished:
+            slots = [*self.slots.values()]
+            for slot in [slots[index] for index in written]:
+                slot.shard.have_readers_wait(_await, slot, self._pipeline)
+        elif not broken:
+            have_been_written([self.columns.params[index] for index in written])
+
+    def have_readers_wait(self) -> None:
+        """Have the readers of all whole parameters wait for them."""
+        for slot in self.slots.values():
+            slot.shard.have_readers_wait(_await, slot, self._pipeline)
+
+    def await_values(self, slot: Slot) -> None:  # waits
+        """Wait until a whole parameter has been written."""
+        _await(slot, self._pipeline)
+
+    def follow_replaced(self, tensors: Sequence[torch.Tensor | OnDisk]) -> None:
+        """Write replaced master weights to the parameters."""
+        self._pipeline.flush(tensors)
+        self.columns.count_writes(range(len(self.slots)))
+        for slot in self.slots.values():
+            self.note(slot)
+
+    @property
+    def readers_can_wait(self) -> bool:
+        """True if every reader and writer of every parameter can be made to wait for it."""
+        return all(slot.shard.readers_can_wait for slot in self.slots.values())
+
+    def before_send(self, params: Collection[int]) -> None:
+        """Tell autograd that the pipeline is about to write parameters during backward, and have their readers wait.
+        Readers of those in shards do so anyway (``WholeParameters.hold``)."""
+        slots = list(self.slots.values())
+        self.columns.count_writes(params)
+        for slot in (slots[param] for param in params):
+            self.note(slot)
+            slot.shard.have_readers_wait(_await, slot, self._pipeline)
+
+    # --- memory --------------------------------------------------------------------------------------
+
+    def memory_report(self, given: Iterable[torch.Tensor], model: nn.Module | None) -> MemoryReport:
+        """As ``OffloadedAdamW.memory_report``.
+
+        Args:
+            given: the tensors in the optimizer's groups.
+        """
+        pipeline, sharding = self._pipeline, self._sharding
+        trained = [(pipeline.params[slot.index], slot.param) for slot in self.slots.values()]
+        frozen = sharding.frozen([param for _, param in trained])
+        others = self._others(trained, frozen, [*given, *_tensors_of(model)])
+        plan = self._plan(trained, frozen, others)
+        whole = [param for param in (*(param for _, param in trained), *others) if param not in sharding]
+        gradients = [slot.param.grad for slot in self.slots.values() if slot.param.grad is not slot.stand_in]
+        held = Counter(sharding.held_bytes())
+        held[DEVICE, PARAMETERS] += memory_of_all(whole)
+        held[DEVICE, GRADIENTS] += memory_of_all(gradient for gradient in gradients if gradient is not None)
+        return pipeline.memory_report([row for row in plan.rows if row.where == DEVICE], held)
+
+    def _others(
+        self,
+        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
+        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
+        tensors: Iterable[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """The tensors on the device that are neither trained nor partitioned, each once."""
+        known = {param for _, param in (*trained, *frozen)}
+        return list(dict.fromkeys(t for t in tensors if t not in known and t.device == self.device))
+
+    def _plan(
+        self,
+        trained: Sequence[tuple[ParamSpec, torch.Tensor]],
+        frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
+        others: Sequence[torch.Tensor],
+    ) -> MemoryPlan:
+        params = [param for _, param in trained]
+        plan = Planner(self._pipeline.buckets.terms).plan(
+            [spec for spec, _ in trained],
+            frozen=[spec for spec, _ in frozen],
+            besides=sum(map(self._casts.n_bytes, others)),
+            gradients_stay=not self._gradients_leave,
+        )
+        whole = [*params, *(param for _, param in frozen), *others]
+        built = [shards.shard for shards in map(shards_of, whole) if shards is not None]
+        here = [tensor for tensor in whole if tensor.device == self.device]
+        held = memory_of_all([*here, *(values for shard in built for values in shard.on(self.device))])
+        return replace(plan, rows=(*plan.rows, *self._sharding.plan_rows(trained, frozen)), held=held)
+
+
+def _let_go_of(memory: list[torch.Tensor | OnDisk], replaced: set[int], index: int) -> None:
+    memory[index] = _NOWHERE
+    replaced.add(index)
+
+
+def named_params(g: int, group: Mapping[str, Any], own: Mapping[torch.Tensor, str]) -> list[NamedParam]:
+    """The parameters of group ``g``, each once.
+
+    Args:
+        own: names that the optimizer has given to parameters of groups without names.
+    """
+    others = [own.get(param, f"group {g}, parameter {i}") for i, param in enumerate(group["params"])]
+    names = group.get("param_names") or others
+    entries: dict[torch.Tensor, NamedParam] = {}
+    for name, param in zip(names, group["params"], strict=True):
+        entries.setdefault(param, (name, param, g))  # torch only warns of a parameter that is in a group twice
+    return [*entries.values()]
+
+
+def named_in(groups: Sequence[Mapping[str, Any]], own: Mapping[torch.Tensor, str]) -> list[NamedParam]:
+    """The parameters of all groups, as :func:`named_params`."""
+    return [entry for g, group in enumerate(groups) for entry in named_params(g, group, own)]
+
+
+def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> dict[torch.Tensor, Matrix]:
+    """The matrices that frozen parameters consist of, for the rule of each group."""
+    found = {}
+    for name, param, g in named:
+        if not param.requires_grad and is_offloadable(param):
+            with suppress(ParameterError):  # it cannot be trained so, and is refused when it is unfrozen
+                found[param] = _matrix(rules[g], name, param, UNDIVIDED)
+    return {key: matrix for key, matrix in found.items() if matrix is not None}
+
+
+def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placement) -> Matrix | None:
+    matrix = rule.matrix(name, param.shape, in_order=memory_order(local_of(param)) is None)
+    if matrix is not None and placed.is_cut:
+        raise ParameterError(
+            f"parameter {name!r} is a DTensor of which this process has {placed.part}, and optimizer={rule.name!r} "
+            "needs whole matrices; expected another optimizer for it ({'params': ..., 'optimizer': 'adamw'}), or "
+            "wrap() of a model without fully_shard and tensor parallelism, whose stages 1 to 3 bring matrices together"
+        )
+    return matrix
+
+
+def check_new(
+    named: Iterable[NamedParam],
+    device: torch.device,
+    taker: Owner | None,
+    known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = (),
+) -> list[Owner]:
+    """Check that an optimizer can take on these parameters. Return those that will give way to it.
+
+    Args:
+        device: the device that all of them must be on.
+        taker: the optimizer.
+        known: parameters that it already has.
+
+    Raises:
+        ParameterError: a parameter cannot train, or is on another device.
+        StateError: a parameter belongs to another optimizer, which does not give way.
+    """
+    trained = [entry for entry in named if entry[1].requires_grad]  # others are checked when they are unfrozen
+    for name, param, _ in trained:
+        check_param(name, param)
+        if param.device != device:
+            raise ParameterError(
+                f"parameter {name!r} is on {param.device}, others are on {device}; expected one device a process"
+            )
+    return earlier_owners(trained, taker, known)
+
+
+def earlier_owners(
+    named: Iterable[NamedParam], taker: Owner | None, known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any]
+) -> list[Owner]:
+    """The optimizers that have states of these parameters, and let this one take over.
+
+    Raises:
+        StateError: one does not.
+    """
+    others = [(name, param) for name, param, _ in named if id(param) in OWNED and param not in known]
+    if others:
+        gc.collect()  # a reference cycle of an old trainer may keep its optimizer alive
+    found: dict[int, Owner] = {}
+    for name, param in others:
+        slot = OWNED.get(id(param))
+        owner = None if slot is None else slot.owner()
+        if owner is None or id(owner) in found:
+            continue
+        if (reason := owner.keeps_from(taker)) is not None:
+            raise StateError(
+                f"parameter {name!r} already belongs to another OffloadedAdamW, {reason}; expected one owner: use the "
+                "earlier one, or end it with .close() before this one is made"
+            )
+        found[id(owner)] = owner
+    return [*found.values()]
+
+
+def let_go(slots: dict[torch.Tensor, Slot]) -> None:
+    """Remove the stand-ins for gradients from the parameters, and release the parameters."""
+    for slot in slots.values():
+        slot.shard.let_go()
+        slot.release()
+        slot.taken.when_added(None)
+        if OWNED.get(id(slot.param)) is slot:
+            del OWNED[id(slot.param)]
+    slots.clear()
+
+
+def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
+    return [] if model is None else [*model.parameters(), *model.buffers()]
+
+
+def _await(slot: Slot, pipeline: Pipeline) -> None:
+    pipeline.state_lock.run(pipeline.await_param, slot.index, on_host=slot.placed.read_on_other_streams)

@@ -1,0 +1,109 @@
+"""Tensors that models of several engines share: those that can be, and one error for each that cannot.
+
+Engines whose parameters are whole may share frozen parameters and buffers, and one may train what is fixed for another:
+an update is made in place, and all readers wait for it. No engine can use a parameter that is in shards of another one,
+or has been given another element type.
+"""
+
+import gc
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_core.config.options import OffloadConfig
+from offload_core.errors import ParameterError, StateError
+from offload_core.support.living import Living
+
+from ..internals.private import no_read
+from ..params.casting import Casts
+from ..params.tensors import is_offloadable
+from .registration import Owner
+
+_OPTIMIZERS: Living[Any] = Living()
+"""The optimizers of this process, of engines and others. They are hashed by identity."""
+
+
+def note_optimizer(optimizer: Any) -> None:
+    """Let later engines know that this optimizer has parameters."""
+    _OPTIMIZERS.add(optimizer)
+
+
+def owners_of_shards(model: nn.Module) -> list[Any]:
+    """Return the open optimizers whose engines hold parameters of this model in shards."""
+    params = [*model.parameters()]
+    return [each for each in _OPTIMIZERS if each.is_open and any(param in each.sharding for param in params)]
+
+
+def end_earlier(owners: Collection[Any]) -> None:
+    """End the engines of these optimizers, so that another one may have their models. Collective: it makes parameters
+    whole.
+
+    Raises:
+        StateError: one is not idle; none has ended.
+    """
+    for owner in owners:
+        if owner.is_open and (reason := owner.occupied()) is not None:
+            raise StateError(
+                f"the model is in shards of another engine, {reason}; expected its step(), or its .close(), before a "
+                "later Trainer trains the model"
+            )
+    for owner in owners:
+        if owner.is_open:
+            owner.give_way()
+
+
+def check_shared(
+    model: nn.Module, config: OffloadConfig, casts: Casts, *, apart: bool, give_way: Collection[Owner]
+) -> None:
+    """Check that a new engine can have what its model shares with those of other optimizers.
+
+    Args:
+        apart: True if the new engine holds large parameters in shards.
+        give_way: the optimizers that will be closed for this engine.
+
+    Raises:
+        StateError, ParameterError: it cannot. Nothing has changed.
+    """
+    error = _conflict(model, config, casts, apart, give_way)
+    if error is not None:
+        gc.collect()  # a reference cycle of an old trainer may keep its engine
+        error = _conflict(model, config, casts, apart, give_way)
+    if error is not None:
+        raise error
+
+
+def _conflict(
+    model: nn.Module, config: OffloadConfig, casts: Casts, apart: bool, give_way: Collection[Owner]
+) -> StateError | ParameterError | None:
+    params = [*model.named_parameters()]
+    for other in _OPTIMIZERS:
+        if not other.is_open or any(other is owner for owner in give_way):
+            continue
+        held = {*other.held_tensors()}
+        for name, param in params:
+            if param in other.sharding:
+                return StateError(
+                    f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
+                    ".close(), or give this model a parameter of its own"
+                )
+            if apart and param in held and _may_be_cut(param, config):
+                return StateError(
+                    f"parameter {name!r} is used by another engine or optimizer, which needs it whole, and stage=3 "
+                    "would hold it in shards; expected stages 1 and 2 in both, one wrap() of a module that holds both "
+                    "models, or .close() of the other one before"
+                )
+        for name, tensor in (*params, *model.named_buffers()):
+            if tensor in held and casts.would_change(tensor):
+                asked = "param_dtype" if isinstance(tensor, nn.Parameter) else "buffer_dtype"
+                return ParameterError(
+                    f"{name!r} is used by another engine or optimizer as {tensor.dtype}, and {asked}="
+                    f"{getattr(config, asked)!r} would cast it; expected the same {asked} in both engines"
+                )
+    return None
+
+
+def _may_be_cut(param: torch.Tensor, config: OffloadConfig) -> bool:
+    with no_read():
+        return is_offloadable(param) and param.numel() >= max(config.param_persistence_threshold, 1)

@@ -1,0 +1,388 @@
+"""An optimizer's states in torch's terms: views of host memory, read, assigned and loaded."""
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from offload_core.errors import StateError
+from offload_core.layout.regions import InMemory
+from offload_core.ranks.collectives import merged
+from offload_core.rules import MASTER, STATE_NAMES, Rule
+from offload_core.step.pipeline import Pipeline
+from offload_core.step.state_access import StateAccess, checked_count
+from offload_core.support.checks import shown
+from offload_core.support.threads import uninterrupted
+
+from ..internals.private import grad_mode_kept
+from ..params.tensors import ELEMENT_TYPES, flat, flat_like, memory, shaped, shaped_like
+from ..ranks.device import as_torch
+from ..stage3.gathering import gathered_parameters
+from .parts_of_wholes import Held, PartOfWhole
+from .registration import Registration, Slot
+from .rule_words import counted
+from .state_views import Kept, Views, plain_entries, state_views
+
+
+class States(Kept, defaultdict):
+    """States by parameter. Reading an entry waits for the last update to end.
+
+    Args:
+        finish: waits for it.
+        replace: gives a parameter other states, by name; with no names it resets them.
+    """
+
+    def __init__(self, finish: Callable[[], None], replace: Callable[[torch.Tensor, Mapping[str, Any]], None]) -> None:
+        super().__init__(dict)
+        self._finish = weakref.WeakMethod(finish)
+        self._replace = weakref.WeakMethod(replace)
+
+    def hold(self, param: torch.Tensor, views: Views) -> None:
+        """Add an entry that stays."""
+        super().__setitem__(param, views)
+
+    def held(self, param: torch.Tensor) -> Views:
+        """The entry that stays, without a wait: for one that changes states."""
+        return cast(Views, super().__getitem__(param))
+
+    def _wait(self) -> None:  # waits
+        finish = self._finish()
+        if finish is not None:
+            finish()
+
+    def _replaces(self, param: Any, entry: Mapping[str, Any]) -> bool:
+        """Return True if the entry stays, with the values of ``entry`` from now on."""
+        replace = self._replace()
+        if replace is None or not isinstance(super().get(param), Views):
+            return False
+        replace(param, entry)
+        return True
+
+    def __getitem__(self, param: Any) -> Any:
+        self._wait()
+        return super().__getitem__(param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        self._wait()
+        return super().get(param, default)
+
+    def items(self) -> Any:
+        self._wait()
+        return super().items()
+
+    def values(self) -> Any:
+        self._wait()
+        return super().values()
+
+    def __setitem__(self, param: Any, entry: Any) -> None:
+        if not self._replaces(param, entry):
+            super().__setitem__(param, entry)
+
+    def __delitem__(self, param: Any) -> None:
+        if not self._replaces(param, {}):
+            super().__delitem__(param)
+
+    def __copy__(self) -> Any:
+        return defaultdict(dict, self.items())
+
+    copy = __copy__
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return defaultdict, (dict, plain_entries(self))
+
+
+class TorchStates:
+    """Reads, assigns and loads the states of an optimizer's parameters, as torch does.
+
+    It lives as long as the pipeline, which holds the states themselves.
+    """
+
+    def __init__(self, pipeline: Pipeline, registration: Registration) -> None:
+        self._pipeline = pipeline
+        self._states = StateAccess(pipeline)
+        self._registration = registration
+        self.views = States(self.finish, self.replace)
+        """``optimizer.state``."""
+
+    def finish(self) -> None:  # waits
+        """Wait until the last update has ended."""
+        lock, what = self._pipeline.state_lock, "a read of optimizer.state"
+        lock.whole(what, lock.change, what, self._pipeline.last_step.finish)
+
+    def hold(self, slot: Slot) -> None:
+        """Add the parameter's states."""
+        self.views.hold(slot.param, state_views(self._pipeline, slot.index, slot.values, slot.placed))
+
+    def count_written(self) -> None:
+        """Before the first update: count one for each parameter whose momentum other code has written in place."""
+        for slot in self._registration.slots.values():
+            self.views.held(slot.param).count_written()
+
+    def assign(self, states: Mapping[Any, Any]) -> None:
+        """As ``optimizer.state = states``."""
+        if states is not self.views:
+            for key in self.views.keys() - states.keys():
+                del self.views[key]
+            self.views.update(states)
+
+    def replace(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
+        """Give a parameter these states. With an empty ``entry`` it begins anew, but keeps its master weight."""
+        slot, held = self._registration.slots[param], self.views[param]
+        rule = self._states.rule(slot.index)
+        if entry := counted(entry, rule):
+            entry = own_part(self._pipeline, slot, held.of_whole, entry)
+            check_entry(slot.name, held.shape, entry, rule.state_names)
+        self._pipeline.state_lock.change("an assignment to optimizer.state", self._registration.flush)
+        entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
+        self._replace("an assignment to optimizer.state", partial(self._load, slot, entry))
+
+    def checked(
+        self, entries: Mapping[torch.Tensor, Mapping[str, Any]], rules: Mapping[torch.Tensor, Rule]
+    ) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """This rank's part of the given states, by parameter.
+
+        Args:
+            rules: the update rules of parameters.
+
+        Raises:
+            StateError: they do not fit their parameters.
+        """
+        own = {}
+        for param, given in entries.items():
+            entry = counted(given, rules[param])
+            slot = self._registration.slots.get(param)
+            if not entry:
+                continue
+            if slot is None:
+                check_entry("?", param.shape, entry, rules[param].state_names)
+            else:
+                held = self.views[param]
+                entry = own_part(self._pipeline, slot, held.of_whole, entry)
+                check_entry(slot.name, held.shape, entry, self._states.rule(slot.index).state_names)
+            own[param] = entry
+        return own
+
+    def load(
+        self,
+        entries: Mapping[torch.Tensor, Mapping[str, Any]],
+        before: Callable[[], object] = lambda: None,
+        after: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Take these states, by parameter; a parameter without an entry starts again.
+
+        Args:
+            before, after: called before and after; an interrupt does not separate them from the replacement.
+        """
+
+        def load() -> None:
+            before()
+            for slot in self._registration.slots.values():
+                self._load(slot, entries.get(slot.param, {}))
+            after()
+
+        self._replace("load_state_dict()", load)
+
+    def _replace(self, what: str, act: Callable[[], None]) -> None:
+        """Replace states completely, even if a signal comes."""
+
+        @torch.no_grad()  # in the section's own thread
+        def section() -> None:
+            act()
+
+        self._pipeline.check_present()
+        self._pipeline.state_lock.change(what, uninterrupted, section)
+
+    def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
+        views = self.views.held(slot.param)  # where no thread can be started, a read is refused in the section
+        values = slot.shard.copy()
+        self._states.will_change([slot.index])
+        views.take(entry, lambda: self._states.reload_master(slot.index, slot.shard.memory()))
+        if values is not None:
+            self._states.adopt(slot.index, values)
+        self._registration.doubt(slot)  # the model's weights may be loaded after this
+
+    def whole(
+        self, param: torch.Tensor, names: Collection[str] | None = None, dtype: torch.dtype = torch.float32
+    ) -> dict[str, torch.Tensor]:
+        """As ``OffloadedAdamW.whole_states``, rounded to this element type."""
+        slot = self._registration.slots[param]
+        [tensor] = self._registration.current_tensors([slot])
+        found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
+        states = {name: shaped_like(as_torch(state), slot.values) for name, state in found.items()}
+        if not slot.placed.is_cut:
+            return states
+        return {name: self.joined(slot, name, state) for name, state in states.items()}
+
+    def joined(self, slot: Slot, name: str, state: torch.Tensor) -> torch.Tensor:
+        """A state of a placed parameter, put together of all processes' parts."""
+        part = slot.placed.part
+        assert part is not None  # the parameter is cut
+        own = memory(state.contiguous().view(-1)).reshape(tuple(state.shape))
+        parts = [(part.index, own)] if self._pipeline.params[slot.index].counted else []
+        what = f"parameter {slot.name!r}: {name} of all processes"
+        join = partial(merged, self._pipeline.device.collectives, part.shape, own.dtype, parts, what)
+        return as_torch(self._pipeline.exchange(join).reshape(-1)).view(part.shape)
+
+    def own(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
+        """As ``OffloadedAdamW.own_states``."""
+        slot = self._registration.slots[param]
+        [tensor] = self._registration.current_tensors([slot])
+        runs = self._states.runs(slot.index, tensor)
+        wanted = self._states.rule(slot.index).state_names if names is None else names
+        found = {name: np.empty(sum(run.numel for run in runs), np.float32) for name in wanted}
+        for name, own in found.items():
+            at = 0
+            for run in runs:
+                run.arrays[name].read(0, own[at : at + run.numel])
+                at += run.numel
+        return {name: as_torch(own) for name, own in found.items()}
+
+    def spread(self, slot: Slot, values: torch.Tensor) -> np.ndarray:
+        """Return a whole fp32 array, in the core's order, that has these values where this process's part of the
+        parameter is, and zeros elsewhere.
+
+        Raises:
+            StateError: they are not as many elements as the part has.
+        """
+        extents = self._states.extents(slot.index)
+        own = values.detach().to("cpu", torch.float32).reshape(-1).numpy()
+        expected = sum(numel for _, numel in extents)
+        if own.size != expected:
+            raise StateError(
+                f"parameter {slot.name!r}: got {own.size} elements for this rank's part, expected {expected}"
+            )
+        whole, at = np.zeros(self._pipeline.params[slot.index].numel, np.float32), 0
+        for start, numel in extents:
+            whole[start : start + numel] = own[at : at + numel]
+            at += numel
+        return whole
+
+    def load_state(self, param: torch.Tensor, name: str, values: torch.Tensor, *, own: bool) -> None:
+        """As ``OffloadedAdamW.load_state``."""
+        slot = self._registration.slots[param]
+        names = self._states.rule(slot.index).state_names
+        if name not in names:
+            raise StateError(
+                f"load_state: parameter {slot.name!r} has no state {name!r}; expected one of {', '.join(names)}"
+            )
+        if not own and values.shape != param.shape:
+            raise StateError(
+                f"load_state: parameter {slot.name!r}: got {name} of shape {tuple(values.shape)}, expected "
+                f"{tuple(param.shape)}; this rank's part is loaded with own=True"
+            )
+        if own:
+            run = self.spread(slot, values)
+            values = shaped_like(as_torch(self._merged(slot, name, run) if name == MASTER else run), slot.values)
+        if name == MASTER:
+            self.load_master(param, values)
+            return
+        views = self.views.held(param)
+        views[name] = own_part(self._pipeline, slot, views.of_whole, {name: values})[name]
+
+    def _merged(self, slot: Slot, name: str, run: np.ndarray) -> np.ndarray:
+        """The whole array of which each rank has its own part, and zeros elsewhere."""
+        device, n = self._pipeline.device, run.size
+        if device.world_size == 1:
+            return run
+        parts = [((slice(at, at + numel),), run[at : at + numel]) for at, numel in self._states.extents(slot.index)]
+        what = f"parameter {slot.name!r}: {name} of all ranks"
+        return self._pipeline.exchange(partial(merged, device.collectives, (n,), run.dtype, parts, what))
+
+    def masters(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes
+        that they had when they were made."""
+        found = {}
+        for param, slot in self._registration.slots.items():
+            if param.dtype is not torch.float32 and not self._states.own_masters(slot.index, flat(slot.values)):
+                run = self._states.whole_states(slot.index, ("master",))["master"]
+                found[param] = shaped(torch.from_numpy(run), cast(InMemory, self._states.elements(slot.index)))
+        return found
+
+    def keep_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Give parameters that have grown their former master weights, except for elements that have changed."""
+        for param, before in masters.items():
+            values = param.detach().to("cpu", torch.float32, copy=True)
+            part = values[tuple(slice(0, n) for n in before.shape)]
+            part.copy_(torch.where(before.to(param.dtype).float() == part, before, part))
+            self.load_master(param, values)
+
+    def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
+        """As ``OffloadedAdamW.load_master``."""
+        self._pipeline.check_present()
+        slot = self._registration.slots[param]
+        own = slot.placed.own(values)
+        master = flat_like(own.to("cpu", torch.float32), slot.values).numpy()
+        self._states.set_states(slot.index, {"master": master})
+        with gathered_parameters(param, modifier_rank=0), grad_mode_kept(), torch.no_grad():
+            slot.values.copy_(own)
+        self._registration.note(slot)
+
+
+def own_part(pipeline: Pipeline, slot: Slot, held: Held | None, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+    """This rank's part of whole states; parts are returned as they are.
+
+    Raises:
+        StateError: a part is another rank's.
+    """
+    index, param = slot.index, slot.param
+    entry = {name: _elements(slot.name, held, value) for name, value in entry.items()}
+    if pipeline.device.world_size == 1:
+        return {name: slot.placed.own(value) for name, value in entry.items()}
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
+            return value
+        whole = flat_like(value, param)
+        runs = StateAccess(pipeline).extents(index)
+        return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
+
+    return {name: part(value) for name, value in entry.items()}
+
+
+def _elements(name: str, held: Held | None, value: Any) -> Any:
+    """The elements of a part that says of which tensor; other values are returned as they are."""
+    if not isinstance(value, PartOfWhole):
+        return value
+    if held is None or value.held != held:
+        has = "all of it" if held is None else str(held)
+        raise StateError(
+            f"load_state_dict: parameter {name!r}: states of {value.held}, on a rank that has {has} (or others of "
+            "them); expected the state_dict() of this rank, of as many ranks, in the same stage and bucket size. "
+            "torch.distributed.checkpoint and save_checkpoint() bring states to others"
+        )
+    return value.local
+
+
+def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:
+    """Raise :class:`StateError` unless an entry has these states and a step count; it may lack the master weight."""
+    others = [key for key in STATE_NAMES if key not in states and isinstance(entry.get(key), torch.Tensor)]
+    if others:
+        raise StateError(
+            f"load_state_dict: parameter {name!r}: there is {others[0]!r}, expected {', '.join(states)} alone; is this "
+            "the state of another optimizer?"
+        )
+    for key in states if MASTER in entry else states[1:]:
+        value = entry.get(key)
+        if not isinstance(value, torch.Tensor) or value.shape != expected:
+            got = tuple(value.shape) if isinstance(value, torch.Tensor) else value
+            raise StateError(
+                f"load_state_dict: parameter {name!r}: {key} is {got}, expected a tensor of shape "
+                f"{tuple(expected)}; is this the state of another model, or of another optimizer?"
+            )
+        if value.dtype not in ELEMENT_TYPES:
+            raise StateError(
+                f"load_state_dict: parameter {name!r}: {key} is of {value.dtype}, and would be rounded; expected "
+                "torch.float32: convert it, if that is what you want"
+            )
+    if "step" not in entry:
+        raise StateError(f"load_state_dict: parameter {name!r}: no 'step', expected the number of updates made")
+    try:
+        checked_count(entry["step"])
+    except (TypeError, ValueError, OverflowError, RuntimeError):
+        raise StateError(
+            f"load_state_dict: parameter {name!r}: step is {shown(entry['step'])}, expected the number of updates made"
+        ) from None

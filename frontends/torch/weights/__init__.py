@@ -1,0 +1,1 @@
+"""A model's weights: checkpoints, exports, and weights one by one."""
