@@ -169,13 +169,11 @@ class Pipeline:
     # --- gradients ---------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A backward begins, on all ranks alike. What came in the one before it, in this micro-step, leaves.
+        """A backward begins, on all of several ranks alike. What came in the one before it, in this micro-step, leaves.
 
         Raises :class:`StateError` where ``update_in_backward`` has updated states.
         """
         assert self.state_lock.changing.locked()
-        if self.device.world_size == 1:
-            return
         since = self.arrivals.since
         if since.backward:
             self._begin_gradients()

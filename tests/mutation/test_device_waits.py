@@ -620,10 +620,10 @@ UNNOTICED = {
     "training.device_memory.DeviceMemory.before_backward: await_values(tensor)": "test_release.py needs it",
     "engine.Engine.restore: self.flush()": "test_compiled_blocks.py needs it",
     "integrations.trainer.OffloadTrainer.training_step: engine.optimizer.sharding.recover()": "test_trl.py needs it",
-    "training.device_memory.DeviceMemory.release: event.wait()": "the device is waited for next; this raises a copy's error, "
-    "test_release.py",
-    "training.device_memory.DeviceMemory.await_values: self._registration.await_values(slot)": "a read between two lines of "
-    "restore() needs it",
+    "training.device_memory.DeviceMemory.release: event.wait()": "the device is waited for next; this raises a copy's "
+    "error, test_release.py",
+    "training.device_memory.DeviceMemory.await_values: self._registration.await_values(slot)": "a read between two "
+    "lines of restore() needs it",
     "training.steps.Steps._end_broken_step: parts.pipeline.last_step.finish()": "test_torch_interrupts.py needs it",
     "params.pending.await_for_compiled_code: wait()": "test_compiled_blocks.py needs it",
     "ranks.device.HostTorchDevice.to_device_lane: after.order()": "no exchange between devices is the host's own",

@@ -59,6 +59,8 @@ class Intake:
         self._slots = registration.slots
         self._columns = registration.columns
         self._early = early
+        self._meets = early and pipeline.device.world_size > 1
+        """True if ranks meet for the gradients of each backward."""
         self._arrived: dict[int, int] = {}
         """The number of gradients taken in backwards since the last update, by parameter."""
         self._averaged: dict[int, int] = {}
@@ -228,7 +230,7 @@ class Intake:
         with started.runs:
             _STARTED.append(started)
             self._backward = started
-            if self._early:
+            if self._meets:
                 self._begin()
             act(scale)
 
