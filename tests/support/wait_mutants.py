@@ -5,6 +5,7 @@ shown to the scenarios that reach its place alone, because a search through all 
 """
 
 import ast
+import gc
 import importlib
 import inspect
 import mmap
@@ -373,5 +374,8 @@ class Search:
                 raise
             except BaseException as error:
                 print(f"{mutant}  =>  {name}: {error!r:.200}")
-                return name
+            else:
+                continue
+            gc.collect()  # engines that it left end here, by the sound code; among another's copies they kill the process
+            return name
         return None
