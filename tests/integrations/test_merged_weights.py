@@ -6,12 +6,12 @@ import warnings
 
 import pytest
 import torch
-from frontends.torch.weights.weights.merged_weights import AdaptedLayer
 from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
+from frontends.torch.weights.merged_weights import AdaptedLayer
 from offload_core.errors import ParameterError
 from tests.support.adapters import LORA, adapted, batch, on_engine
 from tests.support.hugging_face import LR, alone, llama

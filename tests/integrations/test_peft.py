@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from frontends.torch.weights.weights.export import whole_state_dict
 from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
 from frontends.torch import gathered_parameters, wrap
+from frontends.torch.weights.export import whole_state_dict
 from offload_core.errors import StateError
 from tests.support.adapters import LORA, adapted, batch, each_layer, on_engine, with_torch
 from tests.support.hugging_face import LR, alone, llama

@@ -34,12 +34,13 @@ from offload_core.checkpoint import saving
 from offload_core.device.host_ranks import HostRanks
 from offload_core.native import kernels
 from offload_core.testing.thread_ranks import run_ranks
+from tests import sampling
 from tests.support import one_process_group, simulated
 from tests.support.device_memory import allocated_before
 from tests.support.one_thread import Threads
 from tests.support.simulated import collectives
 from tests.support.torch_models import batch, make, same_bits
-from tests.support.wait_mutants import NoticedBy, assert_noticed, by_name, made, modules_of, mutants_of, who_notices
+from tests.support.wait_mutants import DROPPED, Search, by_name, modules_of, mutants_of
 
 pytestmark = [
     pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or ""),
@@ -567,6 +568,9 @@ def parameters_that_were_emitted_and_discarded():
 
 SCENARIOS = [
     a_forward,
+    copies_that_the_host_does_not_wait_for,
+    gradients_that_leave_late,
+    an_engine_that_is_closed_or_dropped,
     a_forward_that_torch_does_not_see,
     a_copy,
     states,
@@ -574,11 +578,8 @@ SCENARIOS = [
     states_that_are_given_to_delayed_parameters,
     delayed_parameters_after_a_step_that_was_skipped,
     checkpoints,
-    an_engine_that_is_closed_or_dropped,
     memory_of_an_engine_that_ends,
     memory_of_a_shard_that_joins_its_master,
-    copies_that_the_host_does_not_wait_for,
-    gradients_that_leave_late,
     parameters_in_shards,
     parameters_in_shards_on_the_host,
     parameters_that_were_built_in_shards,
@@ -586,7 +587,6 @@ SCENARIOS = [
     matrices_that_the_device_computes_with,
     a_forward_that_fails_in_shards,
     an_export,
-    a_model_that_trainer_saves,
     parameters_of_a_class_of_their_own,
     a_model_that_was_released,
     memory_of_released_models_that_end,
@@ -596,7 +596,9 @@ SCENARIOS = [
     bytes_sent,
     whole_states_of_delayed_parameters,
     parameters_that_were_emitted_and_discarded,
+    a_model_that_trainer_saves,
 ]
+"""A mutant is shown to them in this order: scenarios that notice much, or take little time, come first."""
 ELSEWHERE = {
     "zero_files.export",  # writes files, test_deepspeed_runs.py
     "integrations.verl",  # needs verl, test_verl.py
@@ -648,10 +650,6 @@ ENDS = {
 """Without these the process dies: only a scenario plays them whose end is in a child."""
 
 
-MUTANTS = {name: mutant for name, mutant in ALL_MUTANTS.items() if name not in UNNOTICED}
-NOTICED_BY = NoticedBy("torch")
-
-
 @pytest.fixture(autouse=True)
 def late(monkeypatch, accelerator):
     expected()
@@ -669,6 +667,7 @@ PLAYED = {
     for scenario in SCENARIOS
     for ahead in (False, True)
 }
+SEARCH = Search(ALL_MUTANTS, PLAYED)
 
 
 @pytest.mark.draws(6)
@@ -681,25 +680,26 @@ PLAYED = {
     ids=str,
 )
 def test_the_sound_front_end_passes(scenario):
-    PLAYED[scenario]()
+    if sampling.whole:
+        SEARCH.reached_by(scenario)  # plays it, and mutants need the answer
+    else:
+        PLAYED[scenario]()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", MUTANTS, ids=str)
+@pytest.mark.parametrize("mutant", [name for name in ALL_MUTANTS if name not in UNNOTICED], ids=str)
 def test_a_wait_of_the_torch_front_end_that_is_taken_out_is_noticed(mutant):
-    by = {name: run for name, run in PLAYED.items() if mutant not in ENDS or name.startswith("memory_of")}
-    assert_noticed(mutant, MUTANTS[mutant], by, NOTICED_BY)
+    assert SEARCH.who_notices(mutant, "memory_of" if mutant in ENDS else ""), "nothing notices it"
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mutant", UNNOTICED, ids=str)
 def test_what_nothing_notices_is_known(mutant):
-    with made(ALL_MUTANTS[mutant]):
-        assert who_notices(PLAYED) == (None, None)
+    assert SEARCH.who_notices(mutant) is None
 
 
-def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
-    """A wait that is renamed, or a module that is moved, would take its mutants along without a word."""
-    NOTICED_BY.assert_names(MUTANTS)
+def test_no_mutant_was_dropped():
+    """A wait that loses its mark would take its mutants along without a word."""
+    assert len(ALL_MUTANTS) == 77, DROPPED
     assert {*UNNOTICED} <= {*ALL_MUTANTS}
-    assert ENDS.issubset(MUTANTS)
+    assert ENDS.issubset({*ALL_MUTANTS} - {*UNNOTICED})

@@ -424,19 +424,19 @@ def blocks_by_chance():
 
 
 SCENARIOS = [
-    blocks_that_are_updated,
-    blocks_that_others_look_at,
-    updates_that_break_off,
-    blocks_that_are_written_from_outside,
-    blocks_that_outgrow_the_slots,
-    blocks_that_are_read_ahead,
     a_block_that_nobody_announced,
+    updates_that_break_off,
+    blocks_that_are_read_ahead,
     a_block_whose_update_broke_off,
     an_interrupt_before_a_block_has_arrived,
-    writes_that_fail,
     a_write_that_fails_last,
     a_write_that_fails_and_does_not_matter,
-    reads_that_fail,
     what_was_read_ahead_in_vain,
     blocks_by_chance,
+    blocks_that_others_look_at,
+    writes_that_fail,
+    blocks_that_are_updated,
+    blocks_that_are_written_from_outside,
+    reads_that_fail,
+    blocks_that_outgrow_the_slots,
 ]

@@ -426,6 +426,7 @@ def scratch_files_that_are_closed(files, expected):
 
 
 SCENARIOS = [
+    shards_that_are_read_ahead,
     shards_that_are_lent,
     shards_that_change,
     a_shard_that_an_update_is_yet_to_change,
@@ -435,7 +436,6 @@ SCENARIOS = [
     shards_that_outgrow_the_slots,
     shards_that_cannot_be_read,
     a_slot_whose_shard_could_not_be_read,
-    shards_that_are_read_ahead,
     bytes_in_scratch_files,
     bytes_that_are_moved_in_part,
     a_piece_that_fails,

@@ -1,19 +1,20 @@
 """Mutants of Python code that wait for one thing less, and the check that a scenario notices.
 
-The waits are found in the sources. A mutant is made by giving one function other code, and is gone afterwards. Tables
-say which scenario notices which mutant, because a search through all scenarios takes most of the time.
+The waits are found in the sources. A mutant is made by giving one function other code, and is gone afterwards. It is
+shown to the scenarios that reach its place alone, because a search through all of them takes most of the time.
 """
 
 import ast
+import gc
 import importlib
 import inspect
-import os
+import mmap
 import types
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("offload_core", "frontends/torch")
 MARK = "  # waits"
 """Ends the line that defines a function that waits: its ``def``, or the assignment of a callable to a name."""
+DEFINITION = ast.FunctionDef | ast.ClassDef
 OF_TORCH = {"wait_event", "wait_stream", "record_stream"}
 """Methods of torch's streams that wait, which no line of this repository defines."""
 
@@ -71,20 +73,31 @@ class Change:
     def __str__(self) -> str:
         return f"{self.module}.{self.function}: {self.old} -> {self.new}"
 
-    def tree(self) -> ast.AST:
-        source = source_of(self.module)
+    def _begin(self, source: str) -> int:
+        """Return where ``old`` begins in the module's source."""
         nodes = ast.parse(source).body
         for name in self.function.split("."):
-            [node] = [n for n in nodes if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
+            [node] = [n for n in nodes if isinstance(n, DEFINITION) and n.name == name]
             nodes = node.body
         lines = source.splitlines(keepends=True)
-        before, after = lines[: node.lineno - 1], lines[node.end_lineno :]
+        before = "".join(lines[: node.lineno - 1])
         body = "".join(lines[node.lineno - 1 : node.end_lineno])
         assert body.count(self.old) == 1, f"{self.module} no longer holds what this mutant replaces"
-        return ast.parse("".join([*before, body.replace(self.old, self.new), *after]))
+        return len(before) + body.index(self.old)
+
+    @property
+    def line(self) -> int:
+        source = source_of(self.module)
+        return source.count("\n", 0, self._begin(source)) + 1
+
+    def tree(self) -> ast.AST:
+        source = source_of(self.module)
+        begin = self._begin(source)
+        return ast.parse(source[:begin] + self.new + source[begin + len(self.old) :])
 
 
 Mutant = Wait | Change
+DROPPED = f"if there are too few mutants, a wait has lost its mark ({MARK.strip()!r}); else write the new number here"
 
 
 def by_name(mutants: Iterable[Mutant]) -> dict[str, Mutant]:
@@ -156,7 +169,7 @@ def nodes_of(module: str) -> list[tuple[ast.AST, ast.stmt, str]]:
         if path:
             found.append((node, statement, ".".join(path[: 2 if path[0].lstrip("_")[0].isupper() else 1])))
         for child in ast.iter_child_nodes(node):
-            named = isinstance(child, ast.FunctionDef | ast.ClassDef)
+            named = isinstance(child, DEFINITION)
             visit(child, statement, (*path, child.name) if named else path)
 
     visit(ast.parse(source_of(module)), None, ())
@@ -257,83 +270,112 @@ def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from codes_of(constant)
 
 
+Codes = dict[types.FunctionType, types.CodeType]
+
+
+def codes_in(tree: ast.AST, module: str, functions: Collection[str]) -> Codes:
+    """Return the code that these functions of a module have in another tree."""
+    codes = [*codes_of(compile(ast.fix_missing_locations(tree), f"<another {module}>", "exec"))]
+    found = {}
+    for name in functions:
+        [code] = [c for c in codes if c.co_qualname == name]
+        [function] = {f for f in functions_of(importlib.import_module(module)) if f.__qualname__ == name}
+        assert function.__code__.replace(co_filename="") != code.replace(co_filename="")
+        found[function] = code
+    return found
+
+
 @contextmanager
-def made(mutant: Mutant) -> Iterator[None]:
-    """The function around the mutated place runs other code meanwhile."""
-    mutated = compile(ast.fix_missing_locations(mutant.tree()), f"<{mutant}>", "exec")
-    [code] = [c for c in codes_of(mutated) if c.co_qualname == mutant.function]
-    module = importlib.import_module(mutant.module)
-    [function] = {f for f in functions_of(module) if f.__qualname__ == mutant.function}
-    sound = function.__code__
-    assert sound.replace(co_filename="") != code.replace(co_filename="")
-    function.__code__ = code
+def running(codes: Codes) -> Iterator[None]:
+    """Functions run other code meanwhile."""
+    sound = {function: function.__code__ for function in codes}
+    for function, code in codes.items():
+        function.__code__ = code
     working_memory._BLOCKS.clear()  # engines that are made now share no memory with earlier ones, nor with later ones
     try:
         yield
     finally:
-        function.__code__ = sound
+        for function, code in sound.items():
+            function.__code__ = code
         working_memory._BLOCKS.clear()
 
 
-def who_notices(scenarios: Mapping[str, Callable[[], None]]) -> tuple[str | None, BaseException | None]:
-    """The first scenario that fails, and its error."""
-    for name, scenario in scenarios.items():
-        try:
-            scenario()
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:
-            return name, error
-    return None, None
+def made(mutant: Mutant) -> AbstractContextManager[None]:
+    """The function around the mutated place runs other code meanwhile."""
+    return running(codes_in(mutant.tree(), mutant.module, [mutant.function]))
 
 
-COMMAND = "OFFLOAD_CORE_NOTICED_BY=write make test-all ARGS='-k notice'"
+REACHED = mmap.mmap(-1, 4096)
+"""A byte for each mutant, by its number: 1 once this process or a fork has reached its place."""
 
 
-class NoticedBy:
-    """A file that says which scenario notices each mutant, so that a mutant need not search all of them.
+def noted(module: str, mutants: Mapping[int, Mutant]) -> Codes:
+    """Return code of the functions of these mutants, by number, that notes in ``REACHED`` which places it reaches.
 
-    It is held against what happens, both ways: a mutant that it lacks is an error, and so is a line that is not true.
-    Under ``OFFLOAD_CORE_NOTICED_BY=write`` it is changed instead.
+    The note stands before the innermost statement around a place.
+    """
+    tree = ast.parse(source_of(module))
+    bodies = [value for node in ast.walk(tree) for _, value in ast.iter_fields(node) if isinstance(value, list)]
+
+    def extent(statement: tuple[ast.stmt, list[ast.stmt]]) -> tuple[int, bool]:
+        node, _ = statement
+        return node.end_lineno - node.lineno, isinstance(node, DEFINITION)
+
+    statements = [(node, body) for body in bodies for node in body if isinstance(node, ast.stmt)]
+    for number, mutant in mutants.items():
+        line = mutant.line
+        around = [(node, body) for node, body in statements if node.lineno <= line <= node.end_lineno]
+        node, body = min(around, key=extent)
+        note = f"__import__('sys').modules[{__name__!r}].REACHED[{number}] = 1"
+        body[body.index(node) : body.index(node)] = ast.parse(note).body
+    return codes_in(tree, module, {mutant.function for mutant in mutants.values()})
+
+
+class Search:
+    """Shows mutants to the scenarios that reach their places, in the order of the scenarios.
+
+    Any order finds who notices. A scenario that notices much in little time is worth a place at the front.
     """
 
-    def __init__(self, name: str) -> None:
-        self._path = ROOT / "tests" / "mutation" / "noticed_by" / f"{name}.txt"
-        self._writes = os.environ.get("OFFLOAD_CORE_NOTICED_BY") == "write"
+    def __init__(self, mutants: Mapping[str, Mutant], scenarios: Mapping[str, Callable[[], None]]) -> None:
+        assert len(mutants) <= len(REACHED)
+        self._mutants = mutants
+        self._scenarios = scenarios
+        self._reached: dict[str, set[str]] = {}
+        """The mutants whose places each scenario reaches that was asked about."""
 
-    def lines(self) -> dict[str, str]:
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        return dict(line.split("  =>  ") for line in lines)
+    @cached_property
+    def _noting(self) -> Codes:
+        modules: dict[str, dict[int, Mutant]] = {}
+        for number, mutant in enumerate(self._mutants.values()):
+            modules.setdefault(mutant.module, {})[number] = mutant
+        found = [noted(module, mutants) for module, mutants in modules.items()]
+        return {function: code for codes in found for function, code in codes.items()}
 
-    def _write(self, lines: dict[str, str]) -> None:
-        self._path.write_text("".join(f"{name}  =>  {by}\n" for name, by in sorted(lines.items())))
+    def reached_by(self, scenario: str) -> set[str]:
+        """Return the mutants whose places it reaches. It is played once, by the sound code."""
+        if scenario not in self._reached:
+            REACHED[:] = bytes(len(REACHED))
+            with running(self._noting):
+                self._scenarios[scenario]()
+            self._reached[scenario] = {name for name, there in zip(self._mutants, REACHED[:], strict=False) if there}
+        return self._reached[scenario]
 
-    def assert_names(self, mutants: Collection[str]) -> None:
-        """Raise an AssertionError unless it names these mutants and no others."""
-        lines = self.lines()
-        if self._writes:
-            self._write({name: by for name, by in lines.items() if name in mutants})
-        else:
-            differing = sorted({*lines} ^ {*mutants})
-            assert not differing, f"{self._path.name} is stale, {differing}: {COMMAND} writes it anew"
-
-    def first(self, mutant: str, scenarios: Iterable[str]) -> list[str]:
-        """The scenarios in the order in which to try them: the one that is named comes first."""
-        return sorted(scenarios, key=lambda name: name != self.lines().get(mutant))
-
-    def assert_noticed(self, mutant: str, by: str | None) -> None:
-        """Raise an AssertionError unless this scenario is the one that is named."""
-        assert by, "nothing notices it"
-        lines = self.lines()
-        if self._writes:
-            self._write(lines | {mutant: by})
-        else:
-            assert by == lines.get(mutant), f"{self._path.name} is stale, {by!r} notices it: {COMMAND} writes it anew"
-
-
-def assert_noticed(name: str, mutant: Mutant, scenarios: Mapping[str, Callable[[], None]], table: NoticedBy) -> None:
-    """Raise an AssertionError unless the scenario that the table names fails under this mutant."""
-    with made(mutant):
-        by, error = who_notices({each: scenarios[each] for each in table.first(name, scenarios)})
-    print(f"{name}  =>  {by}: {error!r:.200}")
-    table.assert_noticed(name, by)
+    def who_notices(self, mutant: str, among: str = "") -> str | None:
+        """Return the first scenario that fails under this mutant, of those whose name begins with ``among``."""
+        changed = self._mutants[mutant]
+        for name, scenario in self._scenarios.items():
+            if not name.startswith(among) or mutant not in self.reached_by(name):
+                continue
+            try:
+                with made(changed):
+                    scenario()
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                print(f"{mutant}  =>  {name}: {error!r:.200}")
+            else:
+                continue
+            gc.collect()  # engines that it left end here, by the sound code; among another's copies they kill the process
+            return name
+        return None

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from frontends.torch.weights.weights.weights import Weights
 from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
+from frontends.torch.weights.weights import Weights
 from offload_core.errors import ConfigError, ParameterError, StateError
 from tests.support.exports import load
 from tests.support.late_stores import STATES_ON_DISK

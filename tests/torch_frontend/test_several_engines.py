@@ -8,11 +8,11 @@ from functools import partial
 
 import pytest
 import torch
-from frontends.torch.internals.private.private import no_read
 from safetensors.torch import load_file
 from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
+from frontends.torch.internals.private import no_read
 from offload_core import ParameterError, StateError
 from offload_core.memory.working_memory import blocks_of, bytes_held, bytes_in_turn
 from tests.support import simulated

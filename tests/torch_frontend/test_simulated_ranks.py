@@ -18,7 +18,7 @@ from tests.support.processes import on_ranks
 from tests.support.simulated import collectives
 from tests.support.torch_rank import batch, bits, make, whole_bits
 from tests.support.traces import read
-from tests.support.wait_mutants import Change, NoticedBy, by_name, made, mutants_of
+from tests.support.wait_mutants import DROPPED, Change, by_name, made, mutants_of
 
 pytestmark = pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 
@@ -300,13 +300,12 @@ UNNOTICED = {
     f"{RANKS}.DeviceRanks._gather: whole of lane.event(whole)": "its storage is freed after what waited for it",
 }
 """Of what orders an exchange between devices, what no scenario misses, and why."""
-NOTICED_BY = NoticedBy("ranks")
 
 
-def test_no_mutant_was_dropped_and_the_table_says_what_notices_each():
-    mutants = {*by_name(mutants_of(RANKS))}
-    assert {*UNNOTICED} <= mutants
-    NOTICED_BY.assert_names(mutants - {*UNNOTICED})
+def test_no_mutant_was_dropped():
+    mutants = by_name(mutants_of(RANKS))
+    assert len(mutants) == 8, DROPPED
+    assert UNNOTICED.keys() <= mutants.keys()
 
 
 def in_turn(device, rank, ahead, **fields):
@@ -331,14 +330,14 @@ def mutants(rank):
     device = device_of(rank)
     played = {
         f"{name}{', computing ahead' * ahead}": partial(in_turn, device, rank, ahead, **SETTINGS[name])
-        for name in ("stage 1", "delayed", "streamed")
         for ahead in (False, True)
+        for name in ("stage 1", "delayed", "streamed")
     }
     sound = {name: play() for name, play in played.items()}
     result = {"sound": [sound[name] == play() for name, play in played.items()]}
     for name, mutant in by_name(mutants_of(RANKS)).items():
         with made(mutant):
-            result[name] = next((by for by in NOTICED_BY.first(name, played) if played[by]() != sound[by]), None)
+            result[name] = next((by for by in played if played[by]() != sound[by]), None)
     return result
 
 
@@ -348,8 +347,6 @@ def test_every_wait_of_an_exchange_between_devices_that_is_taken_out_is_noticed(
     assert all(first.pop("sound") + second.pop("sound"))
     assert first == second
     assert {mutant for mutant, by in first.items() if by is None} == {*UNNOTICED}
-    for mutant in {*first} - {*UNNOTICED}:
-        NOTICED_BY.assert_noticed(mutant, first[mutant])
 
 
 def beside_the_program(rank):

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from frontends.torch.weights.weights.checkpoint import load_weights
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, MultiStepLR
 
 from frontends.torch import gathered_parameters, wrap
+from frontends.torch.weights.checkpoint import load_weights
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError, StateError
 from tests.support.late_stores import PARAMETERS_ON_DISK, STATES_ON_DISK

@@ -6,12 +6,12 @@ import random
 import numpy as np
 import pytest
 import torch
-from frontends.torch.weights.weights.checkpoint import ModelCheckpoints, load_weights
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.integrations.shards import Shards
+from frontends.torch.weights.checkpoint import ModelCheckpoints, load_weights
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, ConfigError, StateError
