@@ -600,7 +600,7 @@ SCENARIOS = [
 ]
 """A mutant is shown to them in this order: scenarios that notice much, or take little time, come first."""
 ELSEWHERE = {
-    "zero_files.export",  # writes files, test_deepspeed_runs.py
+    "integrations.zero_files.export",  # writes files, test_deepspeed_runs.py
     "integrations.verl",  # needs verl, test_verl.py
     "ranks.device_ranks",  # of processes, test_simulated_ranks.py
     "ranks.header_line",  # sockets between processes, test_own_groups.py

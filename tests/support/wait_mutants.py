@@ -376,6 +376,6 @@ class Search:
                 print(f"{mutant}  =>  {name}: {error!r:.200}")
             else:
                 continue
-            gc.collect()  # engines that it left end here, by the sound code; among another's copies they kill the process
+            gc.collect()  # engines that it left end here, by the sound code: another's copies would kill the process
             return name
         return None
