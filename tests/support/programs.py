@@ -22,6 +22,7 @@ from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
 from offload_core.errors import StateError
+from tests.support import residencies
 from tests.support.torch_lion import Lion
 from tests.support.torch_models import same_bits
 
@@ -427,6 +428,7 @@ class Program:
             for name, *values in calls:
                 self.trace.append((name, *values))
                 getattr(self, name)(*values)
+                residencies.assert_agrees(self.engine)
                 assert torch.is_grad_enabled()
                 assert not torch.is_inference_mode_enabled()
                 self._check_values()

@@ -466,7 +466,7 @@ class DeviceMemory:
                 if _has_memory(tensor):  # else another engine has released it
                     await_values(tensor)
         if arrived:
-            self._memories.clear()
+            self.settle()
 
     def settle(self) -> None:
         """Wait for all that was restored. Readers no longer need to wait, and none of it is kept alive."""

@@ -1,0 +1,42 @@
+"""The residency of a model's tensors, held against what is recorded elsewhere: holds, publications, memory."""
+
+from typing import Any
+
+import torch
+
+from frontends.torch.internals.private import no_read
+from frontends.torch.params.pending import _Pending, residency_of
+from frontends.torch.params.placed import local_of
+from frontends.torch.params.residency import Residency
+from offload_core.step.bucket_states import Publication
+
+
+def assert_agrees(engine: Any) -> None:
+    """Raise an AssertionError unless each tensor's state is the one that follows from all else that is known of it."""
+    for name, tensor in (*engine.module.named_parameters(), *engine.module.named_buffers()):
+        got, allowed = residency_of(tensor), _allowed(engine, tensor)
+        assert got in allowed, f"{name}: {got}, expected one of {allowed}"
+        assert isinstance(tensor, _Pending) == (got is not Residency.RESIDENT), name
+
+
+def _allowed(engine: Any, tensor: torch.Tensor) -> set[Residency]:
+    optimizer = engine.optimizer
+    pipeline, record = optimizer.pipeline, optimizer.sharding.record_of(tensor)
+    with no_read():
+        values = local_of(tensor)
+        has_memory = values.numel() == 0 or values.untyped_storage().nbytes() > 0
+        number = values.untyped_storage()._cdata
+    if record is not None:
+        assert has_memory == (record.live.holds > 0) or record.lasts, "a whole parameter has memory, one in shards none"
+        return {Residency.SHARDED} if record.live.holds == 0 else {Residency.RESIDENT}
+    if number in optimizer.parts.device_memory._memories:
+        assert has_memory or pipeline.released, "memory that is not released is there"
+        return {Residency.RELEASED} if pipeline.released else {Residency.RESIDENT, Residency.WRITING}
+    assert has_memory
+    slot = optimizer.parts.registration.slots.get(tensor)
+    if slot is None:
+        return {Residency.RESIDENT}
+    states = {bucket.publication.state for bucket in pipeline.buckets.of[slot.index]}
+    if states & {Publication.SENT, Publication.EARLY} and not pipeline.updates.finished:
+        return {Residency.WRITING}
+    return {Residency.RESIDENT, Residency.WRITING}
