@@ -37,6 +37,7 @@ def _allowed(engine: Any, tensor: torch.Tensor) -> set[Residency]:
     if slot is None:
         return {Residency.RESIDENT}
     states = {bucket.publication.state for bucket in pipeline.buckets.of[slot.index]}
-    if states & {Publication.SENT, Publication.EARLY} and not pipeline.updates.finished:
+    written = slot.index in pipeline.last_step.published
+    if written and states & {Publication.SENT, Publication.EARLY} and not pipeline.updates.finished:
         return {Residency.WRITING}
     return {Residency.RESIDENT, Residency.WRITING}
