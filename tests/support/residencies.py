@@ -8,7 +8,6 @@ from frontends.torch.internals.private import no_read
 from frontends.torch.params.pending import _Pending, residency_of
 from frontends.torch.params.placed import local_of
 from frontends.torch.params.residency import Residency
-from offload_core.step.bucket_states import Publication
 
 
 def assert_agrees(engine: Any) -> None:
@@ -36,8 +35,6 @@ def _allowed(engine: Any, tensor: torch.Tensor) -> set[Residency]:
     slot = optimizer.parts.registration.slots.get(tensor)
     if slot is None:
         return {Residency.RESIDENT}
-    states = {bucket.publication.state for bucket in pipeline.buckets.of[slot.index]}
-    written = slot.index in pipeline.last_step.published
-    if written and states & {Publication.SENT, Publication.EARLY} and not pipeline.updates.finished:
-        return {Residency.WRITING}
+    if pipeline.early.holds(slot.index) and pipeline.device.world_size > 1:
+        return {Residency.WRITING}  # nobody may have read it
     return {Residency.RESIDENT, Residency.WRITING}
