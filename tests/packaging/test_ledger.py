@@ -102,7 +102,7 @@ def test_rows_are_processor_time_with_that_of_children(checkout, monkeypatch):
         "def test_sleeps():\n    time.sleep(1)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setattr(ledger, "LONG", 0.5)
+    monkeypatch.setattr(ledger, "LONG", 0.15)
     (checkout / "pytest.ini").write_text("[pytest]\nmarkers =\n    slow\n    soak\n    integration\n")
     (checkout / "tests/support/helper.py").unlink()
     (checkout / "tests/support").rmdir()
@@ -111,7 +111,7 @@ def test_rows_are_processor_time_with_that_of_children(checkout, monkeypatch):
     ledger.measure(checkout, ["-p", "no:cacheprovider", "-n", "0", ROW])
     found = read(checkout)
     assert found.files.keys() == {ROW, "tests/core/test_other.py"}
-    assert found.files[ROW][0] >= 0.6
+    assert found.files[ROW][0] >= 0.2  # in standard seconds: 0.6, on a machine three times as slow
     assert found.files[ROW][1] == 2
     assert [*found.long_cases] == [f"{ROW}::test_child"]
 

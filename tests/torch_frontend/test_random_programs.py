@@ -63,7 +63,7 @@ EACH_ITS_OWN = [
 """Backwards in one micro-step, in which ranks leave out different parameters."""
 
 
-@pytest.mark.draws(2)
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("backwards", EACH_ITS_OWN)
 def test_ranks_that_leave_out_other_parameters_in_each_of_several_backwards_go_on_together(backwards, tmp_path, drawn):
     calls = [("step",), ("save",), ("whole_state_dict",), ("gradient", "c.bias"), ("zero_grad",), ("flush",)]
