@@ -512,6 +512,7 @@ def test_what_is_printed_of_a_disk_is_at_most_100_columns_wide(memory, tiers, ca
     assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
+@pytest.mark.long("measures a disk, three times")
 def test_a_disk_is_measured_and_nothing_stays_there(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(machine, "_ON_DISK", 64 * 2**20)
     descriptors = len(os.listdir("/proc/self/fd"))

@@ -217,6 +217,7 @@ def test_a_front_end_imports_nothing_optional(framework):
     assert not [name for name in new if name.startswith(("torch._dynamo", "torch.fx", "torch.distributed", "sympy"))]
 
 
+@pytest.mark.long("starts interpreters that import the frameworks")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("blocked", "code"),

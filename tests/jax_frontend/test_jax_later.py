@@ -173,6 +173,7 @@ def test_gradients_that_are_given_away_are_gone_and_the_bits_stay(wait, make):
         offloaded.update(gradients)
 
 
+@pytest.mark.long("XLA compiles for a hundred buckets")
 def test_device_memory_is_parameters_gradients_and_two_buckets(monkeypatch):
     """At most 4.2 bytes a parameter in bf16 (the target of issue 20), on a device with memory of its own."""
     monkeypatch.setattr(placement, "on_cpu", lambda array: False)

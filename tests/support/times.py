@@ -1,9 +1,9 @@
 """A plugin of pytest that measures each case: ``pytest -p tests.support.times --times FOLDER`` (``make test-times``).
 
-Each worker writes a file of rows: standard seconds, seconds, the case. Standard seconds are processor time, of the worker
-and of all its descendants, also of those that go on after the case (servers of forks, the second process of a pair),
-divided by how much longer a piece of work takes here and now than on an AMD EPYC of the first generation that does
-nothing else. So a slow hour, another machine or neighbours on the same cores change them little.
+Each worker writes a file of rows: standard seconds, seconds, the case. Standard seconds are processor time of the
+worker and of all its descendants, also of those that go on after the case: servers of forks, the second process of a
+pair. They are divided by how much longer a piece of work takes here and now than on an AMD EPYC of the first generation
+that does nothing else. So a slow hour, another machine or neighbours on the same cores change them little.
 """
 
 import hashlib

@@ -259,6 +259,7 @@ def test_code_that_is_compiled_around_the_engine_compiles_no_more_after_its_seco
     assert_all_same(*found)
 
 
+@pytest.mark.long("torch's compiler")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("how", ["blocks", "engine.compile()", "torch.compile(engine)", "a function around the engine"])
 def test_compiled_code_finds_what_a_restore_brings_back_and_compiles_no_more(how, device):

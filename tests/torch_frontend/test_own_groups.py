@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -57,6 +58,7 @@ def destroy_groups_and_make_another(rank, between=lambda: None):
     dist.init_process_group("gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=2)
 
 
+@pytest.mark.long("starts two ranks")
 def test_an_update_ends_after_its_process_group_was_destroyed_and_none_begins():
     @on_ranks(2)
     def _(rank):

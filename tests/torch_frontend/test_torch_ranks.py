@@ -32,6 +32,7 @@ def ddp_and_fused_adamw():
     return ddp, torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
 
 
+@pytest.mark.long("several trainings on two ranks or more")
 @pytest.mark.quick
 def test_two_ranks_equal_ddp_with_fused_adamw_bit_for_bit():
     @on_ranks(2)

@@ -86,6 +86,7 @@ def test_explicit_axes_are_taken_like_auto_ones():
     assert offloaded.report.updated
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_a_batch_is_shared_by_the_ranks_of_the_mesh():
@@ -126,6 +127,7 @@ def test_arrays_of_an_equivalent_mesh_or_device_are_taken_without_a_copy(axis_ty
     assert_same_tree(offloaded.update(given), twin.update(jax.tree.map(lambda a: a[0], stacked)))
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize("axis_type", [EXPLICIT, slow(AUTO, processes=2)])
@@ -325,6 +327,7 @@ def test_training_at_stage_3_is_training_at_stage_2():
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.parametrize("dtype", ["bfloat16", slow("float32")])
 def test_gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits(dtype):
     """The gradients of a sum of products are the other factors, however it is compiled. Stage 3 recomputes the sum."""

@@ -13,6 +13,7 @@ from tests.support.jax_stage2 import tree_of
 FORMATS = [{"state_format": "bf16"}, {"state_format": "8bit", "master_dtype": "bfloat16"}]
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_narrow_states_have_the_bits_of_one_device():
@@ -29,6 +30,7 @@ def test_narrow_states_have_the_bits_of_one_device():
         assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_narrow_states_of_sharded_parameters_resume_bit_for_bit():

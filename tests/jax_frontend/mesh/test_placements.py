@@ -229,6 +229,7 @@ def test_any_mesh_sharding_and_shape(data, sizes, names):
     assert_same_tree(offloaded.to_pytree(), alone.to_pytree())
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_gradients_come_from_a_plain_jit_or_from_value_and_grad():
@@ -253,6 +254,7 @@ def test_gradients_come_from_a_plain_jit_or_from_value_and_grad():
         assert_holds(offloaded.params, alone.params)
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_what_is_saved_on_one_mesh_is_loaded_on_another_and_on_one_device(folder):
@@ -406,6 +408,7 @@ def test_a_mesh_that_the_caller_has_set_changes_nothing(kind, contexts, folder, 
 SCALED, SCHEDULED = {"param_dtype": "float16", "loss_scale": 8.0}, {"lr": optax.cosine_decay_schedule(1e-2, 9)}
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize("kind", ["one device", "sharded", slow("stage 2", processes=2), "stage 3"])

@@ -202,6 +202,7 @@ def test_uneven_dimensions_are_refused_by_shardings_and_padded_here(numel):
     assert_same_tree(ours.to_pytree(), theirs.to_pytree())
 
 
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
 @pytest.mark.draws(1)
 @processes(1, 2)
 def test_ranks_are_places_in_the_mesh_not_device_ids():

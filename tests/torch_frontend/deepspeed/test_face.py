@@ -1243,6 +1243,7 @@ def test_a_model_can_have_an_engine_after_its_scheduler_or_loader_was_an_error()
 # --- ranks ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long("starts two ranks")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("number", [2, 3])
 def test_a_scheduler_that_one_rank_cannot_make_is_an_error_of_all(number):
