@@ -1,8 +1,8 @@
 """The gradients that came since the last update, and the order in which their buckets are launched.
 
 [Note: rounds] In a round every bucket is launched once. A micro-step is one round, or several where a parameter has
-another gradient after its bucket was launched. Among ranks each backward of an engine has a round of its own: which
-parameter had a gradient in the one before, only some of them may know.
+another gradient after its bucket was launched. Among ranks each backward of an engine has a round of its own, unless
+parameters are sent early: which parameter had a gradient in the one before, only some ranks may know.
 
 ======  ======================================================================================
 state   meaning for one parameter in one round
@@ -49,7 +49,7 @@ class SinceUpdate:
     begun: bool = False
     """A gradient came, or a bucket was launched; gradients may have been dropped since."""
     backward: bool = False
-    """All ranks began a backward in this micro-step; this one may have no gradient."""
+    """All ranks had a backward in this micro-step; this one may have no gradient."""
     micro_steps: int = 0
     """Micro-steps that have ended."""
     round: _Round | None = field(default_factory=_Round)
@@ -231,9 +231,14 @@ class Arrivals:
             round.next += 1
             yield self.order[round.next - 1]
 
-    def begin_backward(self) -> None:
-        """Record that all ranks begin a backward: each has this round, with or without a gradient."""
-        self.since.round = self.since.round or _Round()
+    def end_backward(self, *, has_round: bool) -> None:
+        """Record that all ranks have ended a backward.
+
+        Args:
+            has_round: the round is this backward's, on ranks without a gradient, too.
+        """
+        if has_round:
+            self.since.round = self.since.round or _Round()
         self.since.backward = True
 
     def end_round(self) -> None:

@@ -169,18 +169,23 @@ class Pipeline:
     # --- gradients ---------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """A backward begins, on all of several ranks alike. What came in the one before it, in this micro-step, leaves.
-
-        Raises :class:`StateError` where ``update_in_backward`` has updated states.
-        """
+        """A backward begins, on all of several ranks alike. What came in the one before, in this micro-step, leaves."""
         assert self.state_lock.changing.locked()
-        since = self.arrivals.since
-        if since.backward:
-            self._begin_gradients()
+        if self.arrivals.since.backward and self._backwards_are_rounds:
             self._take_late()
-        if since.backward or since.round is None:
             self._begin_round()
-        self.arrivals.begin_backward()
+            self.arrivals.since.backward = False  # last: whoever is interrupted here and tries again ends the round
+
+    def end_backward(self) -> None:
+        """A backward has ended, on all of several ranks alike; this one may have had no gradient in it."""
+        assert self.state_lock.changing.locked()
+        self._begin_gradients()
+        self.arrivals.end_backward(has_round=self._backwards_are_rounds)
+
+    @property
+    def _backwards_are_rounds(self) -> bool:
+        """True if each backward has a round of its own. Where parameters are sent early, those of a step share one."""
+        return not (self.buckets.terms.sends_early and self.arrivals.at_boundary)
 
     def add_gradients(self, gradients: Mapping[int, Any]) -> None:
         """Take gradients of this micro-step, by parameter, which they fit (:meth:`Reduction.check`).

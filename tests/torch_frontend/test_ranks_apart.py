@@ -126,3 +126,75 @@ def test_an_engine_can_be_closed_after_a_backward_that_has_updated_states_on_one
 
     assert found[0] == found[1]
     assert found[0][0]
+
+
+def in_backwards(rank, folder, *losses, call=lambda engine, folder: None, **fields):
+    """The bits after three steps of several backwards, by functions of the engine that make their losses; parameters
+    are read by these alone."""
+    engine = wrap(Apart(), lr=1e-2, reduce_bucket_size=72, **fields)
+    for _ in range(3):
+        for loss in [loss(engine) for loss in losses]:
+            engine.backward(loss)
+        call(engine, folder)
+        engine.step()
+    engine.flush()
+    found = bits(engine.module)
+    engine.close()
+    return found
+
+
+def nothing(engine):
+    return torch.zeros((), requires_grad=True).square()
+
+
+def through(*names):
+    """A loss that has gradients of these modules' parameters."""
+    return lambda engine: sum(p.sum() for name in names for p in engine.module.get_submodule(name).parameters())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        pytest.param({}, id="stage 2"),
+        pytest.param({"schedule": "delayed"}, id="delayed", marks=pytest.mark.slow),
+        pytest.param({"update_in_backward": True, "gradient_clipping": 1e9}, id="sent early", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_without_gradients_goes_on_while_the_last_step_is_under_way(tmp_path, fields, drawn):
+    reads = ["whole_gradient", "named_weights", "whole_state_dict", "flush"]
+    names = drawn(reads, sampling.least(len(reads)))
+
+    @on_ranks(2)
+    def _(rank):
+        loss = through("shared", "own.0") if rank else nothing
+        expected = in_backwards(rank, tmp_path, loss, **fields)
+        for name in names:
+            found = in_backwards(rank, tmp_path, loss, call=CALLS[name], **fields)
+            assert found == expected or "schedule" in fields  # a read ends a delay
+
+
+@pytest.mark.draws(2)
+@pytest.mark.parametrize("clipping", [None, 1e9])
+@pytest.mark.parametrize(
+    "parts", [(["shared"], ["own.0", "own.1"]), (["own.0"], ["shared"]), (["shared", "own.1"], ["own.0"])]
+)
+def test_where_parameters_are_sent_early_two_backwards_over_other_parameters_are_one_step(tmp_path, parts, clipping):
+    fields = {"update_in_backward": True, "gradient_clipping": clipping}
+
+    @on_ranks(2)
+    def _(rank):
+        both = in_backwards(rank, tmp_path, through(*parts[0]), through(*parts[1]), gradient_clipping=clipping)
+        assert in_backwards(rank, tmp_path, through(*parts[0]), through(*parts[1]), **fields) == both
+
+
+def test_a_backward_that_fails_at_once_on_one_rank_may_be_tried_again(tmp_path):
+    @on_ranks(2)
+    def _(rank):
+        def tried_twice(engine):
+            if rank == 0:
+                with pytest.raises(RuntimeError, match="does not require grad"):
+                    engine.backward(torch.zeros(()))
+            return through("shared", "own.1")(engine)
+
+        expected = in_backwards(rank, tmp_path, through("shared", "own.1"), through("own.0"))
+        assert in_backwards(rank, tmp_path, tried_twice, through("own.0")) == expected

@@ -280,7 +280,7 @@ def residency_of(tensor: torch.Tensor) -> Residency:
 
 
 def update(param: torch.Tensor, wait: Callable[[], None]) -> None:
-    """An update writes the parameter: call ``wait`` before its next read; now, if the parameter has a class of its own.
+    """An update writes the parameter. ``wait`` is called before its next read, or now if it has a class of its own.
 
     If ``wait`` raises, the parameter stays pending.
     """

@@ -179,8 +179,8 @@ class PartitionedParameters:
         """Tracks which parameters are whole."""
         self.records: dict[torch.Tensor, PartitionedParameter] = {}
         self._found: dict[int, PartitionedParameter] = {}
-        """Records by the ``id`` of each tensor that holds their values, for what is asked before each module: a tensor
-        in shards would ask its class for its hash. A record keeps these tensors alive, so no id is reused."""
+        """Records by the ``id`` of each of their tensors. Hooks of modules look here: the hash of a tensor in shards
+        would call its class. A record keeps its tensors alive, so no id is reused."""
         self._owners: dict[torch.Tensor, tuple[str, str]] = {}
         """The name of each parameter of the model, and type and name of its module."""
         self._matrices = matrices

@@ -233,13 +233,20 @@ class Intake:
             if self._meets:
                 self._begin()
             act(scale)
+            if self._meets:
+                self._end()
 
     @changes("backward()")
     def _begin(self) -> None:
-        """Have ranks meet for the gradients of the backward before, unless those of this one stay in ``p.grad``."""
+        """Have the ranks exchange the gradients of the last backward. Do nothing inside ``no_sync``."""
         self._keeps = bool(self._deferrals)
         if not self._keeps:
             self._pipeline.begin_backward()
+
+    @changes("backward()")
+    def _end(self) -> None:
+        if not self._keeps:
+            self._pipeline.end_backward()
 
     def deferring(self) -> AbstractContextManager[Any]:
         """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
