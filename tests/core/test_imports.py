@@ -143,7 +143,6 @@ FINALIZERS = {
     "self._live.pop": "forgets an entry",
     "self.register(kernels.address(array), n_bytes)": "calls the driver, which runs no Python",
     "_remove": "takes hooks off",
-    "_SHARDED.pop": "forgets an entry",
     "_end": "closes sockets and gloo's threads, which run no Python",
 }
 """Functions that garbage collection calls, and why each waits for no other Python thread. The thread that

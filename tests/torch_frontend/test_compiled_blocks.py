@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from frontends.torch import gathered_parameters, register_external_parameter, wrap
 from frontends.torch.params import pending
+from frontends.torch.params.managed import managed
 from frontends.torch.params.pending import PendingParameter
 from frontends.torch.ranks import device_ranks
 from offload_core import StateError
@@ -541,8 +542,7 @@ def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model
     refused = "'weight': its gradient has been used, for update_in_backward=True"
     with pytest.raises(Exception, match=refused):
         read(weights)
-    awaited = {id(other.module.weight): pending._AWAITED[id(other.module.weight)]}
-    monkeypatch.setattr(pending, "_AWAITED", awaited)  # none of engines before
+    monkeypatch.setattr(pending, "AWAITED", {managed(other.module.weight)})  # none of engines before
     with FakeTensorMode() as mode, pytest.raises(StateError, match=refused):
         pending.await_for_compiled_code(mode.from_tensor(torch.zeros(1)))  # it may be any
     monkeypatch.undo()
@@ -593,7 +593,7 @@ def test_an_engine_that_is_collected_while_other_code_is_compiled_does_not_chang
     device, monkeypatch
 ):
     """A hook on all modules waits for parameters that are being updated. With the last of them it goes."""
-    monkeypatch.setattr(pending, "_AWAITED", {})  # none of engines before
+    monkeypatch.setattr(pending, "AWAITED", set())  # none of engines before
     monkeypatch.setattr(device_ranks, "memory_of", lambda device: SlowTorchDevice())
     engines = [wrap(blocks(1, "cpu"), lr=1e-2)]
     step(engines[0], 0, "cpu")
@@ -602,7 +602,7 @@ def test_an_engine_that_is_collected_while_other_code_is_compiled_does_not_chang
     def collect():
         engines.clear()
         gc.collect()
-        assert not pending._AWAITED
+        assert not pending.AWAITED
 
     collect._dynamo_marked_constant = True
 

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,11 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-import frontends.torch.params.pending as pending
 from bench.train.gpt_torch import GPT
 from bench.train.presets import PRESETS
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, register_external_parameter, wrap
+from frontends.torch.params.managed import _MANAGED, managed
+from frontends.torch.params.residency import Residency
 from frontends.torch.stage3 import construction
 from frontends.torch.stage3.shards import DiskShard
 from offload_core import ConfigError, OffloadConfig, ParameterError, StateError
@@ -269,14 +271,17 @@ def test_a_model_that_was_built_on_disk_is_wrapped_with_its_parameters_anywhere(
 @everywhere
 def test_shards_of_parameters_that_are_no_more_are_freed():
     gc.collect()
-    before = len(construction._SHARDS), len(pending._SHARDED)
+    before = len(_MANAGED)
     with place(), init(**STAGE_3):
         model = Applies()  # whose head had a weight of its own
     gc.collect()
-    assert len(construction._SHARDS) - before[0] == 3 == len(pending._SHARDED) - before[1]
-    del model
+    built = [known for param in model.parameters() if (known := managed(param)).shards is not None]
+    assert {each.residency for each in built} == {Residency.SHARDED}
+    held = weakref.WeakSet(each.shards for each in built)
+    assert len(held) == 3 == len(_MANAGED) - before
+    del model, built
     gc.collect()
-    assert (len(construction._SHARDS), len(pending._SHARDED)) == before
+    assert (len(_MANAGED), len(held)) == (before, 0)
 
 
 @pytest.mark.integration

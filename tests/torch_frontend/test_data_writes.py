@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
-from frontends.torch.params import data_writes
+from frontends.torch.params.managed import managed
 from frontends.torch.ranks import device_ranks
 from offload_core import StateError
 from offload_core.step.state_access import StateAccess
@@ -149,7 +149,7 @@ def test_what_p_data_gave_once_is_followed_for_as_long_as_it_is_kept(device, kee
     assert set(adopted) == {2}
     step(engine, 4)
     step(reference, 4)
-    watched = data_writes._WATCHED[id(engine.module[2].weight)]
+    watched = managed(engine.module[2].weight).data_writes
     assert len(watched._tensors) == 1
     del kept
     adopted.clear()
@@ -247,10 +247,10 @@ def test_a_gathered_parameter_is_written_to_with_a_modifier_only(device, way):
 
 def test_parameters_of_no_optimizer_are_not_watched():
     engine = wrap(make(), param_dtype="bfloat16")
-    watched = {id(p) for p in engine.module.parameters()}
-    assert watched <= set(data_writes._WATCHED)
+    watched = [managed(p) for p in engine.module.parameters()]
+    assert None not in [each.data_writes for each in watched]
     engine.close()
-    assert not watched & set(data_writes._WATCHED)
+    assert {each.data_writes for each in watched} == {None}
     free = nn.Parameter(torch.ones(3))
     free.data.mul_(2)
     free.data = torch.zeros(2)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
-from frontends.torch.params import pending
+from frontends.torch.params.managed import AWAITED
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
 from tests.support import killed_released, simulated
 from tests.support.device_memory import allocated, allocated_before
@@ -608,7 +608,7 @@ def test_nothing_that_came_back_is_kept_alive_once_the_model_has_dropped_it(devi
 @pytest.mark.parametrize("restores", [False, True])
 def test_a_deleted_model_leaves_no_function_that_waits(restores, device):
     gc.collect()
-    before = dict(pending._AWAITED)
+    before = {*AWAITED}
     engine = wrap(mixed(), lr=1e-2)
     train(engine, range(1))
     engine.release()
@@ -616,4 +616,4 @@ def test_a_deleted_model_leaves_no_function_that_waits(restores, device):
         engine.restore()
     del engine
     gc.collect()
-    assert before == pending._AWAITED
+    assert before == AWAITED

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from frontends.torch.params import pending
+from frontends.torch.params.managed import AWAITED, managed
 from frontends.torch.params.residency import RESIDENCY, Residency, ResidencyEvent
 from offload_core.errors import StateError
 
@@ -17,7 +18,7 @@ class Special(nn.Parameter):
 
 
 def noted(log, word):
-    def wait():
+    def wait(tensor):
         log.append(word)
 
     return wait
@@ -46,18 +47,23 @@ def tensor_in(state, log, kind=nn.Parameter):
     return tensor
 
 
+def _known(tensor):
+    this = managed(tensor)
+    return this.residency, this.wait, this in AWAITED
+
+
 @pytest.mark.parametrize("state", Residency)
 def test_each_event_moves_a_tensor_along_the_table_or_is_an_error_and_moves_nothing(state):
     for event, act in EVENTS.items():
         log = []
         tensor = tensor_in(state, log)
-        kind, known = type(tensor), (dict(pending._AWAITED), dict(pending._SHARDED))
+        kind, known = type(tensor), _known(tensor)
         after, waits = RESIDENCY.get((state, event)), "new"
         if after is None:
             words = f"a tensor (3,) of torch.float32: {event.value!r} is not allowed while it is {state.value!r}"
             with pytest.raises(StateError, match=re.escape(words)):
                 act(tensor, noted(log, "new"))
-            assert (type(tensor), known) == (kind, (pending._AWAITED, pending._SHARDED))
+            assert (type(tensor), known) == (kind, _known(tensor))
             after, waits = state, state.value
         else:
             act(tensor, noted(log, "new"))
@@ -66,7 +72,7 @@ def test_each_event_moves_a_tensor_along_the_table_or_is_an_error_and_moves_noth
         assert log == [waits] * (after is not Residency.RESIDENT)
         assert pending.residency_of(tensor) is Residency.RESIDENT
         assert type(tensor) is nn.Parameter
-        assert id(tensor) not in (*pending._AWAITED, *pending._SHARDED)
+        assert _known(tensor) == (Residency.RESIDENT, None, False)
 
 
 DOORS = {
@@ -104,7 +110,7 @@ def test_a_read_through_each_door_calls_the_function_of_its_state_once(door, kin
 def test_a_read_that_is_refused_is_refused_each_time_and_metadata_may_be_asked_for(state):
     tensor = nn.Parameter(torch.ones(3))
 
-    def refuse():
+    def refuse(tensor):
         raise StateError("not now")
 
     INTO[state][0](tensor, refuse)

@@ -14,7 +14,7 @@ import torch
 from offload_core.errors import StateError
 
 from ..params.placed import is_placed
-from ..training.registration import Slot
+from ..params.slots import Slot
 from ..training.steps import Steps
 
 _NONE: Mapping[torch.Tensor, Slot] = MappingProxyType({})

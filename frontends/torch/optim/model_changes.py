@@ -4,12 +4,12 @@ Each step compares the model's modules and parameters with those of the step bef
 tables, so that it finds parameters however they came. Only after a change does it walk through the model.
 """
 
-import weakref
 from collections.abc import Sequence
 from operator import is_
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_core.errors import StateError
 from offload_core.support.checks import some_of
@@ -25,8 +25,8 @@ class ModelChanges:
     """The parameters of an engine's model, as they were at ``wrap``. In a copy it begins anew, with a copied model."""
 
     def __init__(self, model: nn.Module | None = None, optimizer: OffloadedOptimizer | None = None) -> None:
-        self._first: dict[int, weakref.ref[nn.Parameter]] = {}
-        """The parameters at ``wrap``, by their ``id``."""
+        self._first = WeakTensorKeyDictionary()
+        """The parameters at ``wrap``, as keys."""
         self._modules: list[nn.Module] = []
         self._members: list[Any] = []
         """The modules' parameters and modules at the last check."""
@@ -42,7 +42,7 @@ class ModelChanges:
     def _begin(self, model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         known = groups_of_params(optimizer.param_groups)
         named = named_sharded(model)
-        self._first = {id(param): weakref.ref(param) for param in named.values()}
+        self._first = WeakTensorKeyDictionary(dict.fromkeys(named.values()))
         self._left_out = {name: param for name, param in named.items() if param not in known}
         self._note(model)
 
@@ -65,14 +65,11 @@ class ModelChanges:
         present = self._present()
         if len(present) != len(self._members) or not all(map(is_, present, self._members)):
             self._note(model)
-            self._later = {name: param for name, param in named_sharded(model).items() if not self._was_there(param)}
+            self._later = {name: param for name, param in named_sharded(model).items() if param not in self._first}
             self._gone = _gone(model, optimizer)
         if self._later:
             self._refuse(optimizer)
         self._warn_of_left_out(optimizer)
-
-    def _was_there(self, param: nn.Parameter) -> bool:
-        return id(param) in self._first and self._first[id(param)]() is param
 
     def _refuse(self, optimizer: OffloadedOptimizer) -> None:
         names = [name for name, p in self._later.items() if p.requires_grad and not optimizer.has_states(p)]

@@ -27,6 +27,7 @@ from ..internals.compiled import untraced
 from ..internals.private import NO_BACKWARD, backward_number, grad_mode_kept
 from ..params.casting import Casts
 from ..params.placed import ranks_of, shards_to_come
+from ..params.slots import Slot, owner_of
 from ..ranks.collectives import checked_group
 from ..stage3.leaf_modules import mark_leaf
 from ..stage3.sharding import NoSharding, Sharding
@@ -45,7 +46,7 @@ from ..training.groups import (
     without_torchs_options,
 )
 from ..training.parts import Foundation, Parts, trained
-from ..training.registration import NamedParam, Slot, named_in, named_params, owner_of
+from ..training.registration import NamedParam, named_in, named_params
 from ..training.shared_tensors import note_optimizer
 from ..training.state_views import plain_entries
 from ..training.steps import Steps

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from .managed import manage, managed
 from .placed import is_placed, placed_type
 
 _DATA: Any = torch.Tensor.data
-_WATCHED: "weakref.WeakValueDictionary[int, DataWrites]" = weakref.WeakValueDictionary()
-"""The watches, by the ``id`` of their parameter."""
 _MANY = 16
 """The number of tensors of one parameter after which those that only this module holds are released."""
 
@@ -44,7 +43,7 @@ class DataWrites:
         """The tensors that ``data`` gave or got, each with its version when it was last looked at."""
         self._many = _MANY
         self._written = False
-        _WATCHED[id(param)] = self
+        manage(param).data_writes = self
 
     def add(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that the parameter's ``data`` gave or got."""
@@ -113,7 +112,7 @@ def _watch(kind: Any) -> None:
 
 def _read(param: torch.Tensor) -> torch.Tensor:
     tensor = _DATA.__get__(param)
-    watched = _WATCHED.get(id(param))
+    watched: DataWrites | None = managed(param).data_writes
     if watched is not None:
         watched.add(tensor)
     return tensor
@@ -121,7 +120,7 @@ def _read(param: torch.Tensor) -> torch.Tensor:
 
 def _assign(param: torch.Tensor, values: torch.Tensor) -> None:
     _DATA.__set__(param, values)
-    watched = _WATCHED.get(id(param))
+    watched: DataWrites | None = managed(param).data_writes
     if watched is not None:
         watched.replaced()
         watched.add(values)

@@ -5,10 +5,8 @@ are this rank's shards, apart from the tensor that modules read (``PartitionedPa
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
-from functools import partial
-from typing import Any
 
 import torch
 
@@ -17,6 +15,7 @@ from offload_core.errors import StateError
 
 from ..internals.private import no_read
 from .data_writes import DataWrites, data_of
+from .managed import Wait
 from .pending import arrive, await_values_of_garbage, can_wait, update
 from .placed import local_of
 from .tensors import flat
@@ -47,8 +46,8 @@ class LocalShard(ABC):
         """True if every reader and writer of the parameter can be made to wait for it."""
 
     @abstractmethod
-    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
-        """Call ``wait(*arguments)`` before the next read of the parameter, while an update may write it."""
+    def have_readers_wait(self, wait: Wait) -> None:
+        """Call ``wait`` before the next read of the parameter, while an update may write it."""
 
     @abstractmethod
     def stay(self, leaving: Collection[int]) -> None:
@@ -101,8 +100,8 @@ class InPlaceShard(LocalShard):
     def readers_can_wait(self) -> bool:
         return can_wait(self.param) and not self._data_writes.possible
 
-    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
-        update(self.param, partial(wait, *arguments))
+    def have_readers_wait(self, wait: Wait) -> None:
+        update(self.param, wait)
 
     def stay(self, leaving: Collection[int]) -> None:
         with no_read():

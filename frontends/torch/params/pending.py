@@ -29,10 +29,9 @@ an optimizer that takes over or lets go          ``Registration._new``, ``InPlac
 import copy
 import sys
 import types
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -54,22 +53,9 @@ from ..internals.compiled import (
     untraced,
 )
 from ..internals.private import local_tensor, no_read
+from .managed import AWAITED, Wait, manage, managed
 from .placed import placed_type
 from .residency import RESIDENCY, Residency, ResidencyEvent
-
-
-class _Awaited(NamedTuple):
-    """A tensor that an update writes, or that is released."""
-
-    residency: Residency
-    wait: Callable[[], None]
-    """To be called before a read."""
-
-
-_AWAITED: dict[int, _Awaited] = {}
-"""By the tensor's ``id``. Modules that have one wait before their forward."""
-_SHARDED: dict[int, Callable[[], None]] = {}
-"""The function to call before a tensor in shards is read, by the tensor's ``id``."""
 
 _PROPERTIES = ("grad", "shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda",
                "is_cpu", "is_sparse", "is_meta", "is_quantized", "nbytes", "itemsize", "names", "_version",
@@ -129,8 +115,7 @@ class _Pending:
 
 def _await_values_and_call(func: Any, args: Any, kwargs: Any) -> Any:
     for leaf in tree_leaves((args, kwargs)):
-        if isinstance(leaf, _Pending):
-            await_values(cast(torch.Tensor, leaf))
+        await_values(leaf)
     return func(*args, **(kwargs or {}))
 
 
@@ -188,8 +173,10 @@ _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tr
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     """Wait for the parameters that a module's forward reads in ways that torch does not show."""
-    if is_traced() or not _AWAITED:
+    if is_traced():
         return
+    if not AWAITED:  # the last one was deleted
+        return _watch_modules()
     inside = is_scripted(module) or (isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training)
     await_all(module.parameters() if inside else module._parameters.values())
 
@@ -197,7 +184,7 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 def await_all(params: Iterable[torch.Tensor | None]) -> None:
     """Wait for those of these parameters that an update still writes."""
     for param in params:
-        if param is not None and id(param) in _AWAITED:
+        if param is not None and managed(param) in AWAITED:
             await_values(param)
 
 
@@ -208,7 +195,7 @@ class AwaitsInside(Around):
     """
 
     def needed(self) -> bool:
-        return bool(_AWAITED)
+        return bool(AWAITED)
 
     def __call__(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
         global _in_compiled_code
@@ -235,12 +222,12 @@ def _watch_modules() -> None:
     while code is being compiled: the compiler looks at the hooks twice, and garbage that is collected in between may
     have been the last pending parameter.
     """
-    if (watch := bool(_AWAITED and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
+    if (watch := bool(AWAITED and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
         allow_hooks()  # the second call finds nothing to wait for
         _global_forward_pre_hooks[_NUMBER] = _before_forward
     elif not watch and _NUMBER in _global_forward_pre_hooks and not is_compiling():
         _global_forward_pre_hooks.pop(_NUMBER, None)
-        if _AWAITED and not _in_compiled_code:
+        if AWAITED and not _in_compiled_code:
             _watch_modules()
 
 
@@ -255,9 +242,10 @@ def await_for_compiled_code(param: torch.Tensor) -> bool:
     """
     global compiled_code_reads
     compiled_code_reads = True
-    for each in [id(param)] if isinstance(param, _Pending) else [*_AWAITED]:
-        if (wait := _wait_of(each)) is not None:
-            wait()
+    read = [param] if isinstance(param, _Pending) else [each.tensor for each in [*AWAITED]]
+    for tensor in read:
+        if tensor is not None and (wait := managed(tensor).wait) is not None:
+            wait(tensor)
     return True
 
 
@@ -273,13 +261,10 @@ def can_wait(param: torch.Tensor) -> bool:
 
 def residency_of(tensor: torch.Tensor) -> Residency:
     """Return whether the tensor may be read, as far as it is recorded here."""
-    if not isinstance(tensor, _Pending):
-        return Residency.RESIDENT
-    awaited = _AWAITED.get(id(tensor))
-    return Residency.SHARDED if awaited is None else awaited.residency
+    return managed(tensor).residency if isinstance(tensor, _Pending) else Residency.RESIDENT
 
 
-def update(param: torch.Tensor, wait: Callable[[], None]) -> None:
+def update(param: torch.Tensor, wait: Wait) -> None:
     """An update writes the parameter. ``wait`` is called before its next read, or now if it has a class of its own.
 
     If ``wait`` raises, the parameter stays pending.
@@ -287,22 +272,22 @@ def update(param: torch.Tensor, wait: Callable[[], None]) -> None:
     if can_wait(param):
         _move(param, ResidencyEvent.UPDATE, wait)
     else:
-        wait()
+        wait(param)
 
 
-def release(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+def release(tensor: torch.Tensor, wait: Wait) -> None:
     """The tensor loses its memory: ``wait`` raises until it has values again. It may be of any class that holds them
     itself."""
     _move(tensor, ResidencyEvent.RELEASE, wait)
 
 
-def restore(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+def restore(tensor: torch.Tensor, wait: Wait) -> None:
     """A tensor that was released with this ``wait`` gets its values back; another engine may have released it since."""
-    if (awaited := _AWAITED.get(id(tensor))) is not None and awaited.wait is wait:
+    if managed(tensor).wait is wait:
         _move(tensor, ResidencyEvent.RESTORE, wait)
 
 
-def shard(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+def shard(tensor: torch.Tensor, wait: Wait) -> None:
     """The tensor is in shards: call ``wait`` before its next read. It may be of any class that holds values itself."""
     _move(tensor, ResidencyEvent.SHARD, wait)
 
@@ -312,33 +297,35 @@ def arrive(tensor: torch.Tensor) -> None:
     _move(tensor, ResidencyEvent.ARRIVE, None)
 
 
-def end_wait(tensor: torch.Tensor, wait: Callable[[], None]) -> None:
+def end_wait(tensor: torch.Tensor, wait: Wait) -> None:
     """The tensor has its values, unless its readers call another function by now."""
-    if _wait_of(id(tensor)) is wait:
+    if managed(tensor).wait is wait:
         arrive(tensor)
 
 
-def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Callable[[], None] | None) -> None:
+def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Wait | None) -> None:
     """Take an event, or raise :class:`StateError` and change nothing. The class is set last: a signal handler may read
     the tensor before that."""
-    before, number = residency_of(tensor), id(tensor)
+    before = residency_of(tensor)
     after = RESIDENCY.get((before, event))
     if after is None:
         with no_read():
             what = f"a tensor {tuple(tensor.shape)} of {tensor.dtype}"
         raise StateError(f"{what}: {event.value!r} is not allowed while it is {before.value!r}")
+    this = manage(tensor)
     if wait is None:
         if isinstance(tensor, _Pending):
             tensor.__class__ = tensor.own_class
-        _SHARDED.pop(number, None)
-        _forget_awaited(number)
-    elif after is Residency.SHARDED:
-        _SHARDED[number] = wait
-        tensor.__class__ = _class_in_shards(own_class_of(tensor))
-    else:
-        _AWAITED[number] = _Awaited(after, wait)
+        this.wait, this.residency = None, after
+        if this in AWAITED:
+            AWAITED.discard(this)
+            _watch_modules()
+        return
+    this.wait, this.residency = wait, after
+    if after is not Residency.SHARDED:
+        AWAITED.add(this)
         _watch_modules()
-        tensor.__class__ = _class_awaited(own_class_of(tensor))
+    tensor.__class__ = _CLASS_IN[after](own_class_of(tensor))
 
 
 def _class_awaited(own: type) -> type:
@@ -356,29 +343,32 @@ def _class_in_shards(own: type) -> type:
     return _IN_SHARDS[own]
 
 
+_CLASS_IN: dict[Residency, Callable[[type], type]] = {
+    Residency.WRITING: _class_awaited,
+    Residency.RELEASED: _class_awaited,
+    Residency.SHARDED: _class_in_shards,
+}
+"""Returns the class that a tensor has in this state, by its own class."""
+
+
 def _new_class(bases: tuple[type, ...], own: type, **members: Any) -> type:
     return types.new_class(
         f"Pending{own.__name__}", bases, exec_body=lambda space: space.update(members, own_class=own)
     )
 
 
-def _wait_of(number: int) -> Callable[[], None] | None:
-    awaited = _AWAITED.get(number)
-    return _SHARDED.get(number) if awaited is None else awaited.wait
-
-
 @untraced
-def await_values(param: torch.Tensor) -> None:  # waits
-    """Wait for the parameter, if it is pending."""
+def await_values(param: Any) -> None:  # waits
+    """Wait for the parameter, if it is a pending one."""
     await_values_of_garbage(param)
 
 
 def await_values_of_garbage(param: torch.Tensor) -> None:  # waits
     """Wait for a pending parameter without importing the compiler: for calls while garbage is collected."""
     if isinstance(param, _Pending):
-        wait = _wait_of(id(param))
+        wait = managed(param).wait
         if wait is not None:  # None: a signal handler has waited for it just now
-            wait()
+            wait(param)
         arrive(param)
 
 
@@ -392,23 +382,7 @@ def is_moving_model() -> bool:
     return True
 
 
-def forget_deleted(number: int) -> None:
-    """Forget a tensor that was deleted; ``number``: the ``id`` that it had."""
-    _SHARDED.pop(number, None)
-    _forget_awaited(number)
-
-
-def _forget_awaited(number: int) -> None:
-    if _AWAITED.pop(number, None) is not None:
-        _watch_modules()
-
-
 def have_been_written(params: Iterable[torch.Tensor]) -> None:
     """An update has written these parameters: readers no longer need to wait. Graphs are made for their own class."""
-    for param in [param for param in params if id(param) in _AWAITED] if _AWAITED else ():
+    for param in [param for param in params if managed(param) in AWAITED] if AWAITED else ():
         arrive(param)
-
-
-def forget_at_end(param: torch.Tensor) -> None:
-    """Forget the parameter's function when the parameter is deleted."""
-    weakref.finalize(param, _SHARDED.pop, id(param), None).atexit = False

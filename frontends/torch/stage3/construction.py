@@ -9,7 +9,6 @@ parameters. All ranks must run the same code; before each exchange they check th
 """
 
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +22,6 @@ from torch.autograd.graph import increment_version
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from offload_core.config.options import OffloadConfig
 from offload_core.config.settings import OffloadSettings
@@ -37,7 +35,8 @@ from offload_core.ranks.consistency import combine, fingerprint
 from offload_core.support.checks import kind_of
 
 from ..internals.private import grad_mode_kept, no_torch_function, storage_users
-from ..params.pending import METADATA, arrive, forget_at_end, is_moving_model, shard
+from ..params.managed import manage, managed
+from ..params.pending import METADATA, arrive, is_moving_model, shard
 from ..params.tensors import ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES, flat, is_offloadable, shaped_like, spec_of
 from ..ranks.collectives import default_group
 from ..ranks.device import as_torch
@@ -132,8 +131,8 @@ class Shards(Cut):
             param.data = torch.empty_like(param.data)
         param.untyped_storage().resize_(0)
         increment_version(param)  # so that a graph that has saved it raises in backward
-        shard(param, partial(_read, weakref.ref(param)))
-        _SHARDS[param] = self
+        manage(param).shards = self
+        shard(param, _read)
 
     def gather(self, param: torch.Tensor) -> None:
         """Make the parameter whole. Collective."""
@@ -183,23 +182,19 @@ class Shards(Cut):
         return self.home.keep(cut, self._gathered(on))
 
 
-_SHARDS: Any = WeakTensorKeyDictionary()
-"""Shards of parameters that were built under ``init()`` and have no engine yet."""
+def shards_of(param: torch.Tensor) -> Shards | None:
+    """Return the shards of a parameter that was built under ``init()``, while no engine has them; else None."""
+    return managed(param).shards
 
 
 def in_shards(param: torch.Tensor) -> bool:
     """Return True if the parameter was built under ``init()`` and no engine has it yet."""
-    return param in _SHARDS
-
-
-def shards_of(param: torch.Tensor) -> Shards | None:
-    """Return the parameter's shards, while no engine has them; else None."""
-    return _SHARDS.get(param)
+    return shards_of(param) is not None
 
 
 def hand_over(param: torch.Tensor) -> None:
     """Forget the parameter's shards: an engine has them now."""
-    _SHARDS.pop(param, None)
+    manage(param).shards = None
 
 
 def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadConfig) -> None:
@@ -247,7 +242,7 @@ def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -
     finally:
         with grad_mode_kept(), torch.no_grad(), no_torch_function():
             for param, _ in found:
-                shards = _SHARDS[param]
+                shards = managed(param).shards
                 shards.holds -= 1
                 if not shards.holds:
                     shards.release(param)
@@ -261,11 +256,9 @@ def unexpected_change(name: str, where: str = "gathered_parameters()") -> StateE
     )
 
 
-def _read(reference: "weakref.ref[torch.Tensor]") -> None:
+def _read(param: torch.Tensor) -> None:
     """Make a parameter in shards whole before it is read, or raise :class:`StateError` outside ``init()``."""
-    param, active = reference(), _active()
-    assert param is not None
-    shards = _SHARDS[param]
+    shards, active = managed(param).shards, _active()
     if active is None and is_moving_model():
         raise StateError(
             f"parameter {shards.spec.name!r}, built in shards by init(), was to be moved or cast (.to(), .bfloat16()); "
@@ -367,7 +360,6 @@ class _Construction:
             if not takes or in_shards(param) or any(entry.param is param for entry in self.whole):
                 return
             self.cut([entry for entry in self.whole if entry.module is not module])
-            forget_at_end(param)
             self.whole.append(_Whole(param, f"{type(module).__name__}.{name}", module))
 
     def _takes(self, param: torch.Tensor) -> bool:
@@ -424,7 +416,7 @@ class _Construction:
             if before is None:
                 self.device(param.device).start_alike([spec_of("", param, 0)], [flat(param)], source)
             else:
-                _SHARDS[param] = shards = Shards(param, before.spec.name, before.home, source)
+                manage(param).shards = shards = Shards(param, before.spec.name, before.home, source)
                 shards.holds = before.holds
 
     # --- modules that exist --------------------------------------------------------------------------

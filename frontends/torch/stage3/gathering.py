@@ -1,6 +1,5 @@
 """Partitioned parameters (stage 3) made whole by hand: ``with gathered_parameters(...)``."""
 
-import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -20,13 +19,11 @@ from offload_core.support.hints import hinted
 
 from ..internals.private import grad_mode_kept, next_node
 from ..params.data_writes import set_data
+from ..params.managed import manage, managed
 from ..params.tensors import flat, shaped_like, spec_of
 from .construction import gathered_shards, in_shards, unexpected_change
 from .parameters import PartitionedParameter, PartitionedParameters, note_external
 from .runs import ModuleRuns
-
-_GATHERINGS: "weakref.WeakValueDictionary[int, Gathering]" = weakref.WeakValueDictionary()
-"""The gathering of each parameter of an engine's model, by ``id``; it keeps them alive, so no id is reused."""
 
 
 class Gathering:
@@ -46,12 +43,12 @@ class Gathering:
         self._open = Blocks()
         """Blocks of ``gathered_parameters`` and ``generating``."""
         for param in parameters.of_model:
-            _GATHERINGS[id(param)] = self
+            manage(param).gathering = self
 
     def close(self) -> None:
         """Release the partitioned parameters."""
         for param in self._parameters.records:
-            _GATHERINGS.pop(id(param), None)
+            manage(param).gathering = None
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return True if the parameter is partitioned."""
@@ -255,7 +252,7 @@ def _gathered(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iter
 
 
 def _gathering_of(param: torch.Tensor) -> Gathering | None:
-    return None if in_shards(param) else _GATHERINGS.get(id(param))
+    return None if in_shards(param) else managed(param).gathering
 
 
 def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
@@ -273,6 +270,6 @@ def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
             "and a parameter"
         )
     note_external(module, param)
-    gathering = _GATHERINGS.get(id(param))
+    gathering: Gathering | None = managed(param).gathering
     if gathering is not None and gathering.knows(param):
         gathering.runs.hook(module)

@@ -6,10 +6,10 @@ autograd saved in forward share this storage, so they have their values again in
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -32,6 +32,7 @@ from ..internals.private import grad_mode_kept, no_read, storage_of
 from ..params.casting import Casts
 from ..params.data_writes import DataWrites, set_data
 from ..params.local_shards import LocalShard
+from ..params.managed import Wait, manage, managed
 from ..params.pending import can_wait
 from ..params.tensors import TORCH_DTYPES, elements_of, is_offloadable, memory_of_all, shaped
 from ..params.values import Values, packed_values
@@ -75,6 +76,8 @@ class PartitionedParameter(Cut):
         """Its version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
         """True if other tensors may refer to the storage. It is then left to them instead of freed."""
+        self.home = live
+        """What the parameters of its model have in common."""
         self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
 
     def empty(self) -> None:
@@ -134,7 +137,7 @@ class RankShard(LocalShard):
     def readers_can_wait(self) -> bool:
         return can_wait(self.param)
 
-    def have_readers_wait(self, wait: Callable[..., None], *arguments: Any) -> None:
+    def have_readers_wait(self, wait: Wait) -> None:
         pass
 
     def stay(self, leaving: Collection[int]) -> None:
@@ -178,9 +181,7 @@ class PartitionedParameters:
         self.live = LiveParams(config, world, pipeline.state_lock, pipeline.health)
         """Tracks which parameters are whole."""
         self.records: dict[torch.Tensor, PartitionedParameter] = {}
-        self._found: dict[int, PartitionedParameter] = {}
-        """Records by the ``id`` of each of their tensors. Hooks of modules look here: the hash of a tensor in shards
-        would call its class. A record keeps its tensors alive, so no id is reused."""
+        """Their records. Hooks of modules ask :meth:`among`: the hash of a tensor in shards would call its class."""
         self._owners: dict[torch.Tensor, tuple[str, str]] = {}
         """The name of each parameter of the model, and type and name of its module."""
         self._matrices = matrices
@@ -193,7 +194,7 @@ class PartitionedParameters:
                 self._owners.setdefault(param, (f"{name}.{own}" if name else own, words))
 
     def __contains__(self, param: torch.Tensor) -> bool:
-        return id(param) in self._found
+        return self._has(managed(param).record)
 
     @property
     def of_model(self) -> list[torch.Tensor]:
@@ -207,8 +208,12 @@ class PartitionedParameters:
 
     def among(self, params: Iterable[torch.Tensor | None]) -> list[PartitionedParameter]:
         """Return the records of the partitioned parameters among these, each once."""
-        found = (self._found.get(id(param)) for param in params)
-        return list(dict.fromkeys(record for record in found if record is not None))
+        found = (managed(param).record for param in params if param is not None)
+        return list(dict.fromkeys(filter(self._has, found)))
+
+    def _has(self, record: PartitionedParameter | None) -> bool:
+        """True for a record of this model. None, and one of another model's engine, is not."""
+        return record is not None and record.home is self.live
 
     def used_by(self, *modules: nn.Module) -> list[PartitionedParameter]:
         """Return the records of the parameters that these modules have or are registered to use, each once."""
@@ -310,7 +315,8 @@ class PartitionedParameters:
         gradient, record.param.grad = record.param.grad, None
         record.empty()
         record.param.grad = None if gradient is None else gradient.to(record.whole.dtype)
-        self._found |= {id(tensor): record for tensor in (record.param, *record.values.tensors)}
+        for tensor in (record.param, *record.values.tensors):
+            manage(tensor).record = record
         self.records[record.param] = record
 
     def join_master(self, record: PartitionedParameter) -> None:
@@ -349,8 +355,10 @@ class PartitionedParameters:
 
     def close(self) -> None:
         """Forget the parameters, and give back what their shards take on disk."""
+        for record in self.records.values():
+            for tensor in (record.param, *record.values.tensors):
+                manage(tensor).record = None
         self.records.clear()
-        self._found.clear()
         self._tier.close()
 
 

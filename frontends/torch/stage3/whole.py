@@ -6,10 +6,13 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 
+import torch
+
 from offload_core.errors import StateError
 from offload_core.step.pipeline import Pipeline
 
 from ..internals.private import innermost_transform, outside_transforms
+from ..params.managed import managed
 from ..params.pending import arrive, is_moving_model, shard
 from .parameters import PartitionedParameter, PartitionedParameters
 
@@ -68,7 +71,7 @@ class WholeParameters:
         """If the parameter is released, have its next read call ``touch``."""
         if not record.live.holds:
             several = self._live.device.world_size > 1
-            touched = partial(_touched, self._touch, weakref.ref(record), record.spec.name, several)
+            touched = partial(_touched, self._touch, record.spec.name, several)
             for tensor in record.values.tensors:
                 shard(tensor, touched)
 
@@ -109,10 +112,8 @@ def read_error(record: PartitionedParameter) -> StateError:
     )
 
 
-def _touched(
-    method: "weakref.WeakMethod[_Touch]", of: "weakref.ref[PartitionedParameter]", name: str, several: bool
-) -> None:
-    if (touch := method()) is not None and (record := of()) is not None:
+def _touched(method: "weakref.WeakMethod[_Touch]", name: str, several: bool, tensor: torch.Tensor) -> None:
+    if (touch := method()) is not None and (record := managed(tensor).record) is not None:
         try:
             return touch(record)
         except StateError as error:

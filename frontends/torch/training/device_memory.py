@@ -33,14 +33,16 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from ..internals.private import NO_BACKWARD, backward_number, no_read
 from ..params import pending
-from ..params.pending import await_values, can_wait, end_wait, forget_deleted
+from ..params.managed import Wait
+from ..params.pending import await_values, can_wait, end_wait
 from ..params.placed import is_placed, local_of
+from ..params.slots import slot_of
 from ..ranks.device import as_torch, told_by_allocator
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.sharding import Sharding
 from ..stage3.shards import MemoryShard, Shard
 from .intake import Intake
-from .registration import OWNED, Registration
+from .registration import Registration
 
 HOST_COPIES = "released values"
 """The label of host memory that has the values of released tensors."""
@@ -73,16 +75,16 @@ class ReleaseReport:
 
 @dataclass(eq=False)
 class _Memory:
-    """One storage, and the tensors in it. It stays where it is, as the device's memory is the host's."""
+    """One storage, and the tensors in it. It stays where it is (:class:`_Stays`)."""
 
     storage: torch.UntypedStorage
     n_bytes: int
     kind: str
     """Its contents, for reports."""
+    wait: Wait
+    """What readers of its tensors call."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Those that others may read."""
-    waits: dict[torch.Tensor, Callable[[], None]] = field(default_factory=dict)
-    """Each one's function that waits for it."""
     trained: dict[torch.Tensor, int] = field(default_factory=dict)
     """Bytes of trained parameters, or shards of them."""
     frozen: list[PartitionedParameter] = field(default_factory=list)
@@ -121,7 +123,7 @@ class _Memory:
     def end_waits(self) -> None:
         """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
         for tensor in self.tensors:
-            end_wait(tensor, self.waits[tensor])
+            end_wait(tensor, self.wait)
 
     @property
     def copied(self) -> bool:
@@ -135,7 +137,7 @@ class _Memory:
 
 
 class _MovedMemory(_Memory):
-    """A storage that leaves the device."""
+    """A storage that leaves the device (:class:`_Leaves`)."""
 
     @property
     def given_back(self) -> int:  # type: ignore[override]
@@ -169,6 +171,56 @@ class _MovedMemory(_Memory):
         self.storage.resize_(self.n_bytes)
 
 
+class _Stays:
+    """A device whose memory is the host's: release() leaves all where it is.
+
+    Attributes:
+        kind: the class of its storages.
+    """
+
+    kind = _Memory
+
+    def may_leave(self, values: torch.Tensor) -> bool:
+        """True if the memory of these values can be given back."""
+        return values.layout is torch.strided
+
+    def synchronize(self) -> None:
+        """Wait for kernels on all streams, which may read what is freed next."""
+
+    def allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
+        """Return the bytes that torch's allocator has given out, and that it holds; None: unknown.
+
+        Args:
+            emptied: it gives back first what it holds for later.
+        """
+        return None, None
+
+
+class _Leaves(_Stays):
+    """A device with memory of its own."""
+
+    kind = _MovedMemory
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def may_leave(self, values: torch.Tensor) -> bool:
+        return super().may_leave(values) and values.untyped_storage().resizable()
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
+        if emptied:
+            told_by_allocator(lambda _: torch.accelerator.empty_cache(), self._device)
+        asked: list[Callable[[torch.device], int]] = [
+            torch.accelerator.memory_allocated,
+            torch.accelerator.memory_reserved,
+        ]
+        allocated, reserved = (told_by_allocator(ask, self._device) for ask in asked)
+        return allocated, reserved
+
+
 class DeviceMemory:
     """The device memory of an optimizer's parameters and of its model's other tensors.
 
@@ -191,7 +243,8 @@ class DeviceMemory:
         self._registration = registration
         self._intake = intake
         self._sharding = sharding
-        self._kind = _MovedMemory if self._moves else _Memory
+        self._device = registration.device
+        self._place = _Stays() if memory.addressable else _Leaves(self._device)
         self._memories: dict[int, _Memory] = {}
         """The storages that were released last, by their number; none once all have come back. They have memory again
         unless the pipeline says that parameters are released."""
@@ -227,7 +280,7 @@ class DeviceMemory:
             HostMemoryError: the host has no room for copies.
         """
         pipeline, slots = self._pipeline, self._registration.slots
-        before = self._allocator()
+        before = self._place.allocator()
         with self._together("release()"):
             if self._agreed("release()"):
                 return ReleaseReport(0, 0, _pair(before, before, 0), _pair(before, before, 1))
@@ -245,8 +298,7 @@ class DeviceMemory:
                 slot.shard.stay(leaving)  # the flush has written it, and it may be used while others are released
             for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
                 event.wait()
-            if self._moves:  # kernels on any stream may read what is freed now
-                torch.accelerator.synchronize(self._device)
+            self._place.synchronize()
 
         @torch.no_grad()  # in the section's own thread
         def section() -> None:
@@ -260,7 +312,7 @@ class DeviceMemory:
                 self._let_go(memory)
 
         uninterrupted(section)
-        after, given_back = self._allocator(emptied=True), sum(memory.given_back for memory in memories)
+        after, given_back = self._place.allocator(emptied=True), sum(memory.given_back for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
 
@@ -303,22 +355,21 @@ class DeviceMemory:
                     continue  # the tensors inside are named, too
                 if stays and values.layout is not torch.strided:
                     continue
-                if values.layout is not torch.strided or (
-                    self._moves and not stays and not values.untyped_storage().resizable()
-                ):
+                if not (stays or self._place.may_leave(values)):
                     raise ParameterError(
                         f"release(): {name!r} is a {values.layout} tensor whose memory cannot be given back; expected "
                         f"a dense tensor of torch's own allocator: clone() it, or leave it there with keep=[{name!r}]"
                     )
-                owner = OWNED.get(id(tensor))
-                if owner is not None and slots.get(tensor) is not owner:
+                slot = slot_of(tensor)
+                if slot is not None and slots.get(tensor) is not slot:
                     continue  # another optimizer trains it
                 number, storage = _number(values), values.untyped_storage()
                 if stays:
                     kept.add(number)
                 trained = tensor in slots
                 kind = "trained parameters" if trained else "frozen parameters and buffers"
-                memory = found.setdefault(number, self._kind(storage, storage.nbytes(), kind))
+                wait = partial(_await, weakref.WeakMethod(self.await_values), number)
+                memory = found.setdefault(number, self._place.kind(storage, storage.nbytes(), kind, wait))
                 if trained:
                     memory.trained[tensor] = values.nbytes
                 if record is not None:
@@ -364,10 +415,7 @@ class DeviceMemory:
         """Free a storage. Whoever reads its tensors from now on waits for them."""
         self._on_device.update(memory.stand_in(self._host))
         for tensor in memory.tensors:
-            of = weakref.ref(tensor, partial(_forget_deleted, id(tensor)))
-            wait = partial(_await, weakref.WeakMethod(self.await_values), of, memory.storage._cdata)
-            memory.waits[tensor] = wait
-            pending.release(tensor, wait)
+            pending.release(tensor, memory.wait)
         memory.free()
 
     # --- restore -------------------------------------------------------------------------------------
@@ -402,7 +450,7 @@ class DeviceMemory:
         pipeline.restore(tensors)
         for memory in self._memories.values():
             for tensor in memory.tensors:
-                pending.restore(tensor, memory.waits[tensor])
+                pending.restore(tensor, memory.wait)
         self._registration.have_readers_wait()  # of the pipeline, and no longer of this object
         self._on_device.clear()
         self._registration.columns.note_all()
@@ -410,7 +458,7 @@ class DeviceMemory:
             for tensor in memory.tensors:
                 if not can_wait(tensor):
                     memory.arrived.order()
-                    end_wait(tensor, memory.waits[tensor])
+                    end_wait(tensor, memory.wait)
 
     def _allocate(self) -> None:
         done: list[_Memory] = []
@@ -442,7 +490,7 @@ class DeviceMemory:
             "restore() again; all is still released, and nothing is lost"
         )
 
-    def await_values(self, tensor: torch.Tensor, storage: int) -> None:  # waits
+    def await_values(self, storage: int, tensor: torch.Tensor) -> None:  # waits
         """Wait for a tensor that was released; :class:`StateError` if it still is.
 
         Args:
@@ -452,8 +500,7 @@ class DeviceMemory:
         if (memory := self._memories.get(storage)) is not None:  # else it has arrived
             # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
             memory.arrived.wait() if is_placed(tensor) else memory.arrived.order()
-        if (slot := self._registration.slots.get(tensor)) is not None:
-            self._registration.await_values(slot)
+        self._registration.await_values(tensor)
 
     def before_backward(self) -> None:
         """Order a backward after all that :meth:`restore` brings back. Its graph may be older than the release, and C++
@@ -478,32 +525,6 @@ class DeviceMemory:
 
     def _together(self, what: str) -> AbstractContextManager[None]:
         return together(InOrder(self._pipeline), what, partial(_failed_elsewhere, what))
-
-    @property
-    def _moves(self) -> bool:
-        """False if the device's memory is the host's, and stays."""
-        return not self._memory.addressable
-
-    @property
-    def _device(self) -> torch.device:
-        return self._registration.device
-
-    def _allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
-        """The bytes that the allocator has given out, and that it holds.
-
-        Args:
-            emptied: it gives back first what it holds for later.
-        """
-        if not self._moves:
-            return None, None
-        if emptied:
-            told_by_allocator(lambda _: torch.accelerator.empty_cache(), self._device)
-        asked: list[Callable[[torch.device], int]] = [
-            torch.accelerator.memory_allocated,
-            torch.accelerator.memory_reserved,
-        ]
-        allocated, reserved = (told_by_allocator(ask, self._device) for ask in asked)
-        return allocated, reserved
 
 
 def _failed_elsewhere(what: str, others: str) -> StateError:
@@ -531,10 +552,6 @@ def _has_memory(tensor: torch.Tensor) -> bool:
         return local_of(tensor).untyped_storage().nbytes() > 0
 
 
-def _forget_deleted(number: int, _: object) -> None:
-    forget_deleted(number)
-
-
 def _identity(event: Event) -> Event:
     return event
 
@@ -544,13 +561,11 @@ def _number(tensor: torch.Tensor) -> int:
 
 
 def _await(
-    method: "weakref.WeakMethod[Callable[[torch.Tensor, int], None]]", of: "weakref.ref[torch.Tensor]", storage: int
+    method: "weakref.WeakMethod[Callable[[int, torch.Tensor], None]]", storage: int, tensor: torch.Tensor
 ) -> None:
-    tensor, wait = of(), method()
-    if wait is None:
+    if (wait := method()) is None:
         raise StateError(
             "a parameter or buffer was left released: its engine is gone; expected engine.restore() or engine.close() "
             "before that"
         )
-    if tensor is not None:
-        wait(tensor, storage)
+    wait(storage, tensor)

@@ -11,10 +11,11 @@ from offload_core.step.gradient_access import GradientAccess
 from offload_core.step.pipeline import Pipeline
 
 from ..internals.private import NO_BACKWARD, backward_number
+from ..params.slots import Slot
 from ..params.tensors import flat_like, shaped_like
 from ..ranks.device import as_torch
 from .intake import Intake
-from .registration import Registration, Slot
+from .registration import Registration
 from .state_io import TorchStates
 
 

@@ -16,6 +16,7 @@ from offload_core.step.pipeline import Pipeline
 
 from ..params.casting import Casts
 from ..params.placed import check_alone, group_of, ranks_of, this_process
+from ..params.slots import Owner
 from ..params.tensors import ELEMENT_TYPES
 from ..ranks.device_ranks import device_for, device_of_placed
 from ..stage3.construction import check_finished, check_takes_none
@@ -25,7 +26,7 @@ from ..stage3.sharding import NoSharding, Sharding
 from .device_memory import DeviceMemory
 from .gradient_io import TorchGradients
 from .intake import Intake
-from .registration import NamedParam, Owner, Registration, check_new, matrices_of_frozen
+from .registration import NamedParam, Registration, check_new, matrices_of_frozen
 from .shared_tensors import check_shared
 from .state_io import TorchStates
 

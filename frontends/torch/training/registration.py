@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import ge, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,9 +35,11 @@ from ..params.casting import Casts
 from ..params.columns import Columns
 from ..params.data_writes import DataWrites
 from ..params.local_shards import InPlaceShard, LocalShard
+from ..params.managed import Wait, manage
 from ..params.overlaps import check_apart, tensors_of
 from ..params.pending import await_all, have_been_written, is_pending
 from ..params.placed import UNDIVIDED, Placement, check_within, count_once, local_of, placement_of, placements_of
+from ..params.slots import Owner, Slot, owner_of, slot_of
 from ..params.tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -53,15 +55,6 @@ from ..params.tensors import (
 from ..stage3.construction import shards_of
 from ..stage3.parameters import RankShard
 from ..stage3.sharding import Sharding
-
-OWNED: "weakref.WeakValueDictionary[int, Slot]" = weakref.WeakValueDictionary()
-"""Slots by the ``id`` of their parameter; a slot keeps its parameter alive, so no id is reused."""
-
-
-def owner_of(param: torch.Tensor) -> "Owner | None":
-    """Return the open optimizer that has states of a parameter; None: there is none."""
-    slot = OWNED.get(id(param))
-    return None if slot is None or slot.param is not param else slot.owner()
 
 
 def check_is_free(model: nn.Module, *, but: Any = None) -> None:
@@ -90,56 +83,6 @@ _NOWHERE = torch.empty(0, device="cpu")
 
 NamedParam = tuple[str, torch.Tensor, int]
 """A parameter's name, the parameter, and the number of its group."""
-
-
-class Owner(Protocol):
-    """An optimizer, as another one sees it that is given its parameters."""
-
-    @property
-    def names(self) -> Mapping[torch.Tensor, str]:
-        """Names of parameters in groups without names."""
-        ...
-
-    def keeps_from(self, other: Any) -> str | None:
-        """The reason why another optimizer may not take over; None: it may."""
-
-    def give_way(self) -> None:
-        """Flush and close. A later use raises an error with the reason."""
-
-
-@dataclass(eq=False)
-class Slot:
-    """A parameter that has states, and its number in the pipeline and in :class:`Columns`."""
-
-    name: str
-    param: torch.Tensor
-    index: int
-    taken: TakenGradient
-    stand_in: torch.Tensor
-    """What stands in ``p.grad`` for a gradient that has left: ``taken``, or a DTensor of which it is the local tensor.
-    """
-    order: list[int] | None
-    """The memory order of its states (``tensors.memory_order``)."""
-    owner: "weakref.ref[Owner]"
-    shard: LocalShard
-    """The elements that this process owns."""
-    placed: Placement
-    """Which elements of the parameter its tensor has on this process."""
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The tensor that holds this process's values: the parameter, or a DTensor's local tensor."""
-        return local_of(self.param)
-
-    def replace_stand_in(self) -> None:
-        """Make another stand-in; autograd has attached a graph to the one that was."""
-        self.taken = TakenGradient(self.values, self.name)
-        self.stand_in = self.placed.around(self.taken)
-
-    def release(self) -> None:
-        """Remove the stand-in from the parameter."""
-        if self.param.grad is self.stand_in:
-            self.param.grad = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,6 +164,8 @@ class Registration:
         self._grouping = Grouping([], [], frozenset(), frozenset(), [])
         self._owner = weakref.ref(owner)
         self._pipeline = pipeline
+        self._wait: Wait = partial(_await, self.slots, pipeline)
+        """What readers of parameters call that an update writes. It does not keep this object alive."""
         self.device = device
         """The device of all parameters."""
         self._sharding = sharding
@@ -348,7 +293,7 @@ class Registration:
         self._flat.append(shard.memory())
         self.columns.add(new.param, slot.stand_in, new.placed)
         self.slots[new.param] = slot
-        OWNED[id(new.param)] = slot
+        manage(new.param).slot = slot
         return slot
 
     def _take_over(self, named: Sequence[NamedParam]) -> None:
@@ -481,18 +426,18 @@ class Registration:
         if not self._pipeline.updates.finished:
             slots = [*self.slots.values()]
             for slot in [slots[index] for index in written]:
-                slot.shard.have_readers_wait(_await, slot, self._pipeline)
+                slot.shard.have_readers_wait(self._wait)
         elif not broken:
             have_been_written([self.columns.params[index] for index in written])
 
     def have_readers_wait(self) -> None:
         """Have the readers of all whole parameters wait for them."""
         for slot in self.slots.values():
-            slot.shard.have_readers_wait(_await, slot, self._pipeline)
+            slot.shard.have_readers_wait(self._wait)
 
-    def await_values(self, slot: Slot) -> None:  # waits
-        """Wait until a whole parameter has been written."""
-        _await(slot, self._pipeline)
+    def await_values(self, param: torch.Tensor) -> None:  # waits
+        """Wait until a whole parameter has been written; others are left alone."""
+        self._wait(param)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor | OnDisk]) -> None:
         """Write replaced master weights to the parameters."""
@@ -513,7 +458,7 @@ class Registration:
         self.columns.count_writes(params)
         for slot in (slots[param] for param in params):
             self.note(slot)
-            slot.shard.have_readers_wait(_await, slot, self._pipeline)
+            slot.shard.have_readers_wait(self._wait)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -645,22 +590,21 @@ def earlier_owners(
     Raises:
         StateError: one does not.
     """
-    others = [(name, param) for name, param, _ in named if id(param) in OWNED and param not in known]
+    others = [(name, param) for name, param, _ in named if slot_of(param) is not None and param not in known]
     if others:
         gc.collect()  # a reference cycle of an old trainer may keep its optimizer alive
-    found: dict[int, Owner] = {}
+    found: list[Owner] = []
     for name, param in others:
-        slot = OWNED.get(id(param))
-        owner = None if slot is None else slot.owner()
-        if owner is None or id(owner) in found:
+        owner = owner_of(param)
+        if owner is None or any(owner is other for other in found):
             continue
         if (reason := owner.keeps_from(taker)) is not None:
             raise StateError(
                 f"parameter {name!r} already belongs to another OffloadedAdamW, {reason}; expected one owner: use the "
                 "earlier one, or end it with .close() before this one is made"
             )
-        found[id(owner)] = owner
-    return [*found.values()]
+        found.append(owner)
+    return found
 
 
 def let_go(slots: dict[torch.Tensor, Slot]) -> None:
@@ -669,8 +613,8 @@ def let_go(slots: dict[torch.Tensor, Slot]) -> None:
         slot.shard.let_go()
         slot.release()
         slot.taken.when_added(None)
-        if OWNED.get(id(slot.param)) is slot:
-            del OWNED[id(slot.param)]
+        if slot_of(slot.param) is slot:
+            manage(slot.param).slot = None
     slots.clear()
 
 
@@ -678,5 +622,6 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
     return [] if model is None else [*model.parameters(), *model.buffers()]
 
 
-def _await(slot: Slot, pipeline: Pipeline) -> None:
-    pipeline.state_lock.run(pipeline.await_param, slot.index, on_host=slot.placed.read_on_other_streams)
+def _await(slots: Mapping[torch.Tensor, Slot], pipeline: Pipeline, param: torch.Tensor) -> None:
+    if (slot := slots.get(param)) is not None:
+        pipeline.state_lock.run(pipeline.await_param, slot.index, on_host=slot.placed.read_on_other_streams)

@@ -18,8 +18,8 @@ from offload_core.support.living import Living
 
 from ..internals.private import no_read
 from ..params.casting import Casts
+from ..params.slots import Owner
 from ..params.tensors import is_offloadable
-from .registration import Owner
 
 _OPTIMIZERS: Living[Any] = Living()
 """The optimizers of this process, of engines and others. They are hashed by identity."""

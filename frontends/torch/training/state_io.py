@@ -19,11 +19,12 @@ from offload_core.support.checks import shown
 from offload_core.support.threads import uninterrupted
 
 from ..internals.private import grad_mode_kept
+from ..params.slots import Slot
 from ..params.tensors import ELEMENT_TYPES, flat, flat_like, memory, shaped, shaped_like
 from ..ranks.device import as_torch
 from ..stage3.gathering import gathered_parameters
 from .parts_of_wholes import Held, PartOfWhole
-from .registration import Registration, Slot
+from .registration import Registration
 from .rule_words import counted
 from .state_views import Kept, Views, plain_entries, state_views
 
