@@ -79,9 +79,7 @@ class Adam(Rule):
             step_size = -hyper.lr / (1 - beta1**t)
         else:
             correction1, correction2 = (
-                (1 - beta1**t, 1 - beta2**t)
-                if self.bias_corrections is None
-                else self.bias_corrections(hyper.betas, t)
+                (1 - beta1**t, 1 - beta2**t) if self.bias_corrections is None else self.bias_corrections(hyper.betas, t)
             )
             step_size = -hyper.lr
         return (

@@ -1,6 +1,6 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any
@@ -151,8 +151,8 @@ class LocalBucket:
             owners[i] = owner
         self.gradients = HostArrays(addresses, codes, owners)
 
-    def held(self, among: np.ndarray) -> Iterator[tuple[ElementType, np.ndarray]]:
-        """Yield the chosen pieces (True) that have a host gradient, by its element type."""
+    def held(self, among: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
+        """Return the chosen pieces (True) that have a host gradient, by its element type."""
         return self.gradients.by_type((self.gradients.addresses != 0) & among)
 
     def forget_gradients(self, event: GradientEvent) -> None:
@@ -222,7 +222,6 @@ class LocalBucket:
         """Give back the staging."""
         if self.lease is not None:
             self.lease.release()
-        self.release_direction()
 
     def release_direction(self) -> None:
         """Give back the memory of the direction."""
