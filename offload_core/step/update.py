@@ -333,9 +333,8 @@ class Updates:
         self.land()
         for work in self._buckets.all:
             if work.arrived is not None:
-                self._buckets.wait(
-                    work.arrived, work.bucket.index
-                )  # the bucket itself may be on its way to the next update
+                # The bucket itself may be on its way to the next update.
+                self._buckets.wait(work.arrived, work.bucket.index)
                 work.arrive()
                 work.arrived = None  # last: an interrupt before it has the bucket waited for again
 
