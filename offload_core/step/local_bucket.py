@@ -126,6 +126,7 @@ class LocalBucket:
         """The indices of a parameter's pieces: one, unless the process's ranks are not neighbours."""
         for i, piece in enumerate(self.pieces):
             self.positions.setdefault(piece.param, []).append(i)
+        self._no_gradients = HostArrays.none(len(self.pieces))
         self.give_back()
 
     # --- gradient --------------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class LocalBucket:
 
     def give_back(self) -> None:
         """Release the host gradients and the memory borrowed for them."""
-        self.gradients = HostArrays.none(len(self.pieces))
+        self.gradients = self._no_gradients
         self.home = self.own
 
     # --- publication -----------------------------------------------------------------------------------

@@ -120,7 +120,8 @@ class TreeUpdates:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
         pipeline = self._pipeline
         number = pipeline.counts.updates + 1
-        if pipeline.arrivals.at_boundary:
+        boundary = pipeline.arrivals.at_boundary
+        if boundary:
             self._targets = self._new_targets()
         try:
             if self._moves_nothing:
@@ -128,7 +129,8 @@ class TreeUpdates:
             else:  # a parameter's buckets leave before the next one's, so that its donated gradient is gone by then
                 for i, gradient in given.gradients.items():
                     pipeline.add_gradients({i: gradient})
-            if pipeline.end_micro_step():
+            pipeline.end_micro_step(boundary=boundary)
+            if boundary:
                 divisor = float(pipeline.config.gradient_accumulation_steps)
                 report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
                 self.report = replace(report, step=number)
@@ -160,7 +162,7 @@ class TreeUpdates:
             self._loss_scale.follow()
         publications = pipeline.last_step.publications
         if publications != self._followed:
-            if not pipeline.updates.finished:
+            if pipeline.updates.publishes:
                 pipeline.last_step.finish_publications()
             leaves, published = self._tree.leaves, pipeline.last_step.published
             for leaf in self._tree.trained:
