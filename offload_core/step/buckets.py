@@ -93,12 +93,15 @@ class LocalBuckets:
         self.of += [[] for _ in specs]
         for bucket, own in zip(buckets, self.gradient_memory.take_on(buckets), strict=True):
             in_place = terms.direct or (bucket.partitioned and terms.host_shards)
+            wire = terms.wire(bucket)
             work = LocalBucket(
                 bucket,
                 bucket.shards(self.device.ranks),
                 {piece.param: specs[piece.param - first] for piece in bucket.pieces},
                 terms.rule_of(bucket),
-                terms.wire(bucket),
+                wire,
+                self.device.sizes.arrival(wire),
+                terms.home_dtype(bucket),
                 own,
                 terms.master(bucket),
                 Writes.IN_PLACE if in_place else Writes.STAGING,

@@ -89,7 +89,7 @@ class GradientMemory:
         Args:
             await_use: waits for an update of a bucket that may hold a slot.
         """
-        dtype = self._terms.home_dtype(work.bucket)
+        dtype = work.home_dtype
         numel = len(self._device.ranks) * work.bucket.shard_numel
         if (homes := self._homes.get(work.bucket.index)) is not None:
             work.home = homes.borrow(numel, dtype.numpy)

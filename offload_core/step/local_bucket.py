@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config.state_formats import Master
 from ..device.events import Done, Event
-from ..device.protocols import HostArrays, Matrices
+from ..device.protocols import Arrival, HostArrays, Matrices
 from ..dtypes import BY_NUMPY, ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
@@ -62,9 +62,13 @@ class LocalBucket:
     """The update rule of its parameters."""
     wire: ElementType
     """The element type in which gradients travel."""
+    arrival: Arrival
+    """The form in which the device delivers them."""
+    home_dtype: ElementType
+    """The element type in which they wait: fp32 if they are summed here."""
     own: np.ndarray | None
-    """The host memory of the bucket's own in which gradients wait: fp32 if they are summed here, else of type ``wire``.
-    None where memory is lent to the bucket, and where gradients are read in the device's own memory."""
+    """The host memory of the bucket's own in which gradients wait. None where memory is lent to the bucket, and where
+    gradients are read in the device's own memory."""
     master: Master
     """Parameters may lag behind master weights that lie apart. Others change with them."""
     writes: Writes

@@ -76,7 +76,7 @@ class Reduction:
         assert buckets.staging is not None
         buckets.await_home(work)
         assert work.home is not None
-        bucket, arrival = work.bucket, buckets.device.sizes.arrival(work.wire)
+        bucket, arrival = work.bucket, work.arrival
         stays = arrival == as_it_stays(BY_NUMPY[work.home.dtype]) and not work.has_landed
         if len(buckets.in_staging) == buckets.worker.depth:
             oldest, landed = buckets.in_staging.popleft()

@@ -89,7 +89,8 @@ class StateLock:
         Raises:
             StateError: as :meth:`whole`.
         """
-        return self.run(self._checked, what, self._alone, what, True, act, *args, **kwargs)
+        change: Callable[P, T] = partial(self._alone, what, True, act)
+        return self.run(self._checked, what, change, *args, **kwargs)
 
     def _checked(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self.changing.locked() and not in_section():

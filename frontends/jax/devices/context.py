@@ -94,16 +94,16 @@ def public(
     Args:
         how: ``StateLock.begin`` for a method that is a change of states from its beginning to its end.
     """
-    locked = without_context_mesh(how)
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
+        locked: Callable[..., T] = without_context_mesh(how)
+
         @wraps(method)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
             later: LaterUpdate = self._later
             with later.turn:
                 later.wait()
-                result: T = locked(self._state_lock, what, method, self, *args, **kwargs)
-                return result
+                return locked(self._state_lock, what, method, self, *args, **kwargs)
 
         return call
 
