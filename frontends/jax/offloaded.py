@@ -24,7 +24,7 @@ from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import check_start
 from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.step.state_lock import changes
+from offload_core.step.state_lock import StateLock
 from offload_core.support.launchers import warn_if_launched
 
 from .devices.context import LaterUpdate, is_traced, public, refuse_jit, without_context_mesh
@@ -259,8 +259,7 @@ class OffloadedParams:
             )
         return self._update(grads, wait=wait, donate=donate)
 
-    @public("update()")
-    @changes("update()")
+    @public("update()", StateLock.begin)
     def _update(self, grads: Any, learning_rate: Any = None, *, wait: bool = True, donate: bool = False) -> Any:
         """Make an update, or have a thread make it. A ``learning_rate`` stands in place of the configuration's."""
         updates, trace = self._updates, self._pipeline.device.trace

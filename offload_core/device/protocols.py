@@ -5,7 +5,7 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -78,12 +78,11 @@ class HostArrays(NamedTuple):
         """Return the runs of these numbers."""
         return HostArrays(self.addresses[rows], self.codes[rows], [self.owners[i] for i in rows])
 
-    def by_type(self, chosen: np.ndarray) -> Iterator[tuple[ElementType, np.ndarray]]:
-        """Yield, by element type, the numbers of the runs that ``chosen`` marks with True."""
+    def by_type(self, chosen: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
+        """Return, by element type, the numbers of the runs that ``chosen`` marks with True."""
         rows = np.flatnonzero(chosen)
         codes = self.codes[rows]
-        for code in np.flatnonzero(np.bincount(codes)).tolist():
-            yield BY_CODE[code], rows[codes == code]
+        return [(BY_CODE[code], rows[codes == code]) for code in np.flatnonzero(np.bincount(codes)).tolist()]
 
 
 class Copy(NamedTuple):

@@ -181,13 +181,10 @@ class StagingRing:
         self._free = deque(range(slots))
         """The buffers that nobody borrows, by number."""
 
-    def lease(self) -> "Lease":
-        """A set of buffers to be borrowed and given back together."""
-        return Lease(self)
-
 
 class Lease:
-    """Borrowed buffers of a :class:`StagingRing`; :meth:`release` them when their last reader is done."""
+    """Buffers of a :class:`StagingRing` to be borrowed and given back together; :meth:`release` them when their last
+    reader is done."""
 
     def __init__(self, ring: StagingRing) -> None:
         self._ring = ring

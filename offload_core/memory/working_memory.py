@@ -29,24 +29,30 @@ from ..support.living import Living
 
 
 class Block:
-    """Host memory of one size, for whoever needs no more."""
+    """Host memory of one size, for whoever needs no more.
 
-    def __init__(self, memory: np.ndarray) -> None:
+    Args:
+        free: the blocks of its size that are not lent; the values mean nothing.
+    """
+
+    def __init__(self, memory: np.ndarray, free: "dict[Block, Any]") -> None:
         self.memory = memory
         """Its bytes."""
-
-
-class _Loan:
-    """The memory of a block, as NumPy takes it over. Every array of it keeps this object alive."""
-
-    def __init__(self, memory: np.ndarray) -> None:
-        self.memory = memory
-        self.__array_interface__ = {
+        self.free = free
+        self.as_numpy_takes_it = {
             "version": 3,
             "typestr": "|u1",
             "shape": memory.shape,
             "data": (kernels.address(memory), False),
         }
+
+
+class _Loan:
+    """The memory of a block, as NumPy takes it over. Every array of it keeps this object alive."""
+
+    def __init__(self, block: Block) -> None:
+        self.memory = block.memory
+        self.__array_interface__ = block.as_numpy_takes_it
 
 
 def unprotected(array: np.ndarray) -> np.ndarray:
@@ -87,8 +93,8 @@ class Blocks:
         block = next((block for size in sizes if (block := self._take(size)) is not None), None)
         if block is None:
             block = self._new(make(n_bytes))
-        loan = _Loan(block.memory)
-        self._loans[block] = weakref.ref(loan, partial(setitem, self._of_size(block), block))
+        loan = _Loan(block)
+        self._loans[block] = weakref.ref(loan, partial(setitem, block.free, block))
         return np.asarray(loan)[:n_bytes]
 
     def _take(self, size: int) -> Block | None:
@@ -97,11 +103,8 @@ class Blocks:
         except KeyError:
             return None
 
-    def _of_size(self, block: Block) -> dict[Block, Any]:
-        return self._free.setdefault(block.memory.size, {})
-
     def _new(self, memory: np.ndarray) -> Block:
-        block = Block(memory)
+        block = Block(memory, self._free.setdefault(memory.size, {}))
         self._made.add(block)
         return block
 
@@ -128,7 +131,7 @@ class Blocks:
         try:
             for size in self.lacking(engine, ()):
                 block = self._new(make(size))
-                self._of_size(block)[block] = None
+                block.free[block] = None
         except BaseException:
             self.cancel(*need)
             raise
@@ -171,7 +174,7 @@ class Blocks:
             self._loans.pop(block, None)
             return True
         self._made.add(block)
-        self._of_size(block)[block] = None
+        block.free[block] = None
         return False
 
     def shared_bytes(self, engine: Hashable) -> int:

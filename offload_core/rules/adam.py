@@ -1,7 +1,7 @@
 """Adam and AdamW."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
@@ -50,8 +50,11 @@ class Adam(Rule):
 
     mode: str = "adamw"
     """``"adamw"`` or ``"adam"``."""
-    bias_correction: Callable[[float, int], float] | None = field(default=None, compare=False, repr=False)
-    """``op_order="optax"``: 1 - beta^t as the framework's own float32 arithmetic gives it; None: in double."""
+    bias_corrections: Callable[[Sequence[float], int], Sequence[float]] | None = field(
+        default=None, compare=False, repr=False
+    )
+    """``op_order="optax"``: 1 - beta^t of each beta as the framework's own float32 arithmetic gives it; None: in
+    double."""
 
     name = "adamw"
     hyper: ClassVar[type[AdamHyper]] = AdamHyper
@@ -75,8 +78,9 @@ class Adam(Rule):
             correction1, correction2 = 0.0, math.sqrt(1 - beta2**t)
             step_size = -hyper.lr / (1 - beta1**t)
         else:
-            correct = self.bias_correction or (lambda beta, t: 1 - beta**t)
-            correction1, correction2 = correct(beta1, t), correct(beta2, t)
+            correction1, correction2 = (
+                (1 - beta1**t, 1 - beta2**t) if self.bias_corrections is None else self.bias_corrections(hyper.betas, t)
+            )
             step_size = -hyper.lr
         return (
             0.0 if decoupled else hyper.weight_decay,

@@ -111,8 +111,8 @@ class StateRun(ABC):
                 del replaced[start]  # after the write, which an interrupt may cut off
 
 
-class StateArray(StateRun):
-    """A run in host memory: its values lie there as they are, or encoded.
+class Stored:
+    """The host memory of a state, and the addresses by which the kernel knows it.
 
     Args:
         data: the elements as they are stored.
@@ -120,29 +120,28 @@ class StateArray(StateRun):
         upper: the parameter whose lower bits ``data`` is; writing the state writes it, too.
     """
 
+    def __init__(self, data: np.ndarray, beside: np.ndarray | None = None, upper: np.ndarray | None = None) -> None:
+        self.data, self.data_at = data, kernels.address(data)
+        self.beside, self.beside_at = beside, 0 if beside is None else kernels.address(beside)
+        self.upper, self.upper_at = upper, 0 if upper is None else kernels.address(upper)
+
+
+class StateArray(StateRun):
+    """A run in host memory: its values lie there as they are, or encoded."""
+
     def __init__(
-        self,
-        format: StateFormat,
-        data: np.ndarray,
-        beside: np.ndarray | None = None,
-        upper: np.ndarray | None = None,
-        *,
-        threads: int = 1,
-        first: int = 0,
-        size: int | None = None,
+        self, format: StateFormat, memory: Stored, *, threads: int = 1, first: int = 0, size: int | None = None
     ) -> None:
         self.format = format
-        self._data = data
-        self._beside = beside
-        self._upper = upper
+        self._memory = memory
         self._threads = threads
         self._first = first
-        self.size = data.size - first if size is None else size
+        self.size = memory.data.size - first if size is None else size
 
     @classmethod
     def of(cls, array: np.ndarray) -> "StateArray":
         """Values that lie in memory as they are."""
-        return cls(FORMATS[str(array.dtype)], array)
+        return cls(FORMATS[str(array.dtype)], Stored(array))
 
     @classmethod
     def allocate(
@@ -157,42 +156,36 @@ class StateArray(StateRun):
         that are kept with their states."""
         beside = allocate(-(-numel // format.block), np.dtype(np.uint8)) if format.encoded else None
         upper = None if format.upper is None else allocate_upper(numel, format.upper.numpy)
-        return cls(format, allocate(numel, format.stored), beside, upper, threads=threads)
+        return cls(format, Stored(allocate(numel, format.stored), beside, upper), threads=threads)
 
     def __getitem__(self, run: slice) -> "StateArray":
         start, stop, _ = run.indices(self.size)
-        return StateArray(
-            self.format,
-            self._data,
-            self._beside,
-            self._upper,
-            threads=self._threads,
-            first=self._first + start,
-            size=max(stop - start, 0),
-        )
+        first, size = self._first + start, max(stop - start, 0)
+        return StateArray(self.format, self._memory, threads=self._threads, first=first, size=size)
 
     @property
     def view(self) -> np.ndarray | None:
-        return None if self.format.encoded else self._data[self._first : self._first + self.size]
+        return None if self.format.encoded else self._memory.data[self._first : self._first + self.size]
 
     @property
     def upper(self) -> np.ndarray | None:
-        return None if self._upper is None else self._upper[self._first : self._first + self.size]
+        upper = self._memory.upper
+        return None if upper is None else upper[self._first : self._first + self.size]
 
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
         """Have the kernel's rows point to these elements, each of which begins a block: of the master weight (None), or
         of the moment of this number."""
-        at = self._first + offsets
+        at, memory = self._first + offsets, self._memory
         data, beside = (
             (rows["master"], rows["ties"])
             if moment is None
             else (rows["moments"][:, moment], rows["scales"][:, moment])
         )
-        data[:] = kernels.address(self._data) + at * self._data.itemsize
-        if self._beside is not None:
-            beside[:] = kernels.address(self._beside) + at // self.format.block
-        if self._upper is not None:
-            rows["high"] = kernels.address(self._upper) + at * self._upper.itemsize
+        data[:] = memory.data_at + at * memory.data.itemsize
+        if memory.beside is not None:
+            beside[:] = memory.beside_at + at // self.format.block
+        if memory.upper is not None:
+            rows["high"] = memory.upper_at + at * memory.upper.itemsize
 
     @property
     def stored(self) -> list[np.ndarray]:
@@ -200,8 +193,9 @@ class StateArray(StateRun):
         first, stop = self._first, self._first + self.size
         block = self.format.block
         assert first % block == 0
-        shared = [] if self._beside is None else [self._beside[first // block : -(-stop // block)]]
-        return [self._data[first:stop], *shared]
+        data, beside = self._memory.data, self._memory.beside
+        shared = [] if beside is None else [beside[first // block : -(-stop // block)]]
+        return [data[first:stop], *shared]
 
     def read(self, at: int, out: np.ndarray) -> None:
         if (view := self.view) is not None:
@@ -230,16 +224,16 @@ class StateArray(StateRun):
 
     def _decoded(self, start: int, stop: int) -> np.ndarray:
         out = np.empty(stop - start, np.float32)
-        kernels.decode(self.format.name, out=out, **self._memory(start, stop), threads=self._threads)
+        kernels.decode(self.format.name, out=out, **self._arguments(start, stop), threads=self._threads)
         return out
 
     def _encode(self, start: int, values: np.ndarray) -> None:
-        memory = self._memory(start, start + values.size)
+        memory = self._arguments(start, start + values.size)
         kernels.encode(self.format.name, values, **memory, threads=self._threads)
 
-    def _memory(self, start: int, stop: int) -> dict[str, Any]:
+    def _arguments(self, start: int, stop: int) -> dict[str, Any]:
         """The kernels' arguments for these elements of ``data``, the first of which begins a block."""
-        part = StateArray(self.format, self._data, self._beside, self._upper, first=start, size=stop - start)
+        part = StateArray(self.format, self._memory, first=start, size=stop - start)
         data, beside = part.stored
         kinds = {"ties": beside} if self.format is SPLIT else {"scales": beside}
         if part.upper is not None:

@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -92,12 +93,15 @@ class LocalBuckets:
         self.of += [[] for _ in specs]
         for bucket, own in zip(buckets, self.gradient_memory.take_on(buckets), strict=True):
             in_place = terms.direct or (bucket.partitioned and terms.host_shards)
+            wire = terms.wire(bucket)
             work = LocalBucket(
                 bucket,
                 bucket.shards(self.device.ranks),
                 {piece.param: specs[piece.param - first] for piece in bucket.pieces},
                 terms.rule_of(bucket),
-                terms.wire(bucket),
+                wire,
+                self.device.sizes.arrival(wire),
+                terms.home_dtype(bucket),
                 own,
                 terms.master(bucket),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
@@ -171,24 +175,21 @@ class LocalBuckets:
             return
         task = work.task
         try:
-            self.wait(task, work, what)
+            self.wait(task, work.bucket.index, what)
         finally:
             if task.done():
                 work.take()
 
-    def wait(self, task: Task[T], work: LocalBucket, what: str = "wait") -> T:  # waits
-        """The result of what was asked for on a bucket."""
+    def wait(self, task: Task[T], bucket: int | None, what: str = "wait") -> T:  # waits
+        """The result of what was asked for, on the bucket of this number (None: on none alone)."""
         try:
-            return self._wait_for(task, what, work.bucket.index)
+            if task.done():
+                return task.result()
+            with self.trace.span(COMPUTE, what, bucket):
+                return task.result()
         except BaseException:
             self.recover()
             raise
-
-    def _wait_for(self, task: Task[T], what: str, bucket: int | None = None) -> T:
-        if task.done():
-            return task.result()
-        with self.trace.span(COMPUTE, what, bucket):
-            return task.result()
 
     def recover(self) -> None:  # waits
         """After a failure: let everything that was asked for end, and take it back."""
@@ -197,14 +198,16 @@ class LocalBuckets:
         self.in_staging.clear()
         for work in self.all:
             work.release()
+            work.release_direction()
 
     def run(self, task: Callable[[], T]) -> T:
         """The result of a task that comes after all that was asked for."""
         try:
-            return self._wait_for(self.worker.submit(task), "wait")
-        except BaseException:
+            asked = self.worker.submit(task)
+        except BaseException:  # a worker that does it at once
             self.recover()
             raise
+        return self.wait(asked, None)
 
     def promote(self, work: LocalBucket) -> np.ndarray:
         """The fp32 home of gradients that are summed; where a sum was not announced, what is held moves there."""
@@ -217,13 +220,8 @@ class LocalBuckets:
 
     def await_home(self, work: LocalBucket) -> None:
         """Have memory for the bucket's gradients. Where all slots are lent, this waits for updates that free one."""
-        memory = self.gradient_memory
         if work.home is None:
-            for holder in memory.holders() if memory.needs_slot(work) else ():
-                if memory.has_free:
-                    break
-                self.claim(holder, "wait for gradient memory")
-            memory.lend(work)
+            self.gradient_memory.lend(work, partial(self.claim, what="wait for gradient memory"))
 
     # --- small decisions, each made here only --------------------------------------------------------
 

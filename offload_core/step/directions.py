@@ -5,6 +5,7 @@ import numpy as np
 from ..device.events import Done
 from ..device.trace import UPDATE
 from ..dtypes import BFLOAT16
+from ..memory.host_memory import Lease
 from ..rules import Scalars
 from .buckets import LocalBuckets
 from .local_bucket import Direction, LocalBucket
@@ -26,7 +27,7 @@ class Directions:
         if work.matrices is None or work.direction is not None:
             return
         assert buckets.directions is not None
-        lease = buckets.directions.lease()
+        lease = Lease(buckets.directions)
         shards = lease.borrow(len(buckets.device.ranks) * work.bucket.shard_numel, BFLOAT16.numpy)
         work.direction = Direction(shards, lease)
         try:

@@ -12,7 +12,7 @@ the next bucket gets memory of its own, for good.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -83,26 +83,23 @@ class GradientMemory:
         pinned = self._terms.may_arrive_as(bucket, dtype)
         return self._memory.allocate(GRADIENTS_ON_HOST, numel, dtype.numpy, pinned=pinned)
 
-    def needs_slot(self, work: LocalBucket) -> bool:
-        """True if the bucket's memory is one of the slots."""
-        return work.bucket.index not in self._homes
+    def lend(self, work: LocalBucket, await_use: Callable[[LocalBucket], None]) -> None:
+        """Give a bucket memory of its size. If it needs a slot and none gets free, it gets memory of its own.
 
-    @property
-    def has_free(self) -> bool:
-        return not all(slot.held for slot in self._slots)
-
-    def holders(self) -> list[LocalBucket]:
-        """The buckets that were lent a slot, in the order in which they got it."""
-        return [slot.holder for slot in sorted(self._slots, key=lambda slot: slot.turn) if slot.holder is not None]
-
-    def lend(self, work: LocalBucket) -> None:
-        """Give a bucket memory of its size. If it needs a slot and none is free, it gets memory of its own."""
-        dtype = self._terms.home_dtype(work.bucket)
-        numel = self._terms.home_bytes(work.bucket) // dtype.itemsize
-        if not self.needs_slot(work):
-            work.home = self._homes[work.bucket.index].borrow(numel, dtype.numpy)
+        Args:
+            await_use: waits for an update of a bucket that may hold a slot.
+        """
+        dtype = work.home_dtype
+        numel = len(self._device.ranks) * work.bucket.shard_numel
+        if (homes := self._homes.get(work.bucket.index)) is not None:
+            work.home = homes.borrow(numel, dtype.numpy)
             return
-        slot = next((slot for slot in self._slots if not slot.held), None)
+        slot = self._free_slot()
+        for lent in sorted(self._slots, key=lambda slot: slot.turn) if slot is None else ():  # the oldest first
+            if lent.holder is not None:
+                await_use(lent.holder)
+            if (slot := self._free_slot()) is not None:
+                break
         if slot is None:
             self._warn(work)
             work.own = work.home = self.allocate(work.bucket, dtype)
@@ -113,6 +110,9 @@ class GradientMemory:
         slot.lent = weakref.ref(home)
         slot.holder = work
         work.home = home
+
+    def _free_slot(self) -> _Slot | None:
+        return next((slot for slot in self._slots if not slot.held), None)
 
     def _warn(self, work: LocalBucket) -> None:
         if self._warned:

@@ -1,6 +1,6 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 from typing import Any
@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config.state_formats import Master
 from ..device.events import Done, Event
-from ..device.protocols import HostArrays, Matrices
+from ..device.protocols import Arrival, HostArrays, Matrices
 from ..dtypes import BY_NUMPY, ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
@@ -62,9 +62,13 @@ class LocalBucket:
     """The update rule of its parameters."""
     wire: ElementType
     """The element type in which gradients travel."""
+    arrival: Arrival
+    """The form in which the device delivers them."""
+    home_dtype: ElementType
+    """The element type in which they wait: fp32 if they are summed here."""
     own: np.ndarray | None
-    """The host memory of the bucket's own in which gradients wait: fp32 if they are summed here, else of type ``wire``.
-    None where memory is lent to the bucket, and where gradients are read in the device's own memory."""
+    """The host memory of the bucket's own in which gradients wait. None where memory is lent to the bucket, and where
+    gradients are read in the device's own memory."""
     master: Master
     """Parameters may lag behind master weights that lie apart. Others change with them."""
     writes: Writes
@@ -126,6 +130,7 @@ class LocalBucket:
         """The indices of a parameter's pieces: one, unless the process's ranks are not neighbours."""
         for i, piece in enumerate(self.pieces):
             self.positions.setdefault(piece.param, []).append(i)
+        self._no_gradients = HostArrays.none(len(self.pieces))
         self.give_back()
 
     # --- gradient --------------------------------------------------------------------------------------
@@ -151,8 +156,8 @@ class LocalBucket:
             owners[i] = owner
         self.gradients = HostArrays(addresses, codes, owners)
 
-    def held(self, among: np.ndarray) -> Iterator[tuple[ElementType, np.ndarray]]:
-        """Yield the chosen pieces (True) that have a host gradient, by its element type."""
+    def held(self, among: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
+        """Return the chosen pieces (True) that have a host gradient, by its element type."""
         return self.gradients.by_type((self.gradients.addresses != 0) & among)
 
     def forget_gradients(self, event: GradientEvent) -> None:
@@ -164,7 +169,7 @@ class LocalBucket:
 
     def give_back(self) -> None:
         """Release the host gradients and the memory borrowed for them."""
-        self.gradients = HostArrays.none(len(self.pieces))
+        self.gradients = self._no_gradients
         self.home = self.own
 
     # --- publication -----------------------------------------------------------------------------------
@@ -222,7 +227,6 @@ class LocalBucket:
         """Give back the staging."""
         if self.lease is not None:
             self.lease.release()
-        self.release_direction()
 
     def release_direction(self) -> None:
         """Give back the memory of the direction."""

@@ -195,9 +195,10 @@ class Pipeline:
         """
         assert self.state_lock.changing.locked()
         self._begin_gradients()
-        if before := self.arrivals.out_of_aside(gradients):
+        before, now = self.arrivals.put_aside(gradients)
+        if before:
             self._take(before)
-        if now := self.arrivals.put_aside(gradients):
+        if now:
             self._take(now)
 
     def settle(self, params: Collection[int], *, ended: bool = False) -> Set[int]:

@@ -11,6 +11,7 @@ from ..device.protocols import Arrival, HostArrays
 from ..device.trace import REDUCTION
 from ..dtypes import BY_NUMPY, FLOAT32
 from ..errors import GradientError
+from ..memory.host_memory import Lease
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
 from ..plans.terms import as_it_stays
@@ -75,12 +76,12 @@ class Reduction:
         assert buckets.staging is not None
         buckets.await_home(work)
         assert work.home is not None
-        bucket, arrival = work.bucket, buckets.device.sizes.arrival(work.wire)
+        bucket, arrival = work.bucket, work.arrival
         stays = arrival == as_it_stays(BY_NUMPY[work.home.dtype]) and not work.has_landed
         if len(buckets.in_staging) == buckets.worker.depth:
             oldest, landed = buckets.in_staging.popleft()
-            buckets.wait(landed, oldest)
-        work.lease = buckets.staging.lease()
+            buckets.wait(landed, oldest.bucket.index)
+        work.lease = Lease(buckets.staging)
         numel = arrival.parts * work.home.size
         received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
         reduced = buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)

@@ -83,6 +83,15 @@ class StateLock:
         """
         return self.run(self._checked, what, act, *args, **kwargs)
 
+    def begin(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Do this, which changes states that are whole; it is no part of another change.
+
+        Raises:
+            StateError: as :meth:`whole`.
+        """
+        change: Callable[P, T] = partial(self._alone, what, True, act)
+        return self.run(self._checked, what, change, *args, **kwargs)
+
     def _checked(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self.changing.locked() and not in_section():
             raise StateError(

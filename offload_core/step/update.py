@@ -283,7 +283,7 @@ class Updates:
     def _borrow(self, work: LocalBucket) -> np.ndarray:
         """Staging for the process's shards of a bucket."""
         assert self._buckets.staging is not None
-        work.lease = self._buckets.staging.lease()
+        work.lease = Lease(self._buckets.staging)
         numel = len(self._buckets.device.ranks) * work.bucket.shard_numel
         return work.lease.borrow(numel, work.bucket.dtype.numpy)
 
@@ -333,7 +333,8 @@ class Updates:
         self.land()
         for work in self._buckets.all:
             if work.arrived is not None:
-                self._buckets.wait(work.arrived, work)  # the bucket itself may be on its way to the next update
+                # The bucket itself may be on its way to the next update.
+                self._buckets.wait(work.arrived, work.bucket.index)
                 work.arrive()
                 work.arrived = None  # last: an interrupt before it has the bucket waited for again
 
@@ -341,7 +342,7 @@ class Updates:
         """Wait until buckets with nothing to send have been updated; raise the error of one that was not."""
         for work in self._buckets.all:
             if (task := work.updated) is not None:
-                self._buckets.wait(task, work)
+                self._buckets.wait(task, work.bucket.index)
                 if work.task is task:
                     work.take()
                 work.updated = None

@@ -106,7 +106,8 @@ class Task(Generic[T]):
         Raises:
             StateError: it never ends, because this process is a fork of the one whose thread does it.
         """
-        self._ended.wait_for(self._done_here)
+        if not self._done:
+            self._ended.wait_for(self._done_here)
 
     def _done_here(self) -> bool:
         if not self._done:

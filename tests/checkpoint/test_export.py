@@ -445,10 +445,10 @@ def test_ranks_export_their_master_weights_end_to_end_also_while_gradients_are_o
         assert_same(exported(parted, tmp_path / "device"), whole)
         # Between backward and step, rank 1's exchanges begin when it waits for them: ranks meet in one order.
         pipeline, waits = parted.optimizer.pipeline, threading.Event()
-        exchange, wait_for = pipeline.device.collectives.exchange, pipeline.buckets._wait_for
+        exchange, wait = pipeline.device.collectives.exchange, pipeline.buckets.wait
         if rank == 1:
             pipeline.device.collectives.exchange = lambda *args: (waits.wait(60), exchange(*args))[1]
-            pipeline.buckets._wait_for = lambda *args: (waits.set(), wait_for(*args))[1]
+            pipeline.buckets.wait = lambda *args: (waits.set(), wait(*args))[1]
         parted.backward(gpt_loss(parted, rank))
         moments = parted.optimizer.torch_state_dict(rank0_only=False)["state"]
         assert all(int(entry["step"]) == 2 for entry in moments.values())

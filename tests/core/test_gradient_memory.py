@@ -75,7 +75,8 @@ def step(subject, params=BACKWARD, number=0):
 
 
 def all_lent(subject):
-    return {subject.pipeline.buckets.gradient_memory.needs_slot(work) for work in subject.pipeline.buckets.all}
+    homes = subject.pipeline.buckets.gradient_memory._homes
+    return {work.bucket.index not in homes for work in subject.pipeline.buckets.all}
 
 
 # --- bytes -----------------------------------------------------------------------------------------

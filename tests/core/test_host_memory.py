@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from offload_core import HostMemoryError, HostMemoryWarning, kernel_info
 from offload_core.memory import host_memory
-from offload_core.memory.host_memory import HostMemory, StagingRing, available_bytes, format_bytes
+from offload_core.memory.host_memory import HostMemory, Lease, StagingRing, available_bytes, format_bytes
 from offload_core.memory.pinning import Cuda, Hip, Registered
 from offload_core.memory.plan import MemoryPlan, PlanRow
 from offload_core.support import processors, topology
@@ -65,18 +65,18 @@ def test_a_refused_mapping_is_one_clear_error():
 
 def test_staging_slots_are_lent_one_at_a_time_and_come_back_together():
     ring = StagingRing(HostMemory(1), slots=2, n_bytes=64, pinned=False)
-    lease = ring.lease()
+    lease = Lease(ring)
     a, b = lease.borrow(16, np.dtype(np.float32)), lease.borrow(8, np.dtype(np.uint16))
     assert (a.size, a.dtype, b.size, b.dtype) == (16, np.float32, 8, np.uint16)
     assert not np.shares_memory(a, b)
     with pytest.raises(IndexError):
-        ring.lease().borrow(1, np.dtype(np.uint8))
+        Lease(ring).borrow(1, np.dtype(np.uint8))
     lease.release()
     lease.release()  # what is given back is given back once
-    again = ring.lease().borrow(1, np.dtype(np.uint8)), ring.lease().borrow(1, np.dtype(np.uint8))
+    again = Lease(ring).borrow(1, np.dtype(np.uint8)), Lease(ring).borrow(1, np.dtype(np.uint8))
     assert not np.shares_memory(*again)
     with pytest.raises(IndexError):
-        ring.lease().borrow(1, np.dtype(np.uint8))
+        Lease(ring).borrow(1, np.dtype(np.uint8))
 
 
 FAKE_DRIVER = """

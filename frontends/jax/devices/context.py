@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
 
 from offload_core.errors import StateError
-from offload_core.step.state_lock import whole
+from offload_core.step.state_lock import StateLock
 from offload_core.support.threads import Task, TaskThread
 
 P = ParamSpec("P")
@@ -84,21 +84,26 @@ class LaterUpdate:
                 self._task = None
 
 
-def public(what: str) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
+def public(
+    what: str, how: Callable[..., Any] = StateLock.whole
+) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """Decorate a method that users call, of an object with a ``_later`` and a ``_state_lock``.
 
     It runs after the update that was asked for, with states of one step, and with no mesh set.
+
+    Args:
+        how: ``StateLock.begin`` for a method that is a change of states from its beginning to its end.
     """
 
     def decorate(method: Callable[Concatenate[Any, P], T]) -> Callable[Concatenate[Any, P], T]:
-        locked = without_context_mesh(whole(what)(method))
+        locked: Callable[..., T] = without_context_mesh(how)
 
         @wraps(method)
         def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
             later: LaterUpdate = self._later
             with later.turn:
                 later.wait()
-                return locked(self, *args, **kwargs)
+                return locked(self._state_lock, what, method, self, *args, **kwargs)
 
         return call
 

@@ -1,6 +1,6 @@
 """Numbers that are computed beside the accelerator: schedules and bias corrections."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -33,13 +33,15 @@ def _bias_correction(beta: Any, t: Any) -> Any:
     return 1 - beta**t
 
 
-def bias_correction(beta: float, t: int) -> float:
-    """1 - beta^t in XLA's float32 arithmetic on the CPU, as optax computes it there.
+def bias_corrections(betas: Sequence[float], t: int) -> list[float]:
+    """1 - beta^t of each beta in XLA's float32 arithmetic on the CPU, as optax computes it there.
 
     Where JAX has no CPU the power is rounded once, from float64: XLA's differs from that in the last bit for about one
     ``t`` of a thousand.
     """
+    in_float32 = [np.float32(beta) for beta in betas]  # a Python float is float64 with jax_enable_x64
     if _cpu() is None:
-        return float(np.float32(1) - np.float32(float(np.float32(beta)) ** t))
+        return [float(np.float32(1) - np.float32(float(beta) ** t)) for beta in in_float32]
     with beside_the_accelerator() as number:
-        return float(_bias_correction(np.float32(beta), number(t)))  # a Python float is float64 with jax_enable_x64
+        count = number(t)
+        return [float(_bias_correction(beta, count)) for beta in in_float32]

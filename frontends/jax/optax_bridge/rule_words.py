@@ -8,7 +8,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.rules import Rule
 from offload_core.rules.adam import Adam
 
-from ..devices.numbers import bias_correction
+from ..devices.numbers import bias_corrections
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ def _adamw(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any)
 
 def _adam_in_xlas_numbers(rule: Rule) -> Rule:
     assert isinstance(rule, Adam)
-    return replace(rule, bias_correction=bias_correction)
+    return replace(rule, bias_corrections=bias_corrections)
 
 
 def _sgd(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any) -> Any:

@@ -1,6 +1,6 @@
 """One update of a wrapped tree: its gradients go to the pipeline, and the parameters that it writes become leaves."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -49,6 +49,13 @@ class TreeUpdates:
         self._tree = tree
         self._moves_nothing = pipeline.buckets.terms.direct
         self._loss_scale = loss_scale
+        config = pipeline.config
+        self._groups = [(group, config.rule(group).hyper) for group in config.groups()]
+        """The configuration's groups, and the class of each one's hyperparameters."""
+        self._constant: list[Hyper] | None = None
+        """The hyperparameters of every update, which the configuration has checked; None: a schedule gives them."""
+        if not (callable(config.lr) or callable(config.betas)):
+            self._constant = _of_each_group(hyper(**config.values(0, group)) for group, hyper in self._groups)
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
         self._followed = pipeline.last_step.publications
@@ -91,37 +98,30 @@ class TreeUpdates:
         return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
 
     def _hypers(self, learning_rate: Any) -> list[Hyper]:
-        """For each of the configuration's groups: the hyperparameters of decayed parameters, and of those that ``mask``
-        excludes."""
-        return [
-            hyper
-            for group in self._pipeline.config.groups()
-            for decayed in [self._hyper(group, learning_rate)]
-            for hyper in (decayed, replace(decayed, weight_decay=0.0))  # type: ignore[type-var]
-        ]
-
-    def _hyper(self, group: Mapping[str, Any], learning_rate: Any) -> Hyper:
-        config, updates = self._pipeline.config, self._pipeline.counts.updates
-        rule = config.rule(group)
-        if not (learning_rate is not None or callable(config.lr) or callable(config.betas)):
-            return rule.hyper(**config.values(0, group))  # checked by the configuration
+        """Return the hyperparameters of this update, as :func:`_of_each_group`."""
+        if self._constant is not None and learning_rate is None:
+            return self._constant
+        updates, hypers = self._pipeline.counts.updates, []
         with beside_the_accelerator() as number:
             count = number(updates)
-            values = config.values(count, group)
-            if learning_rate is not None:
-                values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
-        hyper: Hyper = rule.hyper(**values)
+            for group, hyper in self._groups:
+                values = self._pipeline.config.values(count, group)
+                if learning_rate is not None:
+                    values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
+                hypers.append(hyper(**values))
         try:
-            hyper.check()
+            for hyper in hypers:
+                hyper.check()
         except ConfigError as error:
             raise ConfigError(f"update {updates}: {error}") from None
-        return hyper
+        return _of_each_group(hypers)
 
     def take(self, given: MicroStep) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
         pipeline = self._pipeline
         number = pipeline.counts.updates + 1
-        if pipeline.arrivals.at_boundary:
+        boundary = pipeline.arrivals.at_boundary
+        if boundary:
             self._targets = self._new_targets()
         try:
             if self._moves_nothing:
@@ -129,7 +129,8 @@ class TreeUpdates:
             else:  # a parameter's buckets leave before the next one's, so that its donated gradient is gone by then
                 for i, gradient in given.gradients.items():
                     pipeline.add_gradients({i: gradient})
-            if pipeline.end_micro_step():
+            pipeline.end_micro_step(boundary=boundary)
+            if boundary:
                 divisor = float(pipeline.config.gradient_accumulation_steps)
                 report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
                 self.report = replace(report, step=number)
@@ -161,7 +162,7 @@ class TreeUpdates:
             self._loss_scale.follow()
         publications = pipeline.last_step.publications
         if publications != self._followed:
-            if not pipeline.updates.finished:
+            if pipeline.updates.publishes:
                 pipeline.last_step.finish_publications()
             leaves, published = self._tree.leaves, pipeline.last_step.published
             for leaf in self._tree.trained:
@@ -184,3 +185,9 @@ class TreeUpdates:
         self._targets = self._new_targets()
         self._pipeline.flush(self._targets)
         self.follow()
+
+
+def _of_each_group(hypers: Iterable[Any]) -> list[Hyper]:
+    """Return, for each group, these hyperparameters of decayed parameters, and those of the ones that ``mask``
+    excludes."""
+    return [each for decayed in hypers for each in (decayed, replace(decayed, weight_decay=0.0))]

@@ -22,7 +22,7 @@ from frontends.jax.placement import placement
 from offload_core.device.events import Done
 from offload_core.dtypes import FLOAT32
 from offload_core.layout.partition import ParamSpec, build_buckets
-from offload_core.memory.host_memory import HostMemory, StagingRing
+from offload_core.memory.host_memory import HostMemory, Lease, StagingRing
 from tests.support.jax_meshes import (
     HYPER,
     addresses,
@@ -49,7 +49,7 @@ def test_device_put_aliases_and_publishing_does_not():
     (bucket,) = build_buckets([ParamSpec("w", 64, FLOAT32)], world_size=1, bucket_numel=64)
     target = MeshParameter(jax.device_put(jnp.zeros(64), NamedSharding(device.axis.mesh, P())))
     memory[:] = np.arange(64)
-    device.publish(bucket, memory, [target], {0}, ring.lease(), Done()).wait()
+    device.publish(bucket, memory, [target], {0}, Lease(ring), Done()).wait()
     memory[:] = -1
     assert np.array_equal(target.array, np.arange(64))
 
@@ -179,7 +179,7 @@ def test_straddling_parameters_are_put_together_in_place():
         (piece,) = bucket.pieces
         shards = np.zeros(bucket.padded_numel, np.float32)
         shards[: piece.numel] = value[piece.start : piece.stop]
-        device.publish(bucket, shards, [target], {0}, ring.lease(), Done()).wait()
+        device.publish(bucket, shards, [target], {0}, Lease(ring), Done()).wait()
         assert before is None or before.is_deleted()
         now = target.array if target.partial is None else target.partial
         places.append([s.data.unsafe_buffer_pointer() for s in now.addressable_shards])
