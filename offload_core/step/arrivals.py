@@ -169,23 +169,17 @@ class Arrivals:
 
     # --- parameters that are settled -----------------------------------------------------------------
 
-    def put_aside(self, gradients: Mapping[int, Any]) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
-        """Keep the gradients of parameters that are yet to be settled.
-
-        Returns:
-            Earlier ones of the same parameters, which nobody has settled, and then those of other parameters: both are
-            to be filled in now, one after the other.
-        """
+    def put_aside(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Keep the gradients of parameters that are yet to be settled. Return the others, to be filled in now."""
         if not self._apart or self._apart.isdisjoint(gradients):
-            return {}, gradients
-        before = self.out_of_aside(gradients)
+            return gradients
         mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
         since = self.since
         since.begun = True
         since.round = since.round or _Round()
         since.aside |= mine
         since.present.update(mine)
-        return before, {param: gradient for param, gradient in gradients.items() if param not in mine}
+        return {param: gradient for param, gradient in gradients.items() if param not in mine}
 
     def late(self, params: Collection[int]) -> Set[int]:
         """Return those of these parameters that are settled at the end of a backward."""

@@ -3,7 +3,6 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -180,16 +179,19 @@ class LocalBuckets:
             if task.done():
                 work.take()
 
-    def wait(self, task: Task[T], bucket: int | None, what: str = "wait") -> T:  # waits
-        """The result of what was asked for, on the bucket of this number (None: on none alone)."""
+    def wait(self, task: Task[T], bucket: int, what: str = "wait") -> T:  # waits
+        """The result of what was asked for, on the bucket of this number."""
         try:
-            if task.done():
-                return task.result()
-            with self.trace.span(COMPUTE, what, bucket):
-                return task.result()
+            return self._wait_for(task, what, bucket)
         except BaseException:
             self.recover()
             raise
+
+    def _wait_for(self, task: Task[T], what: str, bucket: int | None = None) -> T:
+        if task.done():
+            return task.result()
+        with self.trace.span(COMPUTE, what, bucket):
+            return task.result()
 
     def recover(self) -> None:  # waits
         """After a failure: let everything that was asked for end, and take it back."""
@@ -203,11 +205,10 @@ class LocalBuckets:
     def run(self, task: Callable[[], T]) -> T:
         """The result of a task that comes after all that was asked for."""
         try:
-            asked = self.worker.submit(task)
-        except BaseException:  # a worker that does it at once
+            return self._wait_for(self.worker.submit(task), "wait")
+        except BaseException:
             self.recover()
             raise
-        return self.wait(asked, None)
 
     def promote(self, work: LocalBucket) -> np.ndarray:
         """The fp32 home of gradients that are summed; where a sum was not announced, what is held moves there."""
@@ -221,7 +222,7 @@ class LocalBuckets:
     def await_home(self, work: LocalBucket) -> None:
         """Have memory for the bucket's gradients. Where all slots are lent, this waits for updates that free one."""
         if work.home is None:
-            self.gradient_memory.lend(work, partial(self.claim, what="wait for gradient memory"))
+            self.gradient_memory.lend(work, lambda other: self.claim(other, "wait for gradient memory"))
 
     # --- small decisions, each made here only --------------------------------------------------------
 

@@ -195,10 +195,9 @@ class Pipeline:
         """
         assert self.state_lock.changing.locked()
         self._begin_gradients()
-        before, now = self.arrivals.put_aside(gradients)
-        if before:
+        if before := self.arrivals.out_of_aside(gradients):
             self._take(before)
-        if now:
+        if now := self.arrivals.put_aside(gradients):
             self._take(now)
 
     def settle(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
