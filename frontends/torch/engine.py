@@ -38,6 +38,7 @@ from .params.values import packed_values
 from .ranks.collectives import default_group
 from .training.device_memory import ReleaseReport
 from .training.groups import in_model
+from .training.steps import Steps
 from .weights.checkpoint import ModelCheckpoints
 from .weights.export import export_safetensors
 from .weights.named_weights import Asked, NamedWeights
@@ -205,10 +206,10 @@ class Engine(nn.Module):
             raise GradientError(f"backward: the loss is {got}, expected a tensor of one element: take its mean or sum")
         if kwargs:
             refuse("backward", kwargs, {"scale_wrt_gas": "average=..., False for a loss that is divided already"})
-        self._check_trains("backward()")
+        steps = self._training_steps("backward()")
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
-            self.optimizer.steps.expect(self.optimizer.param_groups, average=average)
-        parts = self.optimizer.parts
+            steps.expect(self.optimizer.param_groups, average=average)
+        parts = steps.parts
         span = parts.pipeline.device.trace.span(COMPUTE, "backward")
         try:
             with span:
@@ -218,7 +219,7 @@ class Engine(nn.Module):
                     lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs),
                     average=average,
                 )
-                self.optimizer.steps.or_break_off(run)
+                steps.or_break_off(run)
         except BaseException:
             self._recover()
             raise
@@ -238,11 +239,10 @@ class Engine(nn.Module):
             GradientError: averaged and summed gradients are mixed; nothing was updated.
             CollectiveError: an exchange with the other ranks failed, or they did not come.
         """
-        self._check_trains("step()")
+        optimizer, steps = self.optimizer, self._training_steps("step()")
         if boundary is None:
             self._warn_of_uncounted()
-        self._changes.check(self.module, self.optimizer)
-        optimizer, steps = self.optimizer, self.optimizer.steps
+        self._changes.check(self.module, optimizer)
         pipeline, intake = steps.parts.pipeline, steps.parts.intake
         if not intake.fresh:
             before, self._kept = self._kept, kept_gradients(self.module)
@@ -258,13 +258,15 @@ class Engine(nn.Module):
                 check_present(self.module, self.optimizer)
                 raise
 
-    def _check_trains(self, what: str) -> None:
-        """Raise :class:`StateError` if the engine has no states, and nothing in its model is to be trained."""
-        if self.optimizer.parts.registration.slots:
-            return
+    def _training_steps(self, what: str) -> Steps:
+        """The part of the optimizer that makes steps; :class:`StateError` if the engine has no states, and nothing in
+        its model is to be trained."""
+        steps = self.optimizer.steps
+        if steps.parts.registration.slots:
+            return steps
         with no_read():
             if any(param.requires_grad for param in self.module.parameters()):
-                return
+                return steps
         raise StateError(
             f"{what} of an engine that trains nothing: no parameter of {type(self.module).__name__} requires a "
             "gradient; expected requires_grad_(True) on what is to be trained, before the forward, or the backward() "

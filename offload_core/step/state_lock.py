@@ -143,6 +143,11 @@ def whole(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
     return partial(_locked, StateLock.whole, what)
 
 
+def begins(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
+    """A method, of an object with a ``_state_lock``, that changes whole states: see :meth:`StateLock.begin`."""
+    return partial(_locked, StateLock.begin, what)
+
+
 def _locked(how: Callable[..., T], what: str, method: Method[P, T]) -> Method[P, T]:
     @wraps(method)
     def locked(self: Any, *args: P.args, **kwargs: P.kwargs) -> T:

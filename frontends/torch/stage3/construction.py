@@ -401,8 +401,6 @@ class _Construction:
 
     def agree(self, act: str, device: HostRanks) -> None:
         """Raise :class:`StateError` on all ranks unless all are about to do the same thing."""
-        if device.world_size == 1:
-            return
         if not combine(device.collectives, "what init() does next", same=[fingerprint(act)]).alike.all():
             raise StateError(
                 f"ranks differ in what they do while a model is built by init(); here: {act}; expected all to run the "

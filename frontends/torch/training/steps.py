@@ -11,7 +11,7 @@ from offload_core.errors import ConfigError, StateError
 from offload_core.rules import Hyper
 from offload_core.step.decision import StepArguments
 from offload_core.step.pipeline import StepReport
-from offload_core.step.state_lock import changes, whole
+from offload_core.step.state_lock import begins, changes
 
 from .groups import check_unwritten, hypers_of
 from .parts import Parts
@@ -96,8 +96,7 @@ class Steps:
         finally:
             self._micro_step = None
 
-    @whole("step()")
-    @changes("step()")
+    @begins("step()")
     def update(self, groups: Groups) -> StepReport:
         """Update every parameter that has a gradient.
 

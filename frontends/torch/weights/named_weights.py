@@ -247,8 +247,6 @@ def _number_of(pipeline: Pipeline, since: StepReport) -> int:
 
 def _check_alike(collectives: InOrder, asked: Asked, dtype: torch.dtype | None, units: Sequence[Unit]) -> None:
     """Raise :class:`ParameterError` on all ranks unless they have the same arguments and the same weights."""
-    if collectives.world_size == 1:
-        return
     of_each = [(w.name, w.shape, str(w.dtype)) for unit in units for w in unit.weights]
     terms = f"{dtype} {asked.merge_lora} {asked.rank0_only} {asked.since is None} {of_each}"
     if not combine(collectives, _WHAT, same=[fingerprint(terms)]).alike.all():
