@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
-from frontends.torch.weights.weights import Weights
+from frontends.torch.weights.reading import Weights
 from offload_core.errors import ConfigError, ParameterError, StateError
 from tests.support.exports import load
 from tests.support.late_stores import STATES_ON_DISK

@@ -31,7 +31,7 @@ from ..stage3.gathering import gathered_parameters
 from ..training.shared_tensors import end_earlier, owners_of_shards
 from ..weights.checkpoint import ModelCheckpoints
 from ..weights.export import whole_state_dict
-from ..weights.weights import named_tensors
+from ..weights.reading import named_tensors
 from .accelerate import EngineOptimizer
 from .generation import generate_whole
 from .placement import to_device

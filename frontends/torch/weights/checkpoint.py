@@ -43,7 +43,7 @@ from ..params.values import is_quantised
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.sharding import NoSharding, Sharding
 from ..training.groups import checked_values, differing, groups_of_params, number, paired, set_values
-from .weights import HeldRun, Weights, elements_in, is_dense, placed_as
+from .reading import HeldRun, Weights, elements_in, is_dense, placed_as
 
 
 def _to_numpy(tensor: torch.Tensor) -> np.ndarray:

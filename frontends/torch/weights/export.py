@@ -17,7 +17,7 @@ from offload_core.support.disks import to_disk
 from ..optim.optimizer import OffloadedOptimizer
 from ..params.tensors import NUMPY_DTYPES
 from ..stage3.gathering import gathered_parameters
-from .weights import NamedWeight, Weights, bytes_in_order, dtype_of, weights_of, whole_of
+from .reading import NamedWeight, Weights, bytes_in_order, dtype_of, weights_of, whole_of
 
 
 def export_safetensors(

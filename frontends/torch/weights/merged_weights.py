@@ -20,7 +20,7 @@ from offload_core.support.checks import kind_of
 from ..internals.compiled import uncompiled, uncompiled_module
 from ..params.placed import is_placed
 from ..params.values import is_quantised
-from .weights import NamedWeight, checked, named_tensors, untied
+from .reading import NamedWeight, checked, named_tensors, untied
 
 _WHAT = "named_weights(merge_lora=True)"
 _OTHERWISE = "expected merge_lora=False, which gives the base and the adapters as they are"

@@ -27,7 +27,7 @@ from ..internals.private import grad_mode_kept, no_read, storage_of
 from ..optim.optimizer import OffloadedOptimizer
 from ..params.placed import local_of
 from .merged_weights import AdaptedLayer, merged_weights
-from .weights import CPU, NamedWeight, Weights, check_layout, dtype_of, laid, weights_of
+from .reading import CPU, NamedWeight, Weights, check_layout, dtype_of, laid, weights_of
 
 Named = tuple[str, torch.Tensor]
 Receiver = Callable[[list[Named]], object]

@@ -20,7 +20,7 @@ from ...engine import Engine
 from ...training.rule_words import NAMES
 from ...weights.checkpoint import ModelCheckpoints
 from ...weights.export import write_with_torch
-from ...weights.weights import named_tensors
+from ...weights.reading import named_tensors
 
 _LATEST = "latest_universal"
 _THEIR_STATES = {"master": "fp32", "sum": "exp_avg_sq"}

@@ -24,7 +24,7 @@ from ...params.tensors import NUMPY_DTYPES
 from ...stage3.gathering import gathered_parameters
 from ...training.rule_words import NAMES
 from ...weights.checkpoint import TENSORS, ModelCheckpoints
-from ...weights.weights import named_tensors
+from ...weights.reading import named_tensors
 from .contents import Contents, Saved
 from .pickles import some
 from .reading import read_contents

@@ -19,7 +19,7 @@ from offload_core.support import units
 
 from ...params.tensors import NUMPY_DTYPES
 from ...weights.export import write_with_torch
-from ...weights.weights import bytes_in_order
+from ...weights.reading import bytes_in_order
 from .contents import Saved
 from .reading import read_contents
 
