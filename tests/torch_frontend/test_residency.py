@@ -11,6 +11,7 @@ from frontends.torch.params import pending
 from frontends.torch.params.managed import AWAITED, managed
 from frontends.torch.params.residency import RESIDENCY, Residency, ResidencyEvent
 from offload_core.errors import StateError
+from tests.support.interrupts import FewerLines, interrupt_at
 
 
 class Special(nn.Parameter):
@@ -73,6 +74,28 @@ def test_each_event_moves_a_tensor_along_the_table_or_is_an_error_and_moves_noth
         assert pending.residency_of(tensor) is Residency.RESIDENT
         assert type(tensor) is nn.Parameter
         assert _known(tensor) == (Residency.RESIDENT, None, False)
+
+
+@pytest.mark.parametrize(("state", "event"), RESIDENCY)
+def test_an_interrupt_at_any_line_of_a_move_leaves_the_state_before_it_or_after_it(state, event):
+    number, allowed = 0, {state, RESIDENCY[state, event]}
+    while True:
+        log = []
+        tensor = tensor_in(state, log)
+        try:
+            interrupt_at(number, lambda tensor=tensor, log=log: EVENTS[event](tensor, noted(log, "new")))
+        except FewerLines:
+            break
+        left = pending.residency_of(tensor)
+        assert left in allowed
+        assert (type(tensor) is nn.Parameter) == (left is Residency.RESIDENT)
+        assert tensor.sum() == 3
+        assert log in ([[]] if left is Residency.RESIDENT else [["new"], [state.value]])
+        pending.update(tensor, noted(log, "later"))
+        pending.arrive(tensor)
+        assert _known(tensor) == (Residency.RESIDENT, None, False)
+        number += 1
+    assert number > 5
 
 
 DOORS = {
