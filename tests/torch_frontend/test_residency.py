@@ -1,12 +1,14 @@
 """The residency of a tensor: each state with each event, and each way to read it."""
 
 import copy
+import gc
 import re
 
 import pytest
 import torch
 from torch import nn
 
+from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.params import pending
 from frontends.torch.params.managed import AWAITED, managed
 from frontends.torch.params.residency import RESIDENCY, Residency, ResidencyEvent
@@ -156,3 +158,28 @@ def test_who_restores_a_tensor_that_another_engine_has_released_since_leaves_it_
     assert pending.residency_of(tensor) is Residency.WRITING
     pending.end_wait(tensor, second)
     assert pending.residency_of(tensor) is Residency.RESIDENT
+
+
+STAGE_3 = {"stage": 3, "param_persistence_threshold": 0}
+
+
+@pytest.mark.parametrize(("fields", "closed"), [(None, False), (None, True), ({"stage": 2}, True), (STAGE_3, True)])
+def test_torch_may_swap_tensors_that_were_read_as_it_does_with_those_of_dtensors(fields, closed):
+    """It swaps none that has a weak reference. An open engine has some, to tell parameters that come later."""
+    model = nn.Linear(3, 2)
+    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2) if fields is None else wrap(model, lr=1e-2, **fields)
+    out = (model if fields is None else optimizer)(torch.ones(1, 3)).sum()
+    out.backward() if fields is None else optimizer.backward(out)
+    optimizer.step()
+    if closed:
+        optimizer.close()
+        del optimizer
+        gc.collect()
+    weights = copy.deepcopy(model.state_dict())
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(weights)
+        model.to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert all(map(torch.equal, model.state_dict().values(), weights.values()))

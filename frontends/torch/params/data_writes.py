@@ -43,7 +43,8 @@ class DataWrites:
         """The tensors that ``data`` gave or got, each with its version when it was last looked at."""
         self._many = _MANY
         self._written = False
-        manage(param).data_writes = self
+        self._managed = manage(param)
+        self._managed.data_writes = self
 
     def add(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that the parameter's ``data`` gave or got."""

@@ -53,7 +53,7 @@ from ..internals.compiled import (
     untraced,
 )
 from ..internals.private import local_tensor, no_read
-from .managed import AWAITED, Wait, manage, managed
+from .managed import AWAITED, WHEN_DELETED, Wait, manage, managed
 from .placed import placed_type
 from .residency import RESIDENCY, Residency, ResidencyEvent
 
@@ -173,10 +173,8 @@ _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.Tr
 
 def _before_forward(module: nn.Module, args: Any) -> None:
     """Wait for the parameters that a module's forward reads in ways that torch does not show."""
-    if is_traced():
+    if is_traced() or not AWAITED:
         return
-    if not AWAITED:  # the last one was deleted
-        return _watch_modules()
     inside = is_scripted(module) or (isinstance(module, _READ_WHAT_IS_INSIDE) and not module.training)
     await_all(module.parameters() if inside else module._parameters.values())
 
@@ -229,6 +227,9 @@ def _watch_modules() -> None:
         _global_forward_pre_hooks.pop(_NUMBER, None)
         if AWAITED and not _in_compiled_code:
             _watch_modules()
+
+
+WHEN_DELETED.append(_watch_modules)
 
 
 @asked_once
@@ -320,8 +321,10 @@ def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Wait | None) -> Non
         if this in AWAITED:
             AWAITED.discard(this)
             _watch_modules()
+        this.end_keeping()
         return
     this.wait, this.residency = wait, after
+    this.keep(tensor)
     if after is not Residency.SHARDED:
         AWAITED.add(this)
         _watch_modules()

@@ -4,15 +4,15 @@
 state        values on the device       a reader                                         where it is recorded
 ===========  =========================  ===============================================  ==============================
 RESIDENT     of the last finished step  reads                                            the tensor has its own class
-WRITING      are on their way: an       waits for this one tensor                        here
+WRITING      are on their way: an       waits for this one tensor                        in its ``ManagedTensor``
              update, or a restore
-SPECULATIVE  of a step that has not     on one rank it takes them back and waits; on     here as WRITING, and its
+SPECULATIVE  of a step that has not     on one rank it takes them back and waits; on     there as WRITING, and its
              come                       several it is an error                           bucket's publication is EARLY
-SHARDED      none                       gathers it in forward, backward and ``init()``;  here
+SHARDED      none                       gathers it in forward, backward and ``init()``;  there
                                         elsewhere it is an error
 UNSHARDED    whole for a while          reads                                            as RESIDENT, and its record
                                                                                          counts who holds it
-RELEASED     none                       is an error                                      here
+RELEASED     none                       is an error                                      there
 ===========  =========================  ===============================================  ==============================
 
 What moves a tensor: ``LocalShard.have_readers_wait`` (UPDATE), ``DeviceMemory.release`` and ``restore``,

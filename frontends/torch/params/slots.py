@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 
 from .local_shards import LocalShard
-from .managed import managed
+from .managed import ManagedTensor, managed
 from .placed import Placement, local_of
 from .tensors import TakenGradient
 
@@ -46,6 +46,8 @@ class Slot:
     """The elements that this process owns."""
     placed: Placement
     """Which elements of the parameter its tensor has on this process."""
+    managed: ManagedTensor
+    """Where it is found by the parameter."""
 
     @property
     def values(self) -> torch.Tensor:

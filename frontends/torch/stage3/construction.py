@@ -131,7 +131,9 @@ class Shards(Cut):
             param.data = torch.empty_like(param.data)
         param.untyped_storage().resize_(0)
         increment_version(param)  # so that a graph that has saved it raises in backward
-        manage(param).shards = self
+        this = manage(param)
+        this.shards = self
+        this.keep(param)
         shard(param, _read)
 
     def gather(self, param: torch.Tensor) -> None:
@@ -194,7 +196,9 @@ def in_shards(param: torch.Tensor) -> bool:
 
 def hand_over(param: torch.Tensor) -> None:
     """Forget the parameter's shards: an engine has them now."""
-    manage(param).shards = None
+    this = manage(param)
+    this.shards = None
+    this.end_keeping()
 
 
 def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadConfig) -> None:

@@ -42,13 +42,14 @@ class Gathering:
         self._pipeline = pipeline
         self._open = Blocks()
         """Blocks of ``gathered_parameters`` and ``generating``."""
-        for param in parameters.of_model:
-            manage(param).gathering = self
+        self._managed = [*map(manage, parameters.of_model)]
+        for each in self._managed:
+            each.gathering = self
 
     def close(self) -> None:
         """Release the partitioned parameters."""
         for param in self._parameters.records:
-            manage(param).gathering = None
+            managed(param).gathering = None
 
     def knows(self, param: torch.Tensor) -> bool:
         """Return True if the parameter is partitioned."""

@@ -32,7 +32,7 @@ from ..internals.private import grad_mode_kept, no_read, storage_of
 from ..params.casting import Casts
 from ..params.data_writes import DataWrites, set_data
 from ..params.local_shards import LocalShard
-from ..params.managed import Wait, manage, managed
+from ..params.managed import ManagedTensor, Wait, manage, managed
 from ..params.pending import can_wait
 from ..params.tensors import TORCH_DTYPES, elements_of, is_offloadable, memory_of_all, shaped
 from ..params.values import Values, packed_values
@@ -78,6 +78,8 @@ class PartitionedParameter(Cut):
         """True if other tensors may refer to the storage. It is then left to them instead of freed."""
         self.home = live
         """What the parameters of its model have in common."""
+        self.managed: list[ManagedTensor] = []
+        """The objects in which it is found: the parameter's, and those of the tensors that hold its values."""
         self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
 
     def empty(self) -> None:
@@ -315,8 +317,9 @@ class PartitionedParameters:
         gradient, record.param.grad = record.param.grad, None
         record.empty()
         record.param.grad = None if gradient is None else gradient.to(record.whole.dtype)
-        for tensor in (record.param, *record.values.tensors):
-            manage(tensor).record = record
+        record.managed = [*map(manage, dict.fromkeys((record.param, *record.values.tensors)))]
+        for each in record.managed:
+            each.record = record
         self.records[record.param] = record
 
     def join_master(self, record: PartitionedParameter) -> None:
@@ -356,8 +359,8 @@ class PartitionedParameters:
     def close(self) -> None:
         """Forget the parameters, and give back what their shards take on disk."""
         for record in self.records.values():
-            for tensor in (record.param, *record.values.tensors):
-                manage(tensor).record = None
+            for each in record.managed:
+                each.record = None
         self.records.clear()
         self._tier.close()
 

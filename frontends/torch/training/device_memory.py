@@ -184,7 +184,7 @@ class _Stays:
         """True if the memory of these values can be given back."""
         return values.layout is torch.strided
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # waits
         """Wait for kernels on all streams, which may read what is freed next."""
 
     def allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
@@ -207,7 +207,7 @@ class _Leaves(_Stays):
     def may_leave(self, values: torch.Tensor) -> bool:
         return super().may_leave(values) and values.untyped_storage().resizable()
 
-    def synchronize(self) -> None:
+    def synchronize(self) -> None:  # waits
         torch.accelerator.synchronize(self._device)
 
     def allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:

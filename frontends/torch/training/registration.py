@@ -289,11 +289,12 @@ class Registration:
             shard = InPlaceShard(new.param, DataWrites(new.param, self._used, let_go))
         taken, order = TakenGradient(new.values, new.name), memory_order(new.values)
         stand_in = new.placed.around(taken)
-        slot = Slot(new.name, new.param, index, taken, stand_in, order, self._owner, shard, new.placed)
+        known = manage(new.param)
+        slot = Slot(new.name, new.param, index, taken, stand_in, order, self._owner, shard, new.placed, known)
         self._flat.append(shard.memory())
         self.columns.add(new.param, slot.stand_in, new.placed)
         self.slots[new.param] = slot
-        manage(new.param).slot = slot
+        known.slot = slot
         return slot
 
     def _take_over(self, named: Sequence[NamedParam]) -> None:
@@ -613,8 +614,8 @@ def let_go(slots: dict[torch.Tensor, Slot]) -> None:
         slot.shard.let_go()
         slot.release()
         slot.taken.when_added(None)
-        if slot_of(slot.param) is slot:
-            manage(slot.param).slot = None
+        if slot.managed.slot is slot:
+            slot.managed.slot = None
     slots.clear()
 
 

@@ -193,7 +193,7 @@ def test_a_state_dict_that_is_loaded_into_the_model_is_in_the_next_update(mesh):
 def test_a_placed_parameter_can_wait_and_its_first_read_waits(mesh):
     param, waited = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Shard(0)])), []
     assert pending.can_wait(param)
-    pending.update(param, lambda: waited.append(1))
+    pending.update(param, lambda _: waited.append(1))
     assert is_placed(param)
     assert isinstance(param, nn.Parameter)
     assert (param.shape, param.dtype, param.grad) == ((16,), torch.float32, None)
@@ -221,11 +221,11 @@ READS = {
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 def test_each_way_to_read_a_placed_parameter_waits(mesh, read, in_graph):
     param, waited = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Shard(0)])), []
-    pending.update(param, lambda: waited.append(1))
+    pending.update(param, lambda _: waited.append(1))
     with torch.set_grad_enabled(in_graph):
         read(param)
     assert waited == [1]
-    pending.update(param, lambda: waited.append(2))
+    pending.update(param, lambda _: waited.append(2))
     param._local_tensor = torch.zeros(16)
     assert (waited, local_of(param).sum()) == ([1, 2], 0)
 
@@ -238,7 +238,7 @@ def test_fsdps_gathering_waits_for_each_of_its_parameters(mesh, how):
         model(rows(0))  # sets up the streams
         model.set_modules_to_forward_prefetch([model[0], model[2]])
     for name, param in model.named_parameters():
-        pending.update(param, lambda name=name: waited.append(name))
+        pending.update(param, lambda _, name=name: waited.append(name))
     if how == "unshard":
         model[2].unshard()
         assert sorted(waited) == ["2.bias", "2.weight"]

@@ -64,8 +64,6 @@ class JaxMeshDevice(ArrayMemory):
         self.collectives: Collectives = JaxProcesses(axis)
         self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
-        self._on_cpu = axis.devices[axis.ranks[0]].platform == "cpu"
-        """The devices' memory is the host's: nothing is copied to it."""
         self._threads = threads
         self._leaving: deque[_Arrival] = deque()
         """Gradients that were last on their way to the host."""
@@ -141,7 +139,7 @@ class JaxMeshDevice(ArrayMemory):
 
     def _receive(self, shards: Sequence[jax.Array], out: np.ndarray, what: str) -> Event:
         """Start the copies of this process's shards to the host."""
-        copies = shards if self._on_cpu else [start_to_host(shard) for shard in shards]
+        copies = [start_to_host(shard) for shard in shards]
 
         def finish() -> None:
             with meeting(self.ranks[0], what):
