@@ -29,17 +29,17 @@ from ..support.living import Living
 
 
 class Block:
-    """Host memory of one size, for whoever needs no more.
+    """Host memory of one size, lent to one engine at a time.
 
     Args:
-        free: the blocks of its size that are not lent; the values mean nothing.
+        free: the blocks of this size that nobody has now, as keys.
     """
 
     def __init__(self, memory: np.ndarray, free: "dict[Block, Any]") -> None:
         self.memory = memory
         """Its bytes."""
         self.free = free
-        self.as_numpy_takes_it = {
+        self.array_interface = {
             "version": 3,
             "typestr": "|u1",
             "shape": memory.shape,
@@ -52,7 +52,7 @@ class _Loan:
 
     def __init__(self, block: Block) -> None:
         self.memory = block.memory
-        self.__array_interface__ = block.as_numpy_takes_it
+        self.__array_interface__ = block.array_interface
 
 
 def unprotected(array: np.ndarray) -> np.ndarray:

@@ -180,7 +180,7 @@ class LocalBuckets:
                 work.take()
 
     def wait(self, task: Task[T], bucket: int, what: str = "wait") -> T:  # waits
-        """The result of what was asked for, on the bucket of this number."""
+        """Return the result of a task of the worker, on the bucket of this number."""
         try:
             return self._wait_for(task, what, bucket)
         except BaseException:

@@ -84,10 +84,11 @@ class GradientMemory:
         return self._memory.allocate(GRADIENTS_ON_HOST, numel, dtype.numpy, pinned=pinned)
 
     def lend(self, work: LocalBucket, await_use: Callable[[LocalBucket], None]) -> None:
-        """Give a bucket memory of its size. If it needs a slot and none gets free, it gets memory of its own.
+        """Lend a bucket host memory for its gradients. Where it needs a slot and none gets free, it gets memory of its
+        own, for good.
 
         Args:
-            await_use: waits for an update of a bucket that may hold a slot.
+            await_use: waits for the update of a bucket, which then holds its slot no longer, if the update was made.
         """
         dtype = work.home_dtype
         numel = len(self._device.ranks) * work.bucket.shard_numel

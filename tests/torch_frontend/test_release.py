@@ -14,7 +14,7 @@ from frontends.torch.params.managed import AWAITED
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
 from tests.support import killed_released, simulated
 from tests.support.device_memory import allocated, allocated_before
-from tests.support.interrupts import FewerLines, interrupt_at, numbers_of
+from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at, numbers_of
 from tests.support.phases import STREAMED, drained, mixed, train, x_of
 from tests.support.processes import forked, torch_server
 from tests.support.torch_models import assert_all_same, everything, loss_of, make, same_bits, step
@@ -480,6 +480,34 @@ def test_an_interrupt_at_any_line_leaves_a_model_that_restore_brings_back(what, 
         engine.restore()
         assert not engine.is_released, number
         assert_all_same(everything(engine), expected)
+    engine.close()
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+def test_a_handler_that_reads_at_any_line_of_release_and_restore_gets_the_values_or_an_error(device):
+    """Also where the main thread passes by torch's functions, and while another thread gives memory back."""
+    engine = wrap(nn.Sequential(nn.Linear(4, 4, device=device), nn.Linear(4, 4, device=device)), lr=1e-2)
+    engine.module[1].requires_grad_(False)
+    engine.backward(engine(torch.ones(1, 4, device=device)).sum())
+    engine.step()
+    params = [engine.module[0].weight, engine.module[1].bias]
+    expected, refused = [param.detach().clone() for param in params], set()
+
+    def read(place):
+        for param, values in zip(params, expected, strict=True):
+            try:
+                assert torch.equal(param, values), place
+            except StateError:
+                refused.add(place)
+
+    def act():
+        engine.release()
+        engine.restore()
+        engine.flush()
+
+    handled_at_each_line(act, read)
+    assert refused
+    assert all(map(torch.equal, params, expected))
     engine.close()
 
 

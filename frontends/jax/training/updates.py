@@ -188,6 +188,6 @@ class TreeUpdates:
 
 
 def _of_each_group(hypers: Iterable[Any]) -> list[Hyper]:
-    """Return, for each group, these hyperparameters of decayed parameters, and those of the ones that ``mask``
-    excludes."""
+    """Return two for each group: its hyperparameters, and the same without weight decay, for the parameters that
+    ``mask`` excludes."""
     return [each for decayed in hypers for each in (decayed, replace(decayed, weight_decay=0.0))]

@@ -47,7 +47,7 @@ class Slot:
     placed: Placement
     """Which elements of the parameter its tensor has on this process."""
     managed: ManagedTensor
-    """Where it is found by the parameter."""
+    """What engines know of the parameter: it leads to this slot."""
 
     @property
     def values(self) -> torch.Tensor:

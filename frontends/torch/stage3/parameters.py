@@ -79,7 +79,7 @@ class PartitionedParameter(Cut):
         self.home = live
         """What the parameters of its model have in common."""
         self.managed: list[ManagedTensor] = []
-        """The objects in which it is found: the parameter's, and those of the tensors that hold its values."""
+        """What engines know of the parameter, and of each tensor that holds its values: it leads to this record."""
         self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
 
     def empty(self) -> None:

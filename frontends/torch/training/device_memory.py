@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.device.events import AfterAll, Done, Event
 from offload_core.device.protocols import Copy, TensorMemory
+from offload_core.disk.shards import OnDisk
 from offload_core.errors import DeviceMemoryError, ParameterError, StateError
 from offload_core.memory.host_memory import format_bytes
 from offload_core.memory.plan import format_table
@@ -185,7 +186,7 @@ class _Stays:
         return values.layout is torch.strided
 
     def synchronize(self) -> None:  # waits
-        """Wait for kernels on all streams, which may read what is freed next."""
+        """Wait for all kernels on the device: one may still read memory that is about to be freed."""
 
     def allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
         """Return the bytes that torch's allocator has given out, and that it holds; None: unknown.
@@ -197,7 +198,7 @@ class _Stays:
 
 
 class _Leaves(_Stays):
-    """A device with memory of its own."""
+    """A device whose memory is not the host's: release() gives it back."""
 
     kind = _MovedMemory
 
@@ -283,6 +284,7 @@ class DeviceMemory:
         before = self._place.allocator()
         with self._together("release()"):
             if self._agreed("release()"):
+                uninterrupted(self._free)  # an interrupt may have cut off the end of the one before
                 return ReleaseReport(0, 0, _pair(before, before, 0), _pair(before, before, 1))
             self._check_idle()
             memories = self._to_release([*named], keep)
@@ -309,9 +311,12 @@ class DeviceMemory:
             self._memories.clear()
             self._memories.update({memory.storage._cdata: memory for memory in memories})
             for memory in memories:
-                self._let_go(memory)
+                self._refuse_reads(memory)
 
-        uninterrupted(section)
+        try:
+            uninterrupted(section)
+        finally:  # a section of its own: a signal handler that reads while the first one runs ends before memory goes
+            uninterrupted(self._free)
         after, given_back = self._place.allocator(emptied=True), sum(memory.given_back for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
@@ -368,8 +373,10 @@ class DeviceMemory:
                     kept.add(number)
                 trained = tensor in slots
                 kind = "trained parameters" if trained else "frozen parameters and buffers"
-                wait = partial(_await, weakref.WeakMethod(self.await_values), number)
-                memory = found.setdefault(number, self._place.kind(storage, storage.nbytes(), kind, wait))
+                memory = found.get(number)
+                if memory is None:
+                    wait = partial(_await, weakref.WeakMethod(self.await_values), number)
+                    memory = found[number] = self._place.kind(storage, storage.nbytes(), kind, wait)
                 if trained:
                     memory.trained[tensor] = values.nbytes
                 if record is not None:
@@ -411,12 +418,17 @@ class DeviceMemory:
         if copies:
             yield copies, self._host[begin:end]
 
-    def _let_go(self, memory: _Memory) -> None:
-        """Free a storage. Whoever reads its tensors from now on waits for them."""
+    def _refuse_reads(self, memory: _Memory) -> None:
+        """Have whoever reads the tensors in a storage wait for them from now on."""
         self._on_device.update(memory.stand_in(self._host))
         for tensor in memory.tensors:
             pending.release(tensor, memory.wait)
-        memory.free()
+
+    def _free(self) -> None:
+        """Give back the memory of what is released, if anything is."""
+        if self._pipeline.released:
+            for memory in self._memories.values():
+                memory.free()
 
     # --- restore -------------------------------------------------------------------------------------
 
@@ -445,8 +457,13 @@ class DeviceMemory:
                 record.live.updated = partial(_identity, memory.arrived)
         for record, shard in self._on_device.items():
             record.shard = shard
-        with no_read():
-            tensors = self._registration.tensors()
+        tensors: list[torch.Tensor | OnDisk] = []
+
+        def section() -> None:  # in its own thread: a signal handler in this one reads past our classes in no_read()
+            with no_read():
+                tensors.extend(self._registration.tensors())
+
+        uninterrupted(section)
         pipeline.restore(tensors)
         for memory in self._memories.values():
             for tensor in memory.tensors:
