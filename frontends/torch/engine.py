@@ -34,7 +34,7 @@ from .params import pending
 from .params.casting import cast_inputs, warn_if_slow
 from .params.fsdp import fsdp_modules, gradients_stay, have_gathering_wait, kept_gradients
 from .params.placed import is_placed
-from .params.values import packed_values
+from .params.values import named_memory, packed_values
 from .ranks.collectives import default_group
 from .training.device_memory import ReleaseReport
 from .training.groups import in_model
@@ -671,12 +671,8 @@ class Engine(nn.Module):
         buffers are waited for at once."""
         for module in fsdp_modules(self.module):
             module.reshard()
-        packed = packed_values(self.module)
         yield from self.module.named_buffers(remove_duplicate=False)
-        for name, param in self.module.named_parameters(remove_duplicate=False):
-            yield name, param
-            if param in packed:
-                yield from ((name, tensor) for tensor in packed[param].tensors)
+        yield from named_memory(self.module)
 
     def restore(self) -> None:
         """Take the device again, and bring everything back, in the background: a layer waits for its own parameters.

@@ -45,7 +45,7 @@ class ShardSource(Protocol):
         """Take a shard back after the event until which it is read (None: at once)."""
 
 
-class InMemory:
+class ShardsInMemory:
     """Shards in memory.
 
     Args:

@@ -632,8 +632,8 @@ UNNOTICED = {
     "ranks.device.HostTorchDevice.to_device_lane: after.order()": "no exchange between devices is the host's own",
     "ranks.device.HostTorchDevice.to_device: after.order()": "on the host a mark is reached at once, and the caller's "
     "thread gathers",
-    "stage3.construction.Shards._gathered: self.device.gather(bucket, shard, whole, after, what).wait()": "on one rank "
-    "it copies from memory that is not pinned, which blocks",
+    "stage3.construction.InitShards._gathered: self.device.gather(bucket, shard, whole, after, what).wait()": "on one "
+    "rank it copies from memory that is not pinned, which blocks",
     "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies)": "the model has the parameters, and their "
     "memory is freed in the order of a stream that waited",
     "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies), number 2": "likewise",

@@ -10,7 +10,7 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.events import Done
 from offload_core.device.host import HostDevice
 from offload_core.device.host_ranks import HostRanks
-from offload_core.disk.shards import DiskShards, InMemory
+from offload_core.disk.shards import DiskShards, ShardsInMemory
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.layout.partition import ParamSpec, build_buckets
 from offload_core.rules.adam import AdamHyper
@@ -87,7 +87,7 @@ class Model:
             self.shards = [own if memory is None else memory for own, memory in zip(shards, kept, strict=True)]
         for i, (spec, shard, (buckets, memory)) in enumerate(zip(self.specs, self.shards, wholes, strict=True)):
             on_host = self.pipeline.buckets.terms.host_shards
-            place = shard if disk else InMemory(device.host_array(shard) if on_host else shard)
+            place = shard if disk else ShardsInMemory(device.host_array(shard) if on_host else shard)
             self.params.append(self.live.add(spec, buckets, place, memory))
             self.params[i].updated = lambda i=i: self.pipeline.updates.update_of(i)
 

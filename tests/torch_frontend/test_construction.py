@@ -217,13 +217,13 @@ def test_never_are_more_parameters_whole_than_a_module_and_the_one_before_it_hav
 
 def test_what_is_whole_is_cut_when_another_becomes_whole_and_no_sooner(monkeypatch):
     cut = []
-    release = construction.Shards.release
+    release = construction.InitShards.release
 
     def count(shards, param):
         cut.append(shards.spec.name)
         release(shards, param)
 
-    monkeypatch.setattr(construction.Shards, "release", count)
+    monkeypatch.setattr(construction.InitShards, "release", count)
     of_lstm = ["LSTM.weight_ih_l0", "LSTM.weight_hh_l0", "LSTM.bias_ih_l0", "LSTM.bias_hh_l0"]
     with init(**STAGE_3):
         nn.LSTM(SIDE, SIDE)  # registers all, then sets all

@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from frontends.torch import OffloadedAdamW, gathered_parameters, wrap
 from frontends.torch.params.managed import AWAITED
@@ -508,6 +509,27 @@ def test_a_handler_that_reads_at_any_line_of_release_and_restore_gets_the_values
     handled_at_each_line(act, read)
     assert refused
     assert all(map(torch.equal, params, expected))
+    engine.close()
+
+
+@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
+def test_what_frozen_wrappers_hold_leaves_also_where_several_hold_one_tensor(device):
+    first, second, shared = (torch.randn(32, 32, device=device) for _ in range(3))
+    module = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)).to(device)
+    module[0].weight = nn.Parameter(TwoTensor(first, shared), requires_grad=False)
+    module[1].weight = nn.Parameter(TwoTensor(second, shared), requires_grad=False)
+    before = [tensor.cpu() for tensor in (first, second, shared)]
+    engine = wrap(module, lr=1e-2)
+    for _ in range(2):
+        engine.release()
+        assert [tensor.untyped_storage().nbytes() for tensor in (first, second, shared)] == [0, 0, 0]
+        with pytest.raises(StateError, match="restore"):
+            module[1].weight.sum()
+        engine.restore()
+        assert all(map(same_bits, (first, second, shared), before))
+    engine.release(keep=["1.weight"])
+    assert first.untyped_storage().nbytes() == 0
+    assert all(map(same_bits, (second, shared), before[1:]))
     engine.close()
 
 

@@ -40,7 +40,7 @@ class ManagedTensor:
     Attributes:
         residency: whether it may be read now (``residency.py``). Only ``pending.py`` sets it and ``wait``.
         wait: to be called before a read; None: it may be read.
-        shards: its ``Shards`` from ``init()``, until an engine has them; else None.
+        shards: its ``InitShards`` from ``init()``, until an engine has them; else None.
     """
 
     __slots__ = ("__weakref__", "_data_writes", "_gathering", "_of", "_record", "_slot", "residency", "shards", "wait")

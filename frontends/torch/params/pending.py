@@ -8,7 +8,7 @@ Outside of modules a pending parameter's class tells: it is :class:`PendingParam
 its values first waits for this one parameter, or gathers it, and restores its class. Functions that only see shape,
 gradient and the like do not wait. So state_dict(), evaluation or a read by hand see finished values, too.
 
-Every door calls :func:`await_values`, the one wait:
+Every door calls :func:`await_values`, the one wait; what comes while garbage is collected calls its body alone:
 
 ===============================================  ==========================================
 a read by                                        waits in
@@ -17,12 +17,13 @@ a torch function                                 ``_Pending.__torch_function__``
 a copy of the tensor or its model                ``_Pending.__deepcopy__``
 a module's forward, in Python, C++, TorchScript  ``_before_forward``
 a compiled module                                ``AwaitsInside``
-code that is being compiled                      ``await_for_compiled_code``
+code that is being compiled                      ``await_for_compiled_code``, which leaves it pending
 methods of a DTensor                             ``_read_local``, ``_replace_local``
 FSDP2's ``unshard``                              ``fsdp.py``
+backward, of a tensor in shards that was saved   ``stage3/saved.py``, which gathers it
 a graph from before a release                    ``DeviceMemory.before_backward``
 a release of what another engine uses            ``DeviceMemory._await_others``
-an optimizer that takes over or lets go          ``Registration._new``, ``InPlaceShard.let_go``
+an optimizer that takes over or lets go          ``Registration._new``, ``ElementsInPlace.let_go``
 ===============================================  ==========================================
 """
 
@@ -89,8 +90,9 @@ class _Pending:
     __slots__ = ()
     own_class: type = nn.Parameter
     """The tensor's own class."""
-    in_shards = False
-    """True if the tensor is in shards: its values come only for a while, so a graph breaks before it reads them."""
+    breaks_graphs = False
+    """True if a graph that is being traced breaks before it reads the tensor: in shards its values come only for a
+    while, and tensors of other classes than parameters are not known to a finished graph."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         await_values(cast(torch.Tensor, self))
@@ -98,9 +100,9 @@ class _Pending:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if cls.in_shards and is_traced():
+        if cls.breaks_graphs and is_traced():
             return _call_outside_graphs(func, args, kwargs)
-        in_graph = is_compiling() and not cls.in_shards
+        in_graph = is_compiling() and not cls.breaks_graphs
         if in_graph:
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, _Pending):
@@ -147,8 +149,8 @@ _PENDING: dict[type, type] = {nn.Parameter: PendingParameter}
 """The class that pending parameters have, by their own class."""
 
 
-_IN_SHARDS: dict[type, type] = {}
-"""The class that tensors in shards have, by their own class."""
+_BREAKING: dict[type, type] = {}
+"""The class that pending tensors have which graphs break before, by their own class."""
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
@@ -158,7 +160,7 @@ def is_pending(tensor: torch.Tensor) -> bool:
 
 def is_in_shards(tensor: torch.Tensor) -> bool:
     """Return True if the tensor's values are missing because this process has a shard of it."""
-    return isinstance(tensor, _Pending) and tensor.in_shards
+    return residency_of(tensor) is Residency.SHARDED
 
 
 def own_class_of(tensor: torch.Tensor) -> type:
@@ -333,23 +335,23 @@ def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Wait | None) -> Non
 
 def _class_awaited(own: type) -> type:
     if own is not nn.Parameter and own is not placed_type():
-        return _class_in_shards(own)
+        return _class_that_breaks_graphs(own)
     if own not in _PENDING:
         _PENDING[own] = _new_class((_Pending, own), own, _local_tensor=_WAITING_LOCAL)
     return _PENDING[own]
 
 
-def _class_in_shards(own: type) -> type:
-    if own not in _IN_SHARDS:
+def _class_that_breaks_graphs(own: type) -> type:
+    if own not in _BREAKING:
         bases = (PendingParameter,) if own is nn.Parameter else (_Pending, own)
-        _IN_SHARDS[own] = _new_class(bases, own, in_shards=True)
-    return _IN_SHARDS[own]
+        _BREAKING[own] = _new_class(bases, own, breaks_graphs=True)
+    return _BREAKING[own]
 
 
 _CLASS_IN: dict[Residency, Callable[[type], type]] = {
     Residency.WRITING: _class_awaited,
     Residency.RELEASED: _class_awaited,
-    Residency.SHARDED: _class_in_shards,
+    Residency.SHARDED: _class_that_breaks_graphs,
 }
 """Returns the class that a tensor has in this state, by its own class."""
 

@@ -1,24 +1,28 @@
 """May a tensor be read now? The residency of each tensor that an engine moves: one table.
 
+It says which moves are allowed. A reader is told by the function that the last move has left to be called
+(``ManagedTensor.wait``): it waits, gathers or raises. What is released raises in ``DeviceMemory.await_values``, as long
+as ``Health.released`` has the words; ``restore()`` ends these first, and then moves the tensors to WRITING.
+
 ===========  =========================  ===============================================  ==============================
 state        values on the device       a reader                                         where it is recorded
 ===========  =========================  ===============================================  ==============================
 RESIDENT     of the last finished step  reads                                            the tensor has its own class
 WRITING      are on their way: an       waits for this one tensor                        in its ``ManagedTensor``
              update, or a restore
-SPECULATIVE  of a step that has not     on one rank it takes them back and waits; on     there as WRITING, and its
+SPECULATIVE  of a step that has not     on one rank it takes them back and waits; on     as WRITING, and its
              come                       several it is an error                           bucket's publication is EARLY
-SHARDED      none                       gathers it in forward, backward and ``init()``;  there
+SHARDED      none                       gathers it in forward, backward and ``init()``;  in its ``ManagedTensor``
                                         elsewhere it is an error
 UNSHARDED    whole for a while          reads                                            as RESIDENT, and its record
                                                                                          counts who holds it
-RELEASED     none                       is an error                                      there
+RELEASED     none                       is an error                                      in its ``ManagedTensor``
 ===========  =========================  ===============================================  ==============================
 
-What moves a tensor: ``LocalShard.have_readers_wait`` (UPDATE), ``DeviceMemory.release`` and ``restore``,
-``WholeParameters.guard`` and ``Shards.release`` (SHARD); and what has waited for it or gathered it (ARRIVE). Each calls
-the function of ``pending.py`` of that name, which alone changes a tensor's class and asks this table. Parameters of
-stage 3 stay SHARDED through a release: their shards leave.
+What moves a tensor: ``LocalElements.have_readers_wait`` (UPDATE), ``DeviceMemory.release`` and ``restore``,
+``WholeParameters.guard`` and ``InitShards.release`` (SHARD); and what has waited for it or gathered it (ARRIVE). Each
+calls the function of ``pending.py`` of that name, which alone changes a tensor's class and asks this table. Parameters
+of stage 3 stay SHARDED through a release: their shards leave.
 """
 
 from enum import Enum

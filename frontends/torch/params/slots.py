@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .local_shards import LocalShard
+from .local_elements import LocalElements
 from .managed import ManagedTensor, managed
 from .placed import Placement, local_of
 from .tensors import TakenGradient
@@ -42,8 +42,8 @@ class Slot:
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
     owner: "weakref.ref[Owner]"
-    shard: LocalShard
-    """The elements that this process owns."""
+    local: LocalElements
+    """The ways to the elements that this process owns."""
     placed: Placement
     """Which elements of the parameter its tensor has on this process."""
     managed: ManagedTensor

@@ -19,6 +19,7 @@ from offload_core.layout.regions import InMemory
 from ..internals.private import no_read
 from .data_writes import set_data
 from .pending import own_class_of
+from .placed import local_of
 from .tensors import flat, is_offloadable, shaped_like, spec_of, tensors_in
 
 _SMALLEST = 2048
@@ -98,8 +99,24 @@ class PackedValues(Values):
             set_data(tensor, values)
 
 
+def named_memory(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return a model's parameters, under all their names, each followed by the tensors that hold its values where it is
+    a wrapper, or beside it where it is quantised."""
+    found = []
+    with no_read():  # it may be in shards
+        for prefix, module in model.named_modules(remove_duplicate=False):
+            for own, param in module._parameters.items():
+                if param is None:
+                    continue
+                name = f"{prefix}.{own}" if prefix else own
+                found.append((name, param))
+                if is_quantised(param) or is_traceable_wrapper_subclass(local_of(param)):
+                    found += [(name, tensor) for tensor in _tensors(local_of(param), module)]
+    return found
+
+
 def packed_values(model: nn.Module) -> dict[torch.Tensor, PackedValues]:
-    """The values of a model's frozen quantised parameters."""
+    """The values of a model's frozen quantised parameters, as far as each parameter's lie in memory of its own."""
     with no_read():  # it may be in shards
         return _packed_values(model)
 

@@ -109,7 +109,7 @@ def init(
 # --- parameters in shards, before an engine has them ----------------------------------------------------
 
 
-class Shards(Cut):
+class InitShards(Cut):
     """This rank's part of a parameter, in the element type in which it was built.
 
     The constructor copies this part of one rank's values and leaves the parameter whole.
@@ -184,7 +184,7 @@ class Shards(Cut):
         return self.home.keep(cut, self._gathered(on))
 
 
-def shards_of(param: torch.Tensor) -> Shards | None:
+def shards_of(param: torch.Tensor) -> InitShards | None:
     """Return the shards of a parameter that was built under ``init()``, while no engine has them; else None."""
     return managed(param).shards
 
@@ -396,7 +396,7 @@ class _Construction:
         known = combine(device.collectives, "parameters in use", sums=referred)
         for entry, n in zip(entries, known.sums.tolist(), strict=True):
             if for_good or not n:
-                Shards(entry.param, entry.name, self).release(entry.param)
+                InitShards(entry.param, entry.name, self).release(entry.param)
                 self.whole.remove(entry)
                 self._freed += entry.param.nbytes if entry.param.device.type == "cpu" else 0
         if self._freed > _KEPT:
@@ -418,7 +418,7 @@ class _Construction:
             if before is None:
                 self.device(param.device).start_alike([spec_of("", param, 0)], [flat(param)], source)
             else:
-                manage(param).shards = shards = Shards(param, before.spec.name, before.home, source)
+                manage(param).shards = shards = InitShards(param, before.spec.name, before.home, source)
                 shards.holds = before.holds
 
     # --- modules that exist --------------------------------------------------------------------------

@@ -16,8 +16,7 @@ from torch import nn
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
-from offload_core.disk.shards import InMemory as InMemoryShards
-from offload_core.disk.shards import OnDisk
+from offload_core.disk.shards import OnDisk, ShardsInMemory
 from offload_core.errors import ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
@@ -31,7 +30,7 @@ from offload_core.step.state_access import StateAccess
 from ..internals.private import grad_mode_kept, no_read, storage_of
 from ..params.casting import Casts
 from ..params.data_writes import DataWrites, set_data
-from ..params.local_shards import LocalShard
+from ..params.local_elements import LocalElements
 from ..params.managed import ManagedTensor, Wait, manage, managed
 from ..params.pending import can_wait
 from ..params.tensors import TORCH_DTYPES, elements_of, is_offloadable, memory_of_all, shaped
@@ -80,7 +79,7 @@ class PartitionedParameter(Cut):
         """What the parameters of its model have in common."""
         self.managed: list[ManagedTensor] = []
         """What engines know of the parameter, and of each tensor that holds its values: it leads to this record."""
-        self.live: PartitionedParam = live.add(spec, self.buckets, InMemoryShards(None), self)
+        self.live: PartitionedParam = live.add(spec, self.buckets, ShardsInMemory(None), self)
 
     def empty(self) -> None:
         """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
@@ -112,7 +111,7 @@ class PartitionedParameter(Cut):
             self.whole.untyped_storage().resize_(0)
 
 
-class RankShard(LocalShard):
+class ElementsInShards(LocalElements):
     """This rank's shards of a parameter. Readers gather it, which waits for the shards, and only
     ``gathered_parameters`` changes them.
 

@@ -1,4 +1,9 @@
-"""Where a rank's shards of one parameter lie, end to end: in memory, or on disk."""
+"""Where a rank's shards of one parameter lie, end to end: in memory, or on disk.
+
+A kind of shard is a :class:`Shard`, with a source in the core from which it is gathered (``ShardSource``), and the
+:class:`DeviceTier` of ``offload_param`` that makes it. What else asks for kinds: the plan (``plans/terms.py``), and
+loads of checkpoints, which fill shards in memory where they lie (``weights/checkpoint.py``).
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -8,7 +13,7 @@ import numpy as np
 import torch
 
 from offload_core.config.options import OffloadConfig
-from offload_core.disk.shards import DiskShards, InMemory, OnDisk, ShardSource
+from offload_core.disk.shards import DiskShards, OnDisk, ShardsInMemory, ShardSource
 from offload_core.dtypes import ElementType
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import DEVICE, DISK, HOST, PARAMETER_SHARDS
@@ -76,7 +81,7 @@ class MemoryShard(Shard):
         self.values[at : at + values.numel()].copy_(values)
 
     def source(self, lent: Callable[[torch.Tensor], Any]) -> ShardSource:
-        return InMemory(lent(self.values))
+        return ShardsInMemory(lent(self.values))
 
     def on(self, device: torch.device) -> list[torch.Tensor]:
         return [self.values] if self.values.device == device else []

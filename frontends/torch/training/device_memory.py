@@ -297,7 +297,7 @@ class DeviceMemory:
             self._sharding.before_change()
             self._await_others(memories)
             for slot in slots.values():
-                slot.shard.stay(leaving)  # the flush has written it, and it may be used while others are released
+                slot.local.stay(leaving)  # the flush has written it, and it may be used while others are released
             for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
                 event.wait()
             self._place.synchronize()
@@ -353,11 +353,12 @@ class DeviceMemory:
                 stays = {each for each in keep if name == each or name.startswith(f"{each}.")}
                 used |= stays
                 record = self._sharding.record_with(tensor)
-                values = local_of(tensor) if record is None else record.shard.values
-                if not isinstance(values, torch.Tensor) or values.device != self._device or values.numel() == 0:
+                held = [local_of(tensor)] if record is None else record.shard.on(self._device)
+                values = next(iter(held), None)
+                if values is None or values.device != self._device or values.numel() == 0:
                     continue
                 if is_traceable_wrapper_subclass(values):
-                    continue  # the tensors inside are named, too
+                    continue  # the tensors inside are named, too (``named_memory``)
                 if stays and values.layout is not torch.strided:
                     continue
                 if not (stays or self._place.may_leave(values)):

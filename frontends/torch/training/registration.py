@@ -34,7 +34,7 @@ from ..internals.private import no_read
 from ..params.casting import Casts
 from ..params.columns import Columns
 from ..params.data_writes import DataWrites
-from ..params.local_shards import InPlaceShard, LocalShard
+from ..params.local_elements import ElementsInPlace, LocalElements
 from ..params.managed import Wait, manage
 from ..params.overlaps import check_apart, tensors_of
 from ..params.pending import await_all, have_been_written, is_pending
@@ -53,7 +53,7 @@ from ..params.tensors import (
     spec_of,
 )
 from ..stage3.construction import shards_of
-from ..stage3.parameters import RankShard
+from ..stage3.parameters import ElementsInShards
 from ..stage3.sharding import Sharding
 
 
@@ -279,19 +279,19 @@ class Registration:
 
     def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
         """Hold a parameter that the pipeline has taken on."""
-        shard: LocalShard
+        local: LocalElements
         if (record := self._sharding.record_of(new.param)) is not None:
-            shard = RankShard(record)
+            local = ElementsInShards(record)
         else:
             if new.target is not None:
                 cast_param(new.param, TORCH_DTYPES[new.target])
             let_go = partial(_let_go_of, self._flat, self._replaced, index)
-            shard = InPlaceShard(new.param, DataWrites(new.param, self._used, let_go))
+            local = ElementsInPlace(new.param, DataWrites(new.param, self._used, let_go))
         taken, order = TakenGradient(new.values, new.name), memory_order(new.values)
         stand_in = new.placed.around(taken)
         known = manage(new.param)
-        slot = Slot(new.name, new.param, index, taken, stand_in, order, self._owner, shard, new.placed, known)
-        self._flat.append(shard.memory())
+        slot = Slot(new.name, new.param, index, taken, stand_in, order, self._owner, local, new.placed, known)
+        self._flat.append(local.memory())
         self.columns.add(new.param, slot.stand_in, new.placed)
         self.slots[new.param] = slot
         known.slot = slot
@@ -317,7 +317,7 @@ class Registration:
 
     def tensors(self) -> list[torch.Tensor | OnDisk]:
         """The memory of all parameters, or this rank's shards of them."""
-        return [slot.shard.memory() for slot in self.slots.values()]
+        return [slot.local.memory() for slot in self.slots.values()]
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
@@ -329,10 +329,10 @@ class Registration:
                 for slot in self.slots.values():
                     if slot.index in self._replaced:
                         self._replaced.discard(slot.index)  # first: it may be replaced again
-                        self._flat[slot.index] = slot.shard.memory()
+                        self._flat[slot.index] = slot.local.memory()
         for slot in written if slots is None else set(slots).intersection(written):
             with no_read():
-                tensor = self._flat[slot.index] = slot.shard.memory()
+                tensor = self._flat[slot.index] = slot.local.memory()
             if self._pipeline.health.state is not Health.TORN:  # else only a load may follow, which replaces all states
                 StateAccess(self._pipeline).adopt(slot.index, tensor)
             self.note(slot)
@@ -344,11 +344,11 @@ class Registration:
         used = {writes for writes in [*self._used] if writes.seen()}
         if not changed and not used:
             return []
-        return [slot for slot in self.slots.values() if slot.shard.was_written(slot.index in changed, used)]
+        return [slot for slot in self.slots.values() if slot.local.was_written(slot.index in changed, used)]
 
     def note(self, slot: Slot) -> None:
         """Record that the parameter now matches its master weights."""
-        slot.shard.forget_writes()
+        slot.local.forget_writes()
         self.columns.note(slot.index)
 
     def doubt(self, slot: Slot) -> None:
@@ -427,14 +427,14 @@ class Registration:
         if not self._pipeline.updates.finished:
             slots = [*self.slots.values()]
             for slot in [slots[index] for index in written]:
-                slot.shard.have_readers_wait(self._wait)
+                slot.local.have_readers_wait(self._wait)
         elif not broken:
             have_been_written([self.columns.params[index] for index in written])
 
     def have_readers_wait(self) -> None:
         """Have the readers of all whole parameters wait for them."""
         for slot in self.slots.values():
-            slot.shard.have_readers_wait(self._wait)
+            slot.local.have_readers_wait(self._wait)
 
     def await_values(self, param: torch.Tensor) -> None:  # waits
         """Wait until a whole parameter has been written; others are left alone."""
@@ -450,7 +450,7 @@ class Registration:
     @property
     def readers_can_wait(self) -> bool:
         """True if every reader and writer of every parameter can be made to wait for it."""
-        return all(slot.shard.readers_can_wait for slot in self.slots.values())
+        return all(slot.local.readers_can_wait for slot in self.slots.values())
 
     def before_send(self, params: Collection[int]) -> None:
         """Tell autograd that the pipeline is about to write parameters during backward, and have their readers wait.
@@ -459,7 +459,7 @@ class Registration:
         self.columns.count_writes(params)
         for slot in (slots[param] for param in params):
             self.note(slot)
-            slot.shard.have_readers_wait(self._wait)
+            slot.local.have_readers_wait(self._wait)
 
     # --- memory --------------------------------------------------------------------------------------
 
@@ -611,7 +611,7 @@ def earlier_owners(
 def let_go(slots: dict[torch.Tensor, Slot]) -> None:
     """Remove the stand-ins for gradients from the parameters, and release the parameters."""
     for slot in slots.values():
-        slot.shard.let_go()
+        slot.local.let_go()
         slot.release()
         slot.taken.when_added(None)
         if slot.managed.slot is slot:

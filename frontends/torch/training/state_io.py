@@ -199,9 +199,9 @@ class TorchStates:
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views.held(slot.param)  # where no thread can be started, a read is refused in the section
-        values = slot.shard.copy()
+        values = slot.local.copy()
         self._states.will_change([slot.index])
-        views.take(entry, lambda: self._states.reload_master(slot.index, slot.shard.memory()))
+        views.take(entry, lambda: self._states.reload_master(slot.index, slot.local.memory()))
         if values is not None:
             self._states.adopt(slot.index, values)
         self._registration.doubt(slot)  # the model's weights may be loaded after this

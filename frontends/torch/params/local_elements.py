@@ -1,7 +1,8 @@
-"""Local shards: the elements of a trained parameter that this process owns, and the ways to them.
+"""The elements of a trained parameter that this process owns, and the ways to them.
 
-A parameter's elements lie in its own memory, or in that of a DTensor's local tensor (:class:`InPlaceShard`); or they
-are this rank's shards, apart from the tensor that modules read (``PartitionedParameter``, stage 3).
+They lie in the parameter's own memory, or in that of a DTensor's local tensor (:class:`ElementsInPlace`); or they are
+this rank's shards, apart from the tensor that modules read (``ElementsInShards`` in ``stage3/parameters.py``). Whether
+shards lie on the device, on the host or on disk is another question: ``stage3/shards.py``.
 """
 
 from abc import ABC, abstractmethod
@@ -21,8 +22,8 @@ from .placed import local_of
 from .tensors import flat
 
 
-class LocalShard(ABC):
-    """The elements of one trained parameter that this process owns.
+class LocalElements(ABC):
+    """The ways to the elements of one trained parameter that this process owns.
 
     Attributes:
         param: the parameter.
@@ -78,7 +79,7 @@ class LocalShard(ABC):
         """Record that the master weight has the values that other code wrote."""
 
 
-class InPlaceShard(LocalShard):
+class ElementsInPlace(LocalElements):
     """The memory of the parameter itself, or of a DTensor's local tensor.
 
     Args:
