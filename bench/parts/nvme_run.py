@@ -62,7 +62,7 @@ def make_step(numel: int, fields: dict[str, Any]) -> Step:
     arguments = StepArguments([AdamHyper(1e-3)], tensors)
 
     def update() -> None:
-        pipeline.add_gradients(gradients)
+        pipeline.gradients.add(gradients)
         pipeline.step(arguments)
         pipeline.last_step.finish()
 

@@ -157,8 +157,8 @@ class Run:
         self.change(self.pipeline.early.expect_step, StepArguments(self.hypers, self.tensors))
         for layer in reversed(self.layers):
             self.compute("backward", layer, self.times.backward)
-            self.change(self.pipeline.add_gradients, {layer: self.gradients[layer]})
-        self.change(self.pipeline.end_micro_step)
+            self.change(self.pipeline.gradients.add, {layer: self.gradients[layer]})
+        self.change(self.pipeline.gradients.end_micro_step)
         assert self.change(self.pipeline.step, StepArguments(self.hypers, self.tensors)).updated
 
     def step_times(self, steps: int) -> list[float]:

@@ -304,7 +304,7 @@ class OffloadedParams:
     def discard_gradients(self) -> None:
         """Forget the gradients accumulated since the last update."""
         self._later.wait()
-        self._state_lock.change("discard_gradients()", self._pipeline.drop_gradients)
+        self._state_lock.change("discard_gradients()", self._pipeline.gradients.drop)
 
     # --- states ------------------------------------------------------------------------------------
 

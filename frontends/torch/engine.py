@@ -249,7 +249,7 @@ class Engine(nn.Module):
             intake.fresh = self._kept not in ([], before)
         with pipeline.device.trace.span(COMPUTE, "step"):
             try:
-                if not (pipeline.arrivals.at_boundary if boundary is None else boundary):
+                if not (pipeline.gradients.at_boundary if boundary is None else boundary):
                     return steps.accumulate(optimizer.param_groups, may_be_empty=bool(boundary))
                 steps.end_micro_step(optimizer.step, may_be_empty=bool(boundary), reads_wait=self._reads_wait)
                 assert optimizer.report is not None
@@ -381,7 +381,7 @@ class Engine(nn.Module):
         A loop that calls this before every backward therefore accumulates as configured.
         ``engine.optimizer.zero_grad()`` discards gradients at any time.
         """
-        if self.optimizer.pipeline.arrivals.since.micro_steps == 0:
+        if self.optimizer.pipeline.gradients.micro_steps == 0:
             self.optimizer.zero_grad(set_to_none)
 
     @property

@@ -159,7 +159,7 @@ class Checkpoints:
                 )
             names = dict.fromkeys(contents.names) if contents.parts else contents.names
             _check_names([*names, *contents.shapes, *contents.left_out])
-            if contents.gradients_wait or self._pipeline.arrivals.holds_gradients:
+            if contents.gradients_wait or self._pipeline.gradients.are_waiting:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
                     "wait for an update are not saved; expected the call after an update"

@@ -61,7 +61,7 @@ class SaveOnSignal(AbstractContextManager["SaveOnSignal"]):
         Raises:
             CheckpointError, StateError: as ``save_checkpoint``; the next call tries again.
         """
-        if not self._pipeline.save_agreed or self._pipeline.arrivals.since.micro_steps:
+        if not self._pipeline.save_agreed or self._pipeline.gradients.micro_steps:
             return None
         path = self._save(extras)
         self._pipeline.save_asked = self._pipeline.save_agreed = False

@@ -50,7 +50,7 @@ class ParamSpec:
     alone."""
     settled_with: int | None = None
     """Not None: its gradient may come on some ranks only, or earlier on some, and waits until it is settled
-    (``Pipeline.settle``), with those of all parameters that have the same number."""
+    (``Gradients.settle``), with those of all parameters that have the same number."""
 
     @property
     def first(self) -> int | None:

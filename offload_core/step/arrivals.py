@@ -92,7 +92,7 @@ class Arrivals:
         self.order = [*self.order, *works]
         self._apart.update(i for i, spec in enumerate(self._buckets.params) if spec.settled_with is not None)
 
-    def settle_apart(self, params: Collection[int]) -> None:
+    def settle_separately(self, params: Collection[int]) -> None:
         """Have these parameters be settled from now on, and no others ([Note: settled parameters]). No gradient has
         come since the last update."""
         self._apart = set(params)

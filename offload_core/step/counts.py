@@ -67,7 +67,7 @@ class UpdateCounts:
     """
 
     def __init__(self, changes: Changes, rule: Rule) -> None:
-        self._changes = changes
+        self.changes = changes
         changes.hold(0)
         self.updates = 0
         """Updates made so far."""
@@ -91,13 +91,13 @@ class UpdateCounts:
         self._rules += [spec.rule or self._rule for spec in specs]
         shapes = [self._matrices.setdefault(spec.matrix, len(self._matrices)) for spec in specs]
         self._of_shape = np.append(self._of_shape, np.array(shapes, np.int64))
-        self._changes.hold(len(self.steps))
+        self.changes.hold(len(self.steps))
 
     def count(self, params: Collection[int]) -> None:
         """Count one update, of these parameters."""
         self.updates += 1
-        self._changes.note(params)
-        self._changes.of_all_ranks += 1
+        self.changes.note(params)
+        self.changes.of_all_ranks += 1
         had = np.zeros(len(self.steps), np.float32)
         had[np.fromiter(params, np.int64, len(params))] = 1
         for counts in self._memory:

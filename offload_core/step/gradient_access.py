@@ -23,7 +23,7 @@ class GradientAccess:
     """The gradients of one process's shards, as its pipeline would use them now.
 
     Parameters are numbered as in the pipeline, and their elements are in its order. A method that returns or replaces a
-    gradient first has all gradients that came so far reduced (:meth:`Pipeline.reduce_now`): all ranks call it alike.
+    gradient first has all gradients that came so far reduced (:meth:`Gradients.reduce_now`): all ranks call it alike.
 
     Each method takes ``divisor``, the divisor of the summed gradients besides the loss scale, as ``StepArguments`` has
     it.
@@ -40,10 +40,10 @@ class GradientAccess:
             StateError: ``update_in_backward`` has updated states with gradients.
         """
         pipeline, device = self._pipeline, self._pipeline.device
-        if not pipeline.arrivals.holds_gradients:
+        if not pipeline.gradients.are_waiting:
             return False
-        pipeline.reduce_now()
-        mine = param in pipeline.arrivals.since.present
+        pipeline.gradients.reduce_now()
+        mine = pipeline.gradients.have(param)
         if device.world_size == 1:
             return mine
         what = f"parameter {pipeline.params[param].name}: has a gradient"

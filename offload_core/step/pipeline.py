@@ -1,8 +1,6 @@
 """The composer: gradients in, updated parameters out.
 
-A gradient's way: :meth:`Pipeline.add_gradients` -> its bucket fills (``arrivals.py``) and is launched
-(``reduction.py``: the device reduces it over the ranks and brings it to its owner's host memory; there it waits, or is
-added to the gradients of earlier micro-steps) ->
+A gradient's way: :meth:`Gradients.add` (``gradients.py``) brings it to its owner's host memory ->
 :meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> ``update.py`` asks for one C
 pass, which unscales, clips, updates and casts (or for two, around a part that the device computes) -> the device
 publishes the shards to every rank's parameters.
@@ -26,7 +24,7 @@ one section that no signal cuts in two (:meth:`LastStep.change`).
 """
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -49,7 +47,8 @@ from .buckets import LocalBuckets
 from .counts import Changes, UpdateCounts
 from .decision import Decision, SkippedSteps, StepArguments, StepReport, examine
 from .early_publish import EarlyPublish
-from .health import Health, HealthEvent, PipelineHealth, Use
+from .gradients import Gradients
+from .health import HealthEvent, PipelineHealth, Use
 from .last_step import LastStep
 from .loss_scale import LossScaler
 from .reduction import Reduction
@@ -64,8 +63,8 @@ T = TypeVar("T")
 class Pipeline:
     """Composes the parts of one process's training steps, and decides in which order they act.
 
-    Callers ask the part: ``arrivals`` (gradients that came), ``reduction`` (their way), ``updates``, ``early`` (a step
-    that is announced), ``last_step`` (waiting for it), ``counts``, ``health`` (what may still be done), ``buckets``.
+    Callers ask the part: ``gradients``, ``updates``, ``early`` (a step that is announced), ``last_step`` (waiting for
+    it), ``counts``, ``health`` (what may still be done), ``buckets``.
 
     Parameters are numbered in the order in which they were added. The tensors that cross this interface are
     the device's: one-dimensional and contiguous. An error in the last step's updates is raised by the next method that
@@ -109,6 +108,19 @@ class Pipeline:
         lock = self.state_lock
         self.last_step = LastStep(buckets, arrivals, updates, announced, counts, self.health, lock)
         self.early = EarlyPublish(buckets, arrivals, updates, announced, self.last_step, counts, self.scaler, lock)
+        self.gradients = Gradients(
+            buckets,
+            arrivals,
+            self.reduction,
+            updates,
+            announced,
+            self.early,
+            self.last_step,
+            counts,
+            self.scaler,
+            self.health,
+            lock,
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -138,7 +150,7 @@ class Pipeline:
         """Forget all parameters and their states, and free their memory. Others may be added then."""
         assert self.state_lock.changing.locked()
         self.last_step.finish()
-        self.drop_gradients()
+        self.gradients.drop()
         self.buckets.close()
         self._begin()
 
@@ -151,7 +163,7 @@ class Pipeline:
         """
         self.check_present()
         self.health.on(HealthEvent.LOAD)
-        self.drop_gradients()
+        self.gradients.drop()
         self.last_step.finish()
         self.changes.note_all()
         if masters:
@@ -168,204 +180,14 @@ class Pipeline:
 
     # --- gradients ---------------------------------------------------------------------------------
 
-    def begin_backward(self) -> None:
-        """A backward begins, on all of several ranks alike. What came in the one before, in this micro-step, leaves."""
-        assert self.state_lock.changing.locked()
-        if self.arrivals.since.backward and self._backwards_are_rounds:
-            self._take_late()
-            self._begin_round()
-            self.arrivals.since.backward = False  # last: whoever is interrupted here and tries again ends the round
-
-    def end_backward(self) -> None:
-        """A backward has ended, on all of several ranks alike; this one may have had no gradient in it."""
-        assert self.state_lock.changing.locked()
-        self._begin_gradients()
-        self.arrivals.end_backward(has_round=self._backwards_are_rounds)
-
-    @property
-    def _backwards_are_rounds(self) -> bool:
-        """True if each backward has a round of its own. Where parameters are sent early, those of a step share one."""
-        return not (self.buckets.terms.sends_early and self.arrivals.at_boundary)
-
-    def add_gradients(self, gradients: Mapping[int, Any]) -> None:
-        """Take gradients of this micro-step, by parameter, which they fit (:meth:`Reduction.check`).
-
-        Further ones of a parameter before the next update are summed in fp32. Where the device is addressable they are
-        not copied: they must stay as they are until the update.
-        """
-        assert self.state_lock.changing.locked()
-        self._begin_gradients()
-        if before := self.arrivals.out_of_aside(gradients):
-            self._take(before)
-        if now := self.arrivals.put_aside(gradients):
-            self._take(now)
-
-    def settle(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
-        """No gradient of these parameters is to come in this backward, besides those that came.
-
-        All ranks call it alike: at the same points of backward, with the same parameters. It concerns those whose
-        gradients may come on some ranks alone (:attr:`ParamSpec.settled_with`), and no others.
-
-        Args:
-            ended: the backward has ended.
-
-        Returns:
-            Those of them that are not settled before the backward has ended: a gradient of theirs came too late once.
-        """
-        assert self.state_lock.changing.locked()
-        late = frozenset[int]() if ended else self.arrivals.late(params)
-        given, without = self.arrivals.settled([param for param in params if param not in late])
-        if given or without:
-            self._begin_gradients()
-            self._take(given, without)
-        if ended:
-            self._take_late()
-        return late
-
-    def _take(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> None:
-        """Fill in gradients, and launch what is full; ``without``: parameters that are settled without one."""
-        params = gradients.keys() | without if without else gradients.keys()
-        arrivals = self.arrivals
-        if self._announced.asked and self.device.world_size == 1:
-            self.early.recall(params)
-        if arrivals.since.round is None or arrivals.has_left(params):
-            self._begin_round()
-        try:
-            if arrivals.fill(gradients, without):
-                self._launch()
-        except BaseException as error:
-            self.last_step.lose_gradient(error)
-            raise
-
-    def _begin_round(self) -> None:
-        """Gradients of another round come. All ranks call it alike; they exchange every bucket again."""
-        if self._announced.asked and self.device.world_size > 1:
-            self.early.recall()
-        if self.arrivals.since.round is not None:
-            try:
-                self._end_round()
-            except BaseException as error:
-                self.last_step.lose_gradient(error)
-                raise
-
-    def _begin_gradients(self) -> None:
-        """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
-        present = self.arrivals.since.present
-        if not present or self.health.state is Health.LOST:
-            self.health.check(Use.STEP)
-        if not present and self.updates.publishes and not self.arrivals.has_begun:
-            self.last_step.finish_publications()
-
-    def _launch(self, *, ending: bool = False, boundary: bool = False) -> None:
-        """Launch the buckets whose turn it is; at the boundary, have their parameters sent early."""
-        terms = self.buckets.terms
-        for work in self.arrivals.ready(ending=ending):
-            at_boundary = self.arrivals.at_boundary
-            present = self.reduction.launch(work, examine=self._examines and at_boundary)
-            if at_boundary and terms.sends_early:
-                # Among ranks a full bucket may hold parameters that are settled without a gradient on this one.
-                last = terms.lends_gradient_memory and (boundary or not ending)
-                self._announced.follow(work, present, last=last, keep_states=self._examines)
-
-    def _take_late(self) -> None:
-        """Take what nobody has settled: all ranks have it, or none."""
-        if left := self.arrivals.out_of_aside():
-            self._take(left)
-
-    def _end_round(self, *, boundary: bool = False) -> None:
-        self._launch(ending=True, boundary=boundary)
-        self.arrivals.end_round()
-
-    def reduce_now(self) -> None:
-        """Launch all gradients that came so far. Those of a bucket may still be on their way when it returns.
-
-        Gradients that come before the next update are added to them. Parameters that were sent early are recalled. All
-        ranks call it alike, after a backward that brought each of them a gradient, and all go on alike: with another
-        backward, or with the end of the micro-step, which then finds nothing left to reduce.
-
-        Raises :class:`StateError` where ``update_in_backward`` has updated states.
-        """
-        assert self.state_lock.changing.locked()
-        self.health.check(Use.STEP)
-        self.early.call_off()
-        self._launch_rest()
-
-    def _launch_rest(self) -> None:
-        """Launch every bucket that was not launched in this round, which goes on: a parameter that is taken on now may
-        still have its gradient in it."""
-        try:
-            self._take_late()
-            self._launch(ending=True, boundary=self.buckets.terms.updates_early)
-        except BaseException as error:
-            self.last_step.lose_gradient(error)
-            raise
-
     def exchange(self, task: Callable[[], T]) -> T:
         """Return the result of a task that exchanges something with the other ranks, and is no part of a step.
 
         Between a backward and its update a bucket may be full, and launched, on some ranks alone: those that leave out
         no parameter of it. So all ranks first reduce the gradients that came.
         """
-        self.reduce_first()
+        self.gradients.reduce_first()
         return self.buckets.run(task)
-
-    def reduce_first(self) -> None:
-        """Reduce the gradients that came, on all ranks alike, before anything else is exchanged or forgotten.
-
-        Where updates are made during backward, those of the buckets that are launched now are made, too.
-        """
-        if self.device.world_size > 1 and self.arrivals.holds_gradients:
-            reduce = self._launch_rest if self.buckets.terms.updates_early else self.reduce_now
-            self.state_lock.change("an exchange between ranks", reduce)
-
-    def drop_gradients(self, params: Sequence[int] | None = None) -> None:
-        """Forget the gradients of these parameters, or of all.
-
-        If gradients of other parameters are kept and one was lost on its way, its error is raised and nothing is
-        forgotten. :meth:`EarlyPublish.withdraw` brings back parameters that were sent early.
-        """
-        assert self.state_lock.changing.locked() or RUNNING_SECTIONS
-        if not self.arrivals.holds_gradients:
-            return
-        try:
-            present = self.arrivals.since.present
-            self.early.recall(params if params is None else [param for param in params if param in present])
-        except StateError:
-            raise
-        except Exception:  # all gradients go, so it does not matter that some were lost
-            if params is not None:
-                raise
-        if params is not None:
-            self.arrivals.drop(params)
-        else:
-            self._announced.end()
-            self.arrivals.drop_all()
-
-    def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> bool:
-        """End a micro-step. Return True at the boundary, where an update is due.
-
-        The pipeline then holds no device gradients of a micro-step before the boundary.
-
-        Args:
-            reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
-            boundary: True or False from a caller that counts itself; None: as ``gradient_accumulation_steps`` says.
-        """
-        assert self.state_lock.changing.locked()
-        boundary = self.arrivals.at_boundary if boundary is None else boundary
-        if reduce or self.arrivals.since.backward:
-            self._begin_gradients()
-            if self.arrivals.since.round is None:
-                self.early.recall(by_all=False)
-            try:
-                self._take_late()
-                self._end_round(boundary=boundary)
-            except BaseException as error:
-                self.last_step.lose_gradient(error)
-                raise
-        else:
-            self.health.check(Use.STEP)
-        self.arrivals.count_micro_step(boundary=boundary)
-        return boundary
 
     def accumulate_over(self, micro_steps: int, *, waiting: bool) -> None:
         """Have an update follow so many micro-steps from now on.
@@ -423,12 +245,7 @@ class Pipeline:
 
     def _collect(self, given: StepArguments) -> None:
         """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
-        if self.arrivals.since.round is not None:
-            self._take_late()
-            self._end_round(boundary=True)
-        for work in self.buckets.all:
-            if work.task is not None:
-                self.buckets.claim(work)
+        self.gradients.collect()
         if self._announced.asked and self._announced.differs(given):
             self.early.recall()
 
@@ -462,7 +279,13 @@ class Pipeline:
         )
         rates = tuple(hyper.lr for hyper in given.hypers)
         report = StepReport(
-            verdict.skipped is None, verdict.skipped, verdict.norm, verdict.coefficient, given.loss_scale, rates
+            updated=verdict.skipped is None,
+            skipped=verdict.skipped,
+            grad_norm=verdict.norm,
+            clip_coefficient=verdict.coefficient,
+            loss_scale=given.loss_scale,
+            lr=rates,
+            step=self.counts.updates + 1,
         )
         delays = (
             self.config.schedule == "delayed" and max(map(float, self.counts.steps)) >= self.config.delay_warmup_steps
@@ -563,7 +386,7 @@ class Pipeline:
         """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
         assert self.state_lock.changing.locked()
         if self.last_step.behind or self.buckets.terms.sends_early:  # ranks exchange parameters
-            self.reduce_first()
+            self.gradients.reduce_first()
         self.early.recall()
         self.last_step.flush(tensors)
 

@@ -332,7 +332,7 @@ def test_after_a_load_that_broke_off_nothing_goes_on_until_another_is_loaded(tmp
     with pytest.raises(StateError, match="expected another one to be loaded"):
         one_step(subject)
     load(subject, good)
-    subject.pipeline.drop_gradients()
+    subject.pipeline.gradients.drop()
     assert one_step(subject).updated
 
 

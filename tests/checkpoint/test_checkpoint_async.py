@@ -57,7 +57,7 @@ def give(subject, value=0.5):
 def step(subject, value=0.5):
     subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
     give(subject, value)
-    subject.pipeline.end_micro_step()
+    subject.pipeline.gradients.end_micro_step()
     subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
 
 
@@ -65,7 +65,7 @@ def drop(subject, value):
     if subject.pipeline.config.update_in_backward:
         return  # they are used as they come
     give(subject, value)
-    subject.pipeline.drop_gradients()
+    subject.pipeline.gradients.drop()
 
 
 def memory(tensor):

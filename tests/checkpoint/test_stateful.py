@@ -79,7 +79,7 @@ class Anything(RuleBasedStateMachine):
             values[rng.integers(values.size)] = poison
         gradient = FakeTensor(np.full_like(values, np.nan))
         self.device.compute(lambda: np.copyto(gradient.memory, values))
-        if self.succeeds(lambda: self.pipeline.add_gradients({i: gradient})):
+        if self.succeeds(lambda: self.pipeline.gradients.add({i: gradient})):
             self.naive.add_gradient(i, values)
 
     @rule(divisor=st.sampled_from([1.0, 2.0]))
@@ -97,12 +97,12 @@ class Anything(RuleBasedStateMachine):
 
     @rule()
     def end_micro_step(self):
-        self.succeeds(self.pipeline.end_micro_step)
+        self.succeeds(self.pipeline.gradients.end_micro_step)
 
     @rule(which=st.none() | st.lists(params, max_size=2))
     def drop(self, which):
         dropped = range(len(self.naive.states)) if which is None else [i % len(self.naive.states) for i in which]
-        if self.succeeds(lambda: self.pipeline.drop_gradients(None if which is None else dropped)):
+        if self.succeeds(lambda: self.pipeline.gradients.drop(None if which is None else dropped)):
             for i in dropped:
                 self.naive.sums[i] = None
 
@@ -226,7 +226,7 @@ class Anything(RuleBasedStateMachine):
             updating = True
         self.device.fail_after(None)
         self.failing = False
-        self.pipeline.drop_gradients()
+        self.pipeline.gradients.drop()
         if not updating:
             self.pipeline.early.withdraw()
         self.naive.sums = [None] * len(self.naive.sums)

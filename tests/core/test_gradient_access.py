@@ -101,7 +101,7 @@ def run(subject: Subject, case: Case, script: Script):
                     else:
                         access.load(act.param, act.values, divisor=arguments.divisor)
                 if place == 0:
-                    subject.pipeline.end_micro_step()
+                    subject.pipeline.gradients.end_micro_step()
         norms.append(subject.pipeline.step(arguments).grad_norm)
     subject.pipeline.last_step.finish()
     return norms, read
@@ -170,7 +170,7 @@ def own_bits(subject: Subject) -> list[bytes]:
 def test_the_callers_gradient_is_not_written_to():
     """One rank on the host reads it where it is."""
     subject, given = make(dtype=FLOAT32), np.full(40, 0.5, np.float32)
-    subject.pipeline.add_gradients({0: given})
+    subject.pipeline.gradients.add({0: given})
     access = GradientAccess(subject.pipeline)
     access.load(0, np.full(40, 2.0, np.float32))
     assert_same_bits("as written", access.whole(0), np.full(40, 2.0, np.float32))
@@ -186,7 +186,7 @@ def test_what_was_read_is_not_exchanged_again_at_the_end_of_the_micro_step():
         for _ in range(reads):
             assert GradientAccess(subject.pipeline).own(0) is None
             assert GradientAccess(subject.pipeline).own(1) is not None
-        subject.pipeline.end_micro_step()
+        subject.pipeline.gradients.end_micro_step()
         subject.pipeline.step(StepArguments(HYPER, subject.tensors))
         return own_bits(subject), rank.sent_bytes
 
@@ -261,7 +261,7 @@ def test_no_parameter_is_sent_early_after_a_read(ranks):
         for i in (0,) if rank.rank in ranks else (1, 0):
             subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
         GradientAccess(subject.pipeline).load(0, np.full(40, -1, np.float32))
-        subject.pipeline.end_micro_step()
+        subject.pipeline.gradients.end_micro_step()
         subject.pipeline.step(arguments)
         return own_bits(subject)
 
@@ -280,7 +280,7 @@ def test_what_update_in_backward_has_used_is_refused_on_all_ranks_and_the_step_g
         if reads:
             with pytest.raises(StateError, match="update_in_backward=True has used gradients"):
                 GradientAccess(subject.pipeline).whole(0)
-        subject.pipeline.end_micro_step()
+        subject.pipeline.gradients.end_micro_step()
         assert subject.pipeline.step(arguments).updated
         subject.add_all()  # of a step that was not announced
         assert GradientAccess(subject.pipeline).whole(0) is not None
@@ -298,7 +298,7 @@ def test_a_gradient_that_is_lost_on_its_way_is_an_error_of_the_read_and_changes_
     subject.add_all()
     with pytest.raises(OSError, match="copy 2 failed"):
         GradientAccess(subject.pipeline).whole(0)
-    subject.pipeline.drop_gradients()
+    subject.pipeline.gradients.drop()
     assert bits(subject) == before
     subject.add_all()
     assert_same_bits("the next one", GradientAccess(subject.pipeline).whole(0), np.ones(40, np.float32))

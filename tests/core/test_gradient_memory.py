@@ -68,7 +68,7 @@ def step(subject, params=BACKWARD, number=0):
     """An announced step; what gradients take on the host at most."""
     subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
     most = add(subject, params, number)
-    subject.pipeline.end_micro_step()
+    subject.pipeline.gradients.end_micro_step()
     most = max(most, held(subject)[0])
     subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
     return max(most, held(subject)[0])
@@ -231,7 +231,7 @@ def rank_step(subject, case, arrivals):
     subject.pipeline.early.expect_step(StepArguments(case.hypers, subject.tensors))
     for i, values in arrivals:
         subject.add_gradient(i, values)
-    subject.pipeline.end_micro_step()
+    subject.pipeline.gradients.end_micro_step()
     return repr(subject.pipeline.step(StepArguments(case.hypers, subject.tensors)))
 
 
@@ -275,7 +275,7 @@ def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_sa
     assert len(warned) == 1
     add(reference, params)
     for each in (subject, reference):
-        each.pipeline.end_micro_step()
+        each.pipeline.gradients.end_micro_step()
         each.pipeline.step(StepArguments(HYPERS, each.tensors))
     own = sum(work.own.nbytes for work in subject.pipeline.buckets.all if work.own is not None)
     assert len([work for work in subject.pipeline.buckets.all if work.own is not None]) == n_buckets - GRADIENT_SLOTS
@@ -292,12 +292,12 @@ def test_gradients_that_were_not_announced_can_be_dropped_and_added_to():
     subject, reference = make(), make(schedule="serial", update_in_backward=False)
     for each in (subject, reference):
         add(each, range(len(SIZES)))
-        each.pipeline.drop_gradients([1])
+        each.pipeline.gradients.drop([1])
         add(each, (1, 0), number=3)
         add(each, (2,), number=4)
         each.pipeline.step(StepArguments(HYPERS, each.tensors))
         add(each, range(len(SIZES)))
-        each.pipeline.drop_gradients()
+        each.pipeline.gradients.drop()
         step(each, number=5)
     assert bits(subject) == bits(reference)
 
@@ -312,7 +312,7 @@ def finished_step(subject):
 
 def consistent(subject):
     """After a step that broke off: its buckets have been updated whole, or not at all; it goes on from there."""
-    subject.pipeline.drop_gradients()
+    subject.pipeline.gradients.drop()
     subject.pipeline.early.withdraw()
     for work in subject.pipeline.buckets.all:
         assert work.home is work.own, "memory was given back"
@@ -405,7 +405,7 @@ def test_a_rank_that_is_lost_ends_the_wait_of_the_others():
                 if rank.rank == 1 and i == 2:
                     raise OSError("this rank is lost")
                 subject.add_gradient(i, gradient(subject, i))
-            subject.pipeline.end_micro_step()
+            subject.pipeline.gradients.end_micro_step()
             subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
             subject.pipeline.last_step.finish()
         except CollectiveError as error:

@@ -47,12 +47,12 @@ class Run:
             for i in (1, 0):
                 rng = np.random.default_rng(100 * number + 10 * micro_step + i)
                 self.subject.add_gradient(i, (rng.standard_normal(SIZES[i]) * 0.1).astype(self.dtype.numpy))
-            pipeline.end_micro_step()
+            pipeline.gradients.end_micro_step()
         pipeline.step(StepArguments(HYPERS, tensors))
 
     def discard(self):
         """As ``zero_grad`` does."""
-        self.pipeline.drop_gradients()
+        self.pipeline.gradients.drop()
         self.pipeline.early.withdraw()
 
     def end(self):

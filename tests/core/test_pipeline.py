@@ -129,7 +129,7 @@ def test_dropped_gradients_are_forgotten_on_the_host_too():
         subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
         if drop != [0]:
             subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
-        subject.pipeline.drop_gradients(drop)
+        subject.pipeline.gradients.drop(drop)
         for s in (subject, reference):
             s.add_gradient(1, np.full(100, 2, BFLOAT16.numpy))
             s.pipeline.step(StepArguments([AdamHyper(1e-2)], s.tensors))
@@ -142,7 +142,7 @@ def test_dropping_the_last_arrival_keeps_what_earlier_micro_steps_brought():
         s.add_all()
     subject.add_gradient(0, np.ones(40, BFLOAT16.numpy))
     for s in (subject, reference):
-        s.pipeline.drop_gradients([0])
+        s.pipeline.gradients.drop([0])
         s.pipeline.step(StepArguments([AdamHyper(1e-2)], s.tensors))
     assert bits(subject) == bits(reference)
 
@@ -180,7 +180,7 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
     with pytest.raises(OSError, match="copy 5 failed"):
         one_step()
     assert bits(subject) == before
-    subject.pipeline.drop_gradients()
+    subject.pipeline.gradients.drop()
     for _ in range(2):
         subject.add_all()
         assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
@@ -228,7 +228,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
             for i, gradient in arrivals:
                 subject.add_gradient(i, gradient)
                 naive.add_gradient(i, gradient)
-            subject.pipeline.end_micro_step()
+            subject.pipeline.gradients.end_micro_step()
         report = subject.pipeline.step(StepArguments(case.hypers, subject.tensors, float(len(micro_steps))))
         assert report.grad_norm == naive.step(float(len(micro_steps)))
         for i, expected in enumerate(naive.params()):
@@ -275,13 +275,13 @@ def early_step(subject, case, micro_steps, factor):
     for i, gradient in before:
         subject.add_gradient(i, gradient)
     for _ in range(subject.pipeline.config.gradient_accumulation_steps - 1):
-        pipeline.end_micro_step()
+        pipeline.gradients.end_micro_step()
     pipeline.early.expect_step(StepArguments(case.hypers, subject.tensors, divisor))
     for i, gradient in micro_steps[-1]:
         with np.errstate(all="ignore"):  # a zero times inf
             gradient = gradient * gradient.dtype.type(factor)
         subject.add_gradient(i, gradient)
-    pipeline.end_micro_step()
+    pipeline.gradients.end_micro_step()
     return pipeline.step(StepArguments(case.hypers, subject.tensors, divisor))
 
 
@@ -358,12 +358,12 @@ def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
         return [AdamHyper(5e-3)]
 
     def discard(subject):
-        subject.pipeline.drop_gradients()
+        subject.pipeline.gradients.drop()
         subject.pipeline.early.withdraw()
         check_parameters(subject)
 
     def discard_one(subject):
-        subject.pipeline.drop_gradients([0])
+        subject.pipeline.gradients.drop([0])
 
     def join(subject):
         subject.add_gradient(0, np.full(40, 0.5, BFLOAT16.numpy))
@@ -410,9 +410,9 @@ def test_what_update_in_backward_has_used_cannot_be_taken_back():
     subject.pipeline.buckets.run(lambda: None)
     assert subject.pipeline.buckets.all[0].gradient.state is Gradient.USED
     with pytest.raises(StateError, match=r"'p1': its gradient has been used, for update_in_backward=True"):
-        subject.pipeline.drop_gradients([1])
+        subject.pipeline.gradients.drop([1])
     with pytest.raises(StateError, match=r"'p1': its gradient has been used"):
-        subject.pipeline.drop_gradients()
+        subject.pipeline.gradients.drop()
     with pytest.raises(StateError, match=r"'p1': its gradient has been used"):
         subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
     with pytest.raises(StateError, match=r"hyperparameters.*changed between backward\(\) and step\(\)"):
@@ -430,7 +430,7 @@ def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn(
     subject = make(device, gradient_clipping=20.0, **EARLY)
     for i in (1, 0):
         subject.add_gradient(i, np.ones(subject.specs[i].numel, BFLOAT16.numpy))
-    subject.pipeline.end_micro_step()
+    subject.pipeline.gradients.end_micro_step()
     subject.pipeline.buckets.run(lambda: None)
     device.fail_after(1)
     subject.pipeline.step(StepArguments(HYPER, subject.tensors))
@@ -450,7 +450,7 @@ def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     subject.add_all()
     subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
     with pytest.raises(OSError, match="copy 7 failed"):
-        subject.pipeline.end_micro_step()
+        subject.pipeline.gradients.end_micro_step()
     subject.add_all()
     assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
     for i in range(2):
@@ -470,7 +470,7 @@ def test_a_gradient_that_is_lost_on_its_way_gives_its_staging_back(schedule):
     for _ in range(3):
         with pytest.raises(OSError, match="failed as asked"):
             one_step()
-        subject.pipeline.drop_gradients()
+        subject.pipeline.gradients.drop()
     assert one_step().updated
     subject.pipeline.last_step.finish()
     device.close()
@@ -482,8 +482,8 @@ def test_a_gradient_that_was_lost_on_its_way_is_not_forgotten_with_its_neighbour
     before = bits(subject)
     subject.add_all()
     with pytest.raises(OSError, match="copy 2 failed"):
-        subject.pipeline.drop_gradients([0])
-    subject.pipeline.drop_gradients()
+        subject.pipeline.gradients.drop([0])
+    subject.pipeline.gradients.drop()
     assert bits(subject) == before
     device.close()
 
@@ -509,7 +509,7 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
                 patch.setattr(owner, name, interrupted)
                 with pytest.raises(Interrupt):
                     subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
-            subject.pipeline.drop_gradients()
+            subject.pipeline.gradients.drop()
             subject.add_all()
             assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
 
@@ -525,7 +525,7 @@ def test_what_changes_anything_is_refused_without_the_state_lock(call):
         method(*arguments)
 
 
-@pytest.mark.parametrize("call", ["drop_gradients", "early.recall", "last_step.finish"])
+@pytest.mark.parametrize("call", ["gradients.drop", "early.recall", "last_step.finish"])
 def test_a_load_whose_caller_was_interrupted_twice_goes_on_without_the_lock(call):
     pipeline = Pipeline(OffloadConfig(), HostRanks(HostDevice()), None)
     uninterrupted(attrgetter(call)(pipeline))

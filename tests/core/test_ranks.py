@@ -103,7 +103,7 @@ def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, sc
         except OSError:
             rank._group.lose()  # as a process that ends does
             told.append((rank.rank, "its own"))
-        subject.pipeline.drop_gradients()
+        subject.pipeline.gradients.drop()
         assert subject.pipeline.updates.finished
         assert {work.gradient.state for work in subject.pipeline.buckets.all} == {Gradient.ABSENT}
         assert len(subject.pipeline.buckets.staging._free) == subject.pipeline.buckets.terms.staging_slots
@@ -170,8 +170,8 @@ def test_a_gradient_dropped_between_micro_steps_does_not_come_back(world_size):
     def body(rank, first):
         subject = Subject.of(FakeDevice(), case, collectives=rank)
         subject.add_all(0.5)
-        subject.pipeline.end_micro_step()
-        subject.pipeline.drop_gradients(first)
+        subject.pipeline.gradients.end_micro_step()
+        subject.pipeline.gradients.drop(first)
         subject.add_all(0.25)
         subject.pipeline.step(StepArguments(case.hypers, subject.tensors, 2.0))
         return [p.tobytes() for p in subject.params()]
@@ -195,7 +195,7 @@ def test_a_native_reduction_sums_in_the_element_type_that_travels():
         pipeline.add_parameters([ParamSpec(f"p{i}", p.size, BFLOAT16) for i, p in enumerate(params)], params)
         for i, p in enumerate(params):
             gradient = 1.0 + rank.rank / 128  # the sum of three needs more bits than bfloat16 has
-            pipeline.add_gradients({i: np.full(p.size, gradient, p.dtype)})
+            pipeline.gradients.add({i: np.full(p.size, gradient, p.dtype)})
         pipeline.step(StepArguments([AdamHyper(0.0)], params))
         return [float(views["exp_avg"][0]) for i in range(3) for _, views in StateAccess(pipeline).states(i)]
 

@@ -116,12 +116,12 @@ def train(mixture, rank, gathers):
                     for i, gradient in turn.given[rank.rank]:
                         subject.add_gradient(i, gradient)
                     if turn.settled:
-                        unsettled -= {*turn.settled} - subject.pipeline.settle(turn.settled)
+                        unsettled -= {*turn.settled} - subject.pipeline.gradients.settle(turn.settled)
                     gathers.broadcast(np.zeros(1), "a gathering")
                 if mixture.leaves:
-                    subject.pipeline.settle(unsettled, ended=True)
+                    subject.pipeline.gradients.settle(unsettled, ended=True)
                 gathers.broadcast(np.zeros(1), "a gathering")
-            subject.pipeline.end_micro_step()
+            subject.pipeline.gradients.end_micro_step()
         norms.append(subject.pipeline.step(StepArguments(HYPERS, subject.tensors, divisor)).grad_norm)
     subject.pipeline.last_step.finish()
     return subject, norms
@@ -153,7 +153,7 @@ def test_buckets_leave_when_they_are_settled_on_the_rank_without_a_gradient_too(
         if rank.rank == 0:
             subject.add_gradient(2, np.ones(32, np.float32))
         seen.append("before")
-        subject.pipeline.settle([1, 2])
+        subject.pipeline.gradients.settle([1, 2])
         seen.append("settled")
         subject.add_gradient(0, np.ones(32, np.float32))
         seen.append("all")
@@ -178,7 +178,7 @@ def test_buckets_that_are_settled_are_updated_in_backward_on_the_rank_without_a_
         if rank.rank == 0:
             subject.add_gradient(2, np.ones(32, np.float32))
         subject.add_gradient(0, np.ones(32, np.float32))
-        subject.pipeline.settle([1, 2])
+        subject.pipeline.gradients.settle([1, 2])
         subject.pipeline.buckets.run(lambda: None)
         return [work.gradient.state for work in subject.pipeline.buckets.all]
 
@@ -194,7 +194,7 @@ def test_a_parameter_that_came_after_it_was_settled_waits_for_the_end_from_then_
         reduce = subject.pipeline.device.reduce
         subject.pipeline.device.reduce = lambda bucket, *args: seen.append(bucket.index) or reduce(bucket, *args)
         for _ in range(2):
-            subject.pipeline.settle([2])
+            subject.pipeline.gradients.settle([2])
             for i in (2, 1, 0):
                 subject.add_gradient(i, np.ones(32, np.float32))
             seen.append("end")
@@ -219,7 +219,7 @@ def test_ranks_that_settle_at_different_points_get_an_error(schedule):
         rank._group._timeout = 0.5  # from here on nobody comes, however long they wait
         try:
             if rank.rank == 0:
-                subject.pipeline.settle([2])
+                subject.pipeline.gradients.settle([2])
                 if schedule == "overlap":
                     subject.pipeline.buckets.claim(subject.pipeline.buckets.all[0])
             ThreadRank(apart, rank.rank).broadcast(np.zeros(1), "a gathering")

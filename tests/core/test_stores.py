@@ -277,10 +277,10 @@ def test_a_store_that_fails_in_backward_loses_no_update_that_is_counted(failing)
     try:
         for i in (2, 1, 0):
             subject.add_gradient(i, np.ones(64, BFLOAT16.numpy))
-        pipeline.end_micro_step()
+        pipeline.gradients.end_micro_step()
         pipeline.step(StepArguments(HYPERS, subject.tensors))
     except OSError:
-        pipeline.drop_gradients()
+        pipeline.gradients.drop()
     for i in range(3):
         with suppress(OSError):  # of a commit, which is tried again
             subject.states(i)
@@ -301,7 +301,7 @@ def test_ranks_whose_store_failed_in_backward_say_so_to_readers():
         with pytest.raises(OSError if rank.rank == 0 else CollectiveError):  # noqa: PT012
             try:
                 add_gradients(subject)
-                pipeline.end_micro_step()
+                pipeline.gradients.end_micro_step()
                 pipeline.step(arguments)
                 pipeline.last_step.finish()
             finally:

@@ -39,8 +39,8 @@ class Model:
         for param in range(N_BUCKETS):
             self.pipeline.await_param(param)
         for param in reversed(range(N_BUCKETS)):
-            self.pipeline.add_gradients({param: self.gradients[param]})
-        self.pipeline.end_micro_step()
+            self.pipeline.gradients.add({param: self.gradients[param]})
+        self.pipeline.gradients.end_micro_step()
         assert self.pipeline.step(StepArguments([AdamHyper(1e-2)], self.tensors)).updated
 
 
@@ -150,7 +150,7 @@ def test_a_step_that_fails_leaves_its_trace_and_the_next_may_begin(tmp_path):
     with pytest.raises(OSError, match="failed as asked"), model.pipeline.trace(tmp_path / "failed.json"):
         model.step()
     assert (TO_HOST, "") in ends(read(tmp_path / "failed.json"), 0)
-    model.pipeline.drop_gradients()
+    model.pipeline.gradients.drop()
     with model.pipeline.trace(tmp_path / "step.json"):
         model.step()
     assert len([s for s in read(tmp_path / "step.json") if s["cat"] == UPDATE]) == N_BUCKETS

@@ -166,7 +166,7 @@ def watched(engine):
     """The events of the next backwards: exchanges of gradients, and that of the first layer; and the most bytes of
     gradients that the pipeline holds on the device."""
     pipeline, events, most = engine.optimizer.pipeline, [], [0]
-    reduce, add = pipeline.device.reduce, pipeline.add_gradients
+    reduce, add = pipeline.device.reduce, pipeline.gradients.add
 
     def reduced(*args):
         events.append("exchange")
@@ -177,7 +177,7 @@ def watched(engine):
         waiting = [*(work.waiting for work in pipeline.buckets.all), pipeline.arrivals.since.aside]
         most[0] = max(most[0], sum({id(g): g.nbytes for held in waiting for g in held.values()}.values()))
 
-    pipeline.device.reduce, pipeline.add_gradients = reduced, added
+    pipeline.device.reduce, pipeline.gradients.add = reduced, added
     engine.module[0].weight.register_hook(lambda gradient: events.append("first layer"))
     return events, most
 

@@ -424,7 +424,7 @@ class TooLarge(TrainerCallback):
             records = offloaded.sharding.parameters.records if offloaded.sharding.gathers else {}
             whole = sum(record.whole.untyped_storage().nbytes() for record in records.values())
             self.left.append(
-                (offloaded.pipeline.arrivals.holds_gradients, offloaded.pipeline.arrivals.since.micro_steps, whole)
+                (offloaded.pipeline.gradients.are_waiting, offloaded.pipeline.gradients.micro_steps, whole)
             )
 
     def refuse(self, module, inputs, outputs):

@@ -80,7 +80,7 @@ class Twin:
     def give(self, i, values):
         gradient = FakeTensor(np.full_like(values, np.nan))
         self.device.compute(lambda: np.copyto(gradient.memory, values))
-        self.pipeline.add_gradients({i: gradient})
+        self.pipeline.gradients.add({i: gradient})
         return values
 
     def expect_update(self):
@@ -207,7 +207,7 @@ def micro_steps():
         twin = Twin(gradient_accumulation_steps=announced, gradient_clipping=0.5)
         for first, second in (([1, 0], [0, 1]), ([1], [0]), ([0, 1], [0]), ([0], [1, 0])):
             twin.add(*first)
-            twin.pipeline.end_micro_step()
+            twin.pipeline.gradients.end_micro_step()
             twin.step(*second)
         twin.end()
 
@@ -326,7 +326,7 @@ def gradients_are_dropped():
     for dropped in ([0], [1], None):
         twin = Twin()
         twin.add(1, 0)
-        twin.pipeline.drop_gradients(dropped)
+        twin.pipeline.gradients.drop(dropped)
         for i in dropped or (0, 1):
             twin.naive.sums[i] = None
         twin.step(*(dropped or [0]))
@@ -341,7 +341,7 @@ def delayed_updates():
         for params in ([0, 1], [1], [0], [1, 0]):
             if options == {"gradient_accumulation_steps": 2}:
                 twin.add(*reversed(params))
-                twin.pipeline.end_micro_step()
+                twin.pipeline.gradients.end_micro_step()
             twin.step(*params)
             assert twin.states_of_buckets() <= {Gradient.USED, Gradient.ABSENT}
             assert Gradient.USED in twin.states_of_buckets(), "the update does not wait for the next step"
@@ -369,9 +369,9 @@ def gradients_are_dropped_while_a_delayed_update_is_on_its_way():
         twin = Twin(**DELAYED)
         twin.step(1, 0)
         twin.step(0, 1)
-        twin.pipeline.drop_gradients(dropped)  # those have been used
+        twin.pipeline.gradients.drop(dropped)  # those have been used
         twin.add(1, 0)
-        twin.pipeline.drop_gradients(dropped)
+        twin.pipeline.gradients.drop(dropped)
         for i in dropped or (0, 1):
             twin.naive.sums[i] = None
         twin.step(*(dropped or [0]))
@@ -406,7 +406,7 @@ def updates_in_backward():
             for params in ([1, 0], [0], [1], [0, 1]):
                 if "gradient_accumulation_steps" in options:
                     twin.add(*reversed(params))
-                    twin.pipeline.end_micro_step()
+                    twin.pipeline.gradients.end_micro_step()
                 twin.early_step(*params, host_is_late=host_is_late)
             twin.read(0, 1)
             twin.end()
@@ -447,7 +447,7 @@ def what_was_emitted_is_taken_back():
     """Whoever reads it before the step, or discards gradients, finds the parameters of the last."""
 
     def discard(twin):
-        twin.pipeline.drop_gradients()
+        twin.pipeline.gradients.drop()
         twin.pipeline.early.withdraw()
 
     def adopt(twin):
@@ -501,7 +501,7 @@ def a_step_that_is_announced_twice():
     """Counts as it was last."""
     twin = Twin(update_in_backward=True, gradient_clipping=1e3, gradient_accumulation_steps=2)
     twin.add(1, 0)
-    twin.pipeline.end_micro_step()
+    twin.pipeline.gradients.end_micro_step()
     twin.expect_update()
     twin.add(1)
     twin.go_on()
@@ -556,7 +556,7 @@ def a_parameter_that_is_emitted_and_does_not_arrive():
         twin = Twin(update_in_backward=True, gradient_clipping=1e3, fail_at=[loads + number])
         with pytest.raises(OSError, match="failed as asked"):
             emit_and_finish(twin)
-        twin.pipeline.drop_gradients()
+        twin.pipeline.gradients.drop()
         twin.pipeline.early.withdraw()
         twin.follow_states()
         twin.check()
@@ -576,7 +576,7 @@ def add_and_update(twin, meet):
         twin.add(i)
         twin.go_on()
     if meet == "end":
-        twin.pipeline.end_micro_step()
+        twin.pipeline.gradients.end_micro_step()
     twin.update()
 
 
@@ -590,12 +590,12 @@ def a_gradient_that_is_lost_while_others_update():
             twin = Twin(update_in_backward=True, gradient_accumulation_steps=announced, fail_at=[fail_at])
             if announced == 2:
                 twin.add(1, 0)
-                twin.pipeline.end_micro_step()
+                twin.pipeline.gradients.end_micro_step()
             twin.expect_update()
             with pytest.raises(OSError, match="failed as asked"):
                 add_and_update(twin, meet)
             twin.check_at_rest()
-            twin.pipeline.drop_gradients()
+            twin.pipeline.gradients.drop()
             states = [StateAccess(twin.pipeline).local_states(i) for i in (0, 1)]
             for i in (0, 1):
                 updated = any(states[i]["exp_avg"])
@@ -608,7 +608,7 @@ def a_gradient_that_is_lost_while_others_update():
                 for _ in range(announced):
                     twin.expect_update()
                     twin.add(1, 0)
-                    twin.pipeline.end_micro_step()
+                    twin.pipeline.gradients.end_micro_step()
                 twin.update_by_what_was_added()
             twin.end()
 
@@ -624,7 +624,7 @@ def an_error_that_is_there_before_anyone_looks():
         twin.pipeline.buckets.worker.submit(lambda: None).exception()  # all that was asked for has ended
         with pytest.raises(OSError, match="failed as asked"):
             twin.update()
-        twin.pipeline.drop_gradients()
+        twin.pipeline.gradients.drop()
         twin.check_at_rest()
 
 
@@ -672,7 +672,7 @@ def a_gradient_that_is_lost():
             except OSError:
                 failed = 1
             assert failed == (meet != "drop"), f"copy {number} failed and {meet} said nothing"
-            twin.pipeline.drop_gradients()
+            twin.pipeline.gradients.drop()
             twin.check_at_rest()
             twin.naive.sums = [None, None]
             twin.check()
@@ -699,10 +699,10 @@ def a_parameter_that_does_not_arrive():
             [ParamSpec("new", 3, BFLOAT16)], [FakeTensor(np.ones(3, BFLOAT16.numpy))]
         ),
         "start over": lambda twin, last: twin.pipeline.start_over(),
-        "end a micro-step": lambda twin, last: twin.pipeline.end_micro_step(),
+        "end a micro-step": lambda twin, last: twin.pipeline.gradients.end_micro_step(),
         "read states": lambda twin, last: StateAccess(twin.pipeline).states(0),
         "read a parameter": lambda twin, last: twin.pipeline.await_param(last),
-        "drop": lambda twin, last: (twin.pipeline.drop_gradients(), twin.pipeline.last_step.finish()),
+        "drop": lambda twin, last: (twin.pipeline.gradients.drop(), twin.pipeline.last_step.finish()),
         "serial": None,
     }
     loads, buckets = count_of_loads(), len(Twin().pipeline.buckets.all)
@@ -783,7 +783,7 @@ def an_interrupt():
         setattr(part, name, interrupt)
         with pytest.raises(Interrupt):
             update_and_call(twin, lambda twin, _: twin.pipeline.last_step.finish(), None)
-        twin.pipeline.drop_gradients()
+        twin.pipeline.gradients.drop()
         twin.check_at_rest()
         twin.follow_states()
         twin.flush()  # sends the parameters that the update did not
@@ -914,7 +914,7 @@ def ranks():
                         for d in drawn[1:]:
                             total = total + d.astype(np.float32)
                         twin.naive.add_gradient(i, total / np.float32(n_ranks))
-                twin.pipeline.end_micro_step()
+                twin.pipeline.gradients.end_micro_step()
             twin.update_by_what_was_added()
         if options.get("schedule") == "delayed":
             twin.flush()
@@ -967,8 +967,8 @@ def what_ranks_emit():
         twin.check_at_rest()
 
     def another_micro_step(twin, rank):
-        twin.pipeline.end_micro_step()
-        twin.pipeline.end_micro_step()
+        twin.pipeline.gradients.end_micro_step()
+        twin.pipeline.gradients.end_micro_step()
 
     def another_gradient(twin, rank):
         drawn = [twin.draw(0) for _ in range(2)]
@@ -997,9 +997,9 @@ def another_micro_step_when_states_have_been_updated():
         for i in (1, 0):
             twin.give(i, twin.draw(i))
             twin.go_on()
-        twin.pipeline.end_micro_step()
+        twin.pipeline.gradients.end_micro_step()
         with pytest.raises(StateError, match="its gradient has been used"):
-            twin.pipeline.end_micro_step()
+            twin.pipeline.gradients.end_micro_step()
         twin.update()
         twin.pipeline.last_step.finish()
         twin.check_at_rest()
@@ -1046,7 +1046,7 @@ def a_rank_whose_copy_fails():
                 twin.pipeline.last_step.finish()
                 rank.sum_integers(np.zeros(1, np.int64), "the end")
             except CollectiveError:
-                twin.pipeline.drop_gradients()
+                twin.pipeline.gradients.drop()
                 twin.check_at_rest()
                 told.append(rank.rank)
 

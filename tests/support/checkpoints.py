@@ -28,7 +28,7 @@ def load(subject, path, targets=(), names=None, **options):
 
 def one_step(subject, value=0.5):
     subject.add_all(value)
-    subject.pipeline.end_micro_step()
+    subject.pipeline.gradients.end_micro_step()
     return subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
 
 

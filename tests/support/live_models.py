@@ -126,8 +126,8 @@ class Model:
         digest = self.live.release_all()
         rng = np.random.default_rng(seed)
         for i, spec in enumerate(self.specs):
-            self.pipeline.add_gradients({i: self.put(rng.standard_normal(spec.numel).astype(spec.dtype.numpy))})
-        self.pipeline.end_micro_step()
+            self.pipeline.gradients.add({i: self.put(rng.standard_normal(spec.numel).astype(spec.dtype.numpy))})
+        self.pipeline.gradients.end_micro_step()
         self.pipeline.step(StepArguments([AdamHyper(lr=0.1)], self.shards), gathered=digest)
 
 

@@ -1,6 +1,7 @@
 """A pipeline that tests call themselves, without a front end."""
 
 from offload_core.step.early_publish import EarlyPublish
+from offload_core.step.gradients import Gradients
 from offload_core.step.last_step import LastStep
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_lock import changes
@@ -11,18 +12,9 @@ def _locking(kind, *names):
     return type(kind.__name__, (kind,), {name: changes(f"{name}()")(getattr(kind, name)) for name in names})
 
 
-_OWN = (
-    "add_parameters",
-    "start_over",
-    "add_gradients",
-    "settle",
-    "drop_gradients",
-    "reduce_now",
-    "end_micro_step",
-    "step",
-    "flush",
-)
+_OWN = ("add_parameters", "start_over", "step", "flush")
 _PARTS = {
+    "gradients": (Gradients, ("add", "settle", "drop", "reduce_now", "end_micro_step")),
     "early": (EarlyPublish, ("expect_step", "recall", "call_off", "withdraw")),
     "last_step": (LastStep, ("finish", "finish_publications")),
 }

@@ -141,8 +141,8 @@ class Subject:
 
     def add_gradient(self, i, gradient):
         gradient = self.put(gradient)
-        self.pipeline.reduction.check(i, gradient)
-        self.pipeline.add_gradients({i: gradient})
+        self.pipeline.gradients.check(i, gradient)
+        self.pipeline.gradients.add({i: gradient})
 
     def add_all(self, value=1.0):
         """A gradient for each parameter, of this value everywhere."""

@@ -72,7 +72,7 @@ def run_rank(case: Case, collectives, device):
                 subject.pipeline.early.expect_step(StepArguments(case.hypers, subject.tensors, float(len(micro_steps))))
             for i, gradient in arrivals:
                 subject.add_gradient(i, gradient)
-            subject.pipeline.end_micro_step()
+            subject.pipeline.gradients.end_micro_step()
         report = subject.pipeline.step(StepArguments(case.hypers, subject.tensors, float(len(micro_steps))))
         norms.append(report.grad_norm)
     subject.pipeline.last_step.finish()

@@ -1160,4 +1160,4 @@ def test_a_boundary_after_gradients_were_removed_is_a_step_without_an_update(dev
     for param in model.parameters():
         param.grad = None
     assert engine.step(boundary=True).skipped == "no gradients"
-    assert engine.optimizer.pipeline.arrivals.since.micro_steps == 0
+    assert engine.optimizer.pipeline.gradients.micro_steps == 0

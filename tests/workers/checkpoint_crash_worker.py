@@ -116,8 +116,8 @@ class Run:
 
     def train(self):
         for i, tensor in enumerate(self.tensors):
-            self.pipeline.add_gradients({i: np.ones(tensor.size, BFLOAT16.numpy)})
-        self.pipeline.end_micro_step()
+            self.pipeline.gradients.add({i: np.ones(tensor.size, BFLOAT16.numpy)})
+        self.pipeline.gradients.end_micro_step()
         assert self.pipeline.step(StepArguments([AdamHyper(1e-2)], self.tensors)).updated
 
     def load(self, folder):

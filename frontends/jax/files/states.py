@@ -170,7 +170,7 @@ class TreeStates:
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"load_pytree: loss_scale ({error!r}); expected what to_pytree() gave") from None
         placed = {position: self._placed(position, value) for position, value in params.items()}
-        self._pipeline.drop_gradients()
+        self._pipeline.gradients.drop()
         flush()  # else parameters that schedule="delayed" holds back would follow
 
         def take_over() -> None:
@@ -189,7 +189,7 @@ class TreeStates:
         states = {name: self._leaves_of(given, name, self._shapes, "load_optax_state") for name in given}
         self._checked("load_optax_state", states, [steps, count])
         self._pipeline.health.check(Use.READ)  # the master weights stay
-        self._pipeline.drop_gradients()
+        self._pipeline.gradients.drop()
         flush()
 
         def take_over() -> None:

@@ -93,7 +93,7 @@ class TreeUpdates:
             if array is not None:
                 parts = placement.as_gradient(leaf, summed(array), like, unreduced=unreduced, donate=donate)
                 for i, part in zip(leaf.params, parts, strict=True):
-                    pipeline.reduction.check(i, part)
+                    pipeline.gradients.check(i, part)
                     gradients[i] = part
         return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
 
@@ -119,30 +119,24 @@ class TreeUpdates:
     def take(self, given: MicroStep) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
         pipeline = self._pipeline
-        number = pipeline.counts.updates + 1
-        boundary = pipeline.arrivals.at_boundary
-        if boundary:
+        if pipeline.gradients.at_boundary:
             self._targets = self._new_targets()
         try:
             if self._moves_nothing:
-                pipeline.add_gradients(given.gradients)
+                pipeline.gradients.add(given.gradients)
             else:  # a parameter's buckets leave before the next one's, so that its donated gradient is gone by then
                 for i, gradient in given.gradients.items():
-                    pipeline.add_gradients({i: gradient})
-            pipeline.end_micro_step(boundary=boundary)
-            if boundary:
+                    pipeline.gradients.add({i: gradient})
+            self.report = pipeline.gradients.end_micro_step()
+            if self.report is None:
                 divisor = float(pipeline.config.gradient_accumulation_steps)
-                report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
-                self.report = replace(report, step=number)
+                self.report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
                 pipeline.last_step.finish_publications()
-            else:
-                scale = pipeline.loss_scale
-                self.report = StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=number)
             if given.donated:
                 delete(given.donated)
         except BaseException:
             with suppress(StateError):  # a pipeline that has lost a rank may refuse even that
-                pipeline.drop_gradients()
+                pipeline.gradients.drop()
             raise
         self.follow()
 

@@ -183,7 +183,7 @@ class DeepSpeedEngine(Engine):
         """Return True if the next ``step()`` makes an update. Without managed accumulation it is True inside it."""
         if not self._managed:
             return self._in_step
-        return self.optimizer.pipeline.arrivals.at_boundary if self._forced is None else self._forced
+        return self.optimizer.pipeline.gradients.at_boundary if self._forced is None else self._forced
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide whether the next calls of ``step()`` make updates; None: the engine counts again."""

@@ -379,7 +379,7 @@ class OffloadPrecision(Precision):
         result = closure()
         self._after_closure(model, optimizer)
         skipped = model.automatic_optimization and result is None  # training_step gave no loss
-        if not (skipped and not self._engine.optimizer.pipeline.arrivals.holds_gradients):
+        if not (skipped and not self._engine.optimizer.pipeline.gradients.are_waiting):
             self._engine.step(boundary=True)
         return result
 

@@ -408,7 +408,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return
         parts = self.parts
         changed = parts.registration.grown() or parts.registration.have_other_states(self.param_groups)
-        if changed and not parts.pipeline.arrivals.holds_gradients:
+        if changed and not parts.pipeline.gradients.are_waiting:
             self.checkpoints.wait()
             self._start_over(parts)
 
@@ -437,7 +437,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.restore()
                 parts.device_memory.settle()
                 if pipeline.health.usable and pipeline.buckets.terms.updates_early:
-                    pipeline.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
+                    pipeline.gradients.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
                 self._state_lock.change("close()", pipeline.last_step.abandon)
                 if pipeline.health.usable:
                     self._state_lock.change("close()", parts.registration.flush)
@@ -505,7 +505,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return the reason why it cannot end now; None: it is idle."""
         parts = self.parts
         running = backward_number() != NO_BACKWARD or parts.intake.in_backward or self._state_lock.is_changing()
-        if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.arrivals.holds_gradients:
+        if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.gradients.are_waiting:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
         return None
 

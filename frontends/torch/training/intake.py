@@ -12,7 +12,7 @@ import torch
 
 from offload_core.errors import GradientError, StateError
 from offload_core.step.health import Health, Use
-from offload_core.step.pipeline import Pipeline
+from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes
 from offload_core.support.blocks import Blocks
 
@@ -52,6 +52,7 @@ class Intake:
 
     def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool) -> None:
         self._pipeline = pipeline
+        self._gradients = pipeline.gradients
         self._state_lock = pipeline.state_lock
         """Hooks may run in a thread of autograd."""
         self._direct = pipeline.buckets.terms.direct
@@ -142,11 +143,7 @@ class Intake:
                 f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                 "unscaled without having been scaled; expected engine.backward(loss)"
             )
-        if (
-            first
-            and (i in self._arrived or i in self._pipeline.arrivals.since.present)
-            and not self._continues(i, gradient)
-        ):
+        if first and (i in self._arrived or self._gradients.have(i)) and not self._continues(i, gradient):
             self._drop([i])  # earlier ones were discarded or replaced by hand
         if self._deferrals:
             self._deferred[i], self.fresh = gradient, True
@@ -193,13 +190,13 @@ class Intake:
         indices = {self._slots[param].index for param in params if param in self._slots}
         if not self._early or not (indices or ended):
             return set()
-        late = self._pipeline.settle(indices, ended=ended)
+        late = self._gradients.settle(indices, ended=ended)
         self.fresh = self._reduces = True
         return {self._columns.params[i] for i in late}
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
         """Pass gradients that fit to the pipeline. With ``early``, put stand-ins in their places."""
-        self._pipeline.add_gradients(given)
+        self._gradients.add(given)
         if self._early:
             for i in given:
                 self._columns.params[i].grad = self._columns.taken[i]
@@ -242,12 +239,12 @@ class Intake:
         """Have the ranks exchange the gradients of the last backward. Do nothing inside ``no_sync``."""
         self._keeps = bool(self._deferrals)
         if not self._keeps:
-            self._pipeline.begin_backward()
+            self._gradients.begin_backward()
 
     @changes("backward()")
     def _end(self) -> None:
         if not self._keeps:
-            self._pipeline.end_backward()
+            self._gradients.end_backward()
 
     def deferring(self) -> AbstractContextManager[Any]:
         """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
@@ -264,8 +261,8 @@ class Intake:
 
     @property
     def divisor(self) -> float:
-        """The divisor of the summed gradients (:meth:`Arrivals.divisor`)."""
-        return self._pipeline.arrivals.divisor(average=bool(self._averaged))
+        """The divisor of the summed gradients (:meth:`Gradients.divisor`)."""
+        return self._gradients.divisor(average=bool(self._averaged))
 
     @property
     def has_deferred(self) -> bool:
@@ -314,7 +311,7 @@ class Intake:
             }
         if boundary and self._keeps:
             self._keeps = False
-            self._pipeline.begin_backward()
+            self._gradients.begin_backward()
         if not asked:
             return
         given = columns.own({i: g for i, g in asked.items() if g is not None and i not in left_out})
@@ -330,8 +327,8 @@ class Intake:
             for i, gradient in given.items():
                 self._take({i: flat_like(gradient, local_of(columns.params[i]))})
 
-    def end_micro_step(self, *, boundary: bool, may_be_empty: bool) -> None:
-        """End an engine's micro-step in the pipeline.
+    def end_micro_step(self, *, boundary: bool, may_be_empty: bool) -> StepReport | None:
+        """End an engine's micro-step in the pipeline. Return its report; None if an update follows.
 
         Args:
             boundary: True if an update follows.
@@ -342,15 +339,14 @@ class Intake:
             GradientError: averaged and summed gradients are mixed.
             CollectiveError: an exchange between ranks failed before.
         """
-        arrivals = self._pipeline.arrivals
-        elsewhere = arrivals.since.backward or (may_be_empty and arrivals.holds_gradients)
+        elsewhere = self._gradients.had_backward or (may_be_empty and self._gradients.are_waiting)
         if not (self.fresh or self._discarded or elsewhere):
             self._pipeline.health.check(Use.STEP)  # it may say why none arrived
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
             )
-        if arrivals.per_update > 1 and self._averaged not in ({}, self._arrived):
+        if self._pipeline.config.gradient_accumulation_steps > 1 and self._averaged not in ({}, self._arrived):
             raise GradientError(
                 "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "
@@ -359,7 +355,7 @@ class Intake:
         reduce = self._reduces or boundary
         self.fresh = self._reduces = self._discarded = False
         self._counted += self.backwards
-        self._pipeline.end_micro_step(reduce=reduce, boundary=boundary)
+        return self._gradients.end_micro_step(reduce=reduce, boundary=boundary)
 
     def forget(self) -> None:
         """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
@@ -374,8 +370,8 @@ class Intake:
         """Forget all gradients, those on the host included. Ranks that leave out other parameters reduce them first:
         one has begun exchanges that the others have not."""
         if self._pipeline.health.usable:
-            self._pipeline.reduce_first()
-        self._pipeline.drop_gradients()
+            self._gradients.reduce_first()
+        self._gradients.drop()
         self._pipeline.early.withdraw()
         if self._pipeline.health.state is Health.BEHIND:
             self._registration.flush()
@@ -385,10 +381,7 @@ class Intake:
 
     def _drop(self, indices: Iterable[int]) -> None:
         """Forget the gradients of these parameters that have arrived."""
-        if self._pipeline.arrivals.holds_gradients:
-            present = [i for i in indices if i in self._pipeline.arrivals.since.present]
-            if present:
-                self._pipeline.drop_gradients(present)
+        self._gradients.drop([*indices])
         if self._arrived or self._deferred:
             for i in indices:
                 for record in (self._arrived, self._averaged, self._deferred):

@@ -78,7 +78,7 @@ class Parts:
         """As ``OffloadedAdamW.mark_leaf_modules``."""
         waiting = self.intake.fresh or self.intake.has_deferred
         settled, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
-        self.pipeline.arrivals.settle_apart([slots[param].index for param in settled if param in slots])
+        self.pipeline.gradients.settle_separately([slots[param].index for param in settled if param in slots])
 
     def let_go(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""

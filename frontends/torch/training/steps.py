@@ -3,7 +3,7 @@ alone and for the micro-steps of an engine."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -73,12 +73,10 @@ class Steps:
         return self.or_break_off(partial(self._accumulate, groups, may_be_empty=may_be_empty))
 
     def _accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:
-        pipeline = self.parts.pipeline
         self._prepare(groups, boundary=False)
-        self.parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
-        scale, step = pipeline.loss_scale, pipeline.counts.updates + 1
-        mark = pipeline.changes.mark
-        return StepReport(updated=False, skipped="accumulating", loss_scale=scale, step=step, changes=mark)
+        report = self.parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
+        assert report is not None
+        return report
 
     def end_micro_step(self, step: Callable[[], object], *, may_be_empty: bool, reads_wait: bool) -> None:
         """End an engine's micro-step and update.
@@ -111,7 +109,6 @@ class Steps:
         pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
         hypers, group_of_each = self._prepare(groups, boundary=True)
         arguments = StepArguments(hypers, registration.current_tensors(), intake.divisor, group_of_each)
-        number = pipeline.counts.updates + 1
         if micro_step is not None:
             if self._config.update_in_backward:
                 pipeline.early.confirm_step(arguments)
@@ -126,7 +123,7 @@ class Steps:
         except BaseException:
             self._end_broken_step()
             raise
-        return replace(report, step=number)
+        return report
 
     def or_break_off(self, act: Callable[[], T]) -> T:
         """Make a call of a backward or a step, and return its result.
@@ -153,7 +150,7 @@ class Steps:
         with suppress(Exception):  # the one that is being raised
             parts.pipeline.last_step.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
-            parts.pipeline.drop_gradients()
+            parts.pipeline.gradients.drop()
         parts.sharding.forget_order()
         parts.intake.forget()
         parts.registration.follow_update(broken=True)
@@ -202,6 +199,6 @@ class Steps:
             if not (pipeline.counts.updates or pipeline.early.has_begun):
                 self.parts.states.count_written()
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
-            divisor = pipeline.arrivals.divisor(average=average)
+            divisor = pipeline.gradients.divisor(average=average)
             arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)
             pipeline.early.expect_step(arguments, registration.before_send)

@@ -144,7 +144,7 @@ def test_a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_the
     def refuse(params=None):
         raise StateError("a rank was lost")
 
-    device._gather, pipeline.drop_gradients = lost, refuse
+    device._gather, pipeline.gradients.drop = lost, refuse
     with refuses(CollectiveError, "gathering of parameters", "connection closed by peer"):
         offloaded.update(RankGradients(split(tree_of(1, stack=(4,)), mesh_of(4))))
     assert (offloaded.count, len(calls)) == (1, 3)  # an update that broke off is counted, as its steps are
