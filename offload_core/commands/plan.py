@@ -348,10 +348,8 @@ class _Asked:
         specs, arrays = self.part.specs_of(self.shapes, self.dtypes, config, on_host=on_host)
 
         def plan() -> MemoryPlan:
-            planner = Planner(terms)
             rows = rows_at_once(terms, specs, arrays, on_host=on_host, donate=about["donate"])
-            rows = [*planner.host_rows(specs), *rows, *planner.activations(self.devices)]
-            return planner.plan_of(rows, specs, shared=on_host)
+            return Planner(terms).plan_with(rows, specs, devices=self.devices, shared=on_host)
 
         return self._tier(args, about, store, terms, specs, plan)
 

@@ -127,7 +127,7 @@ class Planner:
     """
 
     def __init__(self, terms: BucketTerms) -> None:
-        self._terms = terms
+        self.terms = terms
 
     def plan(
         self,
@@ -146,7 +146,19 @@ class Planner:
         """
         host = self.host_rows(specs, frozen=frozen, one_by_one=not gradients_stay)
         rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay), *self.activations()]
-        return self.plan_of(rows, specs, frozen=frozen, shared=self._terms.device.addressable)
+        return self.plan_of(rows, specs, frozen=frozen, shared=self.terms.device.addressable)
+
+    def plan_with(
+        self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, devices: int, shared: bool
+    ) -> MemoryPlan:
+        """Plan the training of ``specs`` where gradients come at once, as in JAX.
+
+        Args:
+            rows: of ``plans.at_once``: parameters and gradients.
+            devices: those of this process.
+            shared: as in :meth:`plan_of`.
+        """
+        return self.plan_of((*self.host_rows(specs), *rows, *self.activations(devices)), specs, shared=shared)
 
     def plan_of(
         self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, shared: bool, frozen: Sequence[ParamSpec] = ()
@@ -162,15 +174,15 @@ class Planner:
             shared=shared,
             savings=self.savings(specs, frozen=frozen),
             on_disk=self._on_disk(specs, frozen),
-            free_elsewhere=self._terms.free_elsewhere,
-            folders=tuple(self._terms.config.nvme_path or ()),
+            free_elsewhere=self.terms.free_elsewhere,
+            folders=tuple(self.terms.config.nvme_path or ()),
         )
 
     def activations(self, devices: int = 1) -> list[PlanRow]:
         """Return the memory that was declared for the activations of a process with so many devices."""
         declared = {
-            DEVICE: devices * self._terms.config.activation_memory,
-            HOST: self._terms.config.host_activation_memory,
+            DEVICE: devices * self.terms.config.activation_memory,
+            HOST: self.terms.config.host_activation_memory,
         }
         return [PlanRow(ACTIVATIONS, where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
@@ -179,28 +191,28 @@ class Planner:
         least first."""
         mine = self._bytes_in(HOST, specs, frozen)
         saved = {
-            setting: mine - Planner(self._terms.with_(**fields))._bytes_in(HOST, specs, frozen)
+            setting: mine - Planner(self.terms.with_(**fields))._bytes_in(HOST, specs, frozen)
             for setting, fields in NARROWER.items()
         }
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
     def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[DiskTier, ...]:
         """The settings that keep all states on a disk, and those that also keep the parameters of the host there."""
-        config = self._terms.config
-        if self._terms.store_kind.place != HOST:
+        config = self.terms.config
+        if self.terms.store_kind.place != HOST:
             return ()
         settings: list[dict[str, Any]] = [{}]
         if config.offload_param == "cpu" and config.schedule != "delayed":
             settings.append({"offload_param": "nvme"})
         found = []
         for more in settings:
-            there = Planner(self._terms.with_(**ON_DISK, nvme_path=FOLDER, **more))
+            there = Planner(self.terms.with_(**ON_DISK, nvme_path=FOLDER, **more))
             named = {"offload_optimizer": ON_DISK["offload_optimizer"], "nvme_path": FOLDER, **more}
             found.append(
                 DiskTier(
                     ", ".join(f"{name}={value!r}" for name, value in named.items()),
                     self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen),
-                    there._bytes_in(there._terms.store_kind.place, specs, frozen),
+                    there._bytes_in(there.terms.store_kind.place, specs, frozen),
                 )
             )
         return tuple(found)
@@ -216,48 +228,48 @@ class Planner:
         Args:
             one_by_one: gradients come during backward, so that updates can follow them.
         """
-        kinds = self._terms.kinds(specs)
-        rules = dict.fromkeys(self._terms.rule_of(bucket) for bucket, _ in kinds) or {self._terms.rule: None}
+        kinds = self.terms.kinds(specs)
+        rules = dict.fromkeys(self.terms.rule_of(bucket) for bucket, _ in kinds) or {self.terms.rule: None}
         states = dict.fromkeys(name for rule in rules for name in rule.state_names)
-        elsewhere = self._terms.store_kind.place
+        elsewhere = self.terms.store_kind.place
         kept = {place: dict.fromkeys(states, 0) for place in (elsewhere, HOST)}
         host = dict.fromkeys((GRADIENTS_ON_HOST, STAGING, PARAMETER_SHARDS), 0)
-        parted = self._terms.parted(kinds)
+        parted = self.terms.parted(kinds)
         for (bucket, _), *counts in zip(kinds, *parted, strict=True):
-            numel = len(self._terms.device.ranks) * bucket.shard_numel
-            for name, format in self._terms.state_formats(bucket).items():
+            numel = len(self.terms.device.ranks) * bucket.shard_numel
+            for name, format in self.terms.state_formats(bucket).items():
                 for place, (_, n) in zip((HOST, elsewhere), counts, strict=True):
-                    of_one = StateFormat.n_bytes if place == HOST else self._terms.store_kind.n_bytes
+                    of_one = StateFormat.n_bytes if place == HOST else self.terms.store_kind.n_bytes
                     kept[place][name] += n * of_one(format, numel)
-                if format.upper is not None and self._terms.shards_on_disk:  # in host memory it is an array of its own
+                if format.upper is not None and self.terms.shards_on_disk:  # in host memory it is an array of its own
                     host[PARAMETER_SHARDS] = (
                         host.get(PARAMETER_SHARDS, 0) + counts[0][1] * numel * format.upper.itemsize
                     )
-        store, blocks = self._terms.store_kind, self._terms.blocks
+        store, blocks = self.terms.store_kind, self.terms.blocks
         host[BLOCKS] = store.working_bytes([*blocks, *parted[1]]) - store.working_bytes(blocks)
-        if self._terms.reads_blocks and store.keeps_blocks:
+        if self.terms.reads_blocks and store.keeps_blocks:
             host[BLOCK_COPY] = max((size for size, n in parted[1] if n), default=0)
-        lent = self._terms.slot_bytes_of_kinds(kinds)
+        lent = self.terms.slot_bytes_of_kinds(kinds)
         if lent is not None:
-            host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self._terms.lent_bytes)
-        elif self._terms.has_home:
-            host[GRADIENTS_ON_HOST] = sum(n * self._terms.home_bytes(bucket) for bucket, n in kinds)
-        if not self._terms.direct:
-            slot_bytes = self._terms.slot_bytes([bucket for bucket, _ in kinds])
-            host[STAGING] = self._terms.staging_slots * max(slot_bytes - self._terms.ring_bytes, 0)
-        if direction_bytes := self._terms.direction_bytes(bucket for bucket, _ in kinds):
-            host[DIRECTIONS] = self._terms.direction_slots * max(direction_bytes - self._terms.directions_bytes, 0)
-        if self._terms.shards_on_disk:
-            alone = self._terms.kinds(frozen)
-            (slots, each), (had, before) = self._terms.slots_with(kinds, alone), self._terms.shard_slots
+            host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self.terms.lent_bytes)
+        elif self.terms.has_home:
+            host[GRADIENTS_ON_HOST] = sum(n * self.terms.home_bytes(bucket) for bucket, n in kinds)
+        if not self.terms.direct:
+            slot_bytes = self.terms.slot_bytes([bucket for bucket, _ in kinds])
+            host[STAGING] = self.terms.staging_slots * max(slot_bytes - self.terms.ring_bytes, 0)
+        if direction_bytes := self.terms.direction_bytes(bucket for bucket, _ in kinds):
+            host[DIRECTIONS] = self.terms.direction_slots * max(direction_bytes - self.terms.directions_bytes, 0)
+        if self.terms.shards_on_disk:
+            alone = self.terms.kinds(frozen)
+            (slots, each), (had, before) = self.terms.slots_with(kinds, alone), self.terms.shard_slots
             host[PARAMETERS_ON_WAY] = slots * each - had * before
             spaces = [(n, bucket.shard_numel * bucket.dtype.itemsize) for bucket, n in alone if bucket.partitioned]
             kept[elsewhere][FROZEN_SHARDS] = sum(n * aligned(n_bytes) for n, n_bytes in spaces)
-        elif self._terms.config.offload_param is not None:
-            host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self._terms.kinds(frozen))
+        elif self.terms.config.offload_param is not None:
+            host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self.terms.kinds(frozen))
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
-            **_narrower_states(self._terms.config, rules, specs),
+            **_narrower_states(self.terms.config, rules, specs),
             GRADIENTS_ON_HOST: self._fewer_gradients(one_by_one) or smaller,
             **dict.fromkeys((STAGING, DIRECTIONS, BLOCKS, BLOCK_COPY, PARAMETERS_ON_WAY), "reduce_bucket_size"),
             PARAMETER_SHARDS: smaller,
@@ -277,32 +289,32 @@ class Planner:
 
     def _fewer_gradients(self, one_by_one: bool) -> str | None:
         """The setting with which gradients take less of the host, if there is one."""
-        if self._terms.lends_gradient_memory:
+        if self.terms.lends_gradient_memory:
             return "reduce_bucket_size"
-        if self._terms.accumulates:
+        if self.terms.accumulates:
             return "gradient_accumulation_steps=1"
-        may_lend = one_by_one and self._terms.with_(update_in_backward=True).lends_gradient_memory
+        may_lend = one_by_one and self.terms.with_(update_in_backward=True).lends_gradient_memory
         return "update_in_backward=True" if may_lend else None
 
     def _device_rows(
         self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec], besides: int, gradients_stay: bool
     ) -> list[PlanRow]:
         every = [*specs, *frozen]
-        buckets = self._terms.cut(specs)
+        buckets = self.terms.cut(specs)
         parameters = besides + sum(_bytes(spec) for spec in every if not spec.partitioned)
-        if self._terms.config.offload_param is None:
-            parameters += _shard_bytes(self._terms.kinds(specs)) + _shard_bytes(self._terms.kinds(frozen))
+        if self.terms.config.offload_param is None:
+            parameters += _shard_bytes(self.terms.kinds(specs)) + _shard_bytes(self.terms.kinds(frozen))
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
         wide = any(spec.dtype is FLOAT32 for spec in every)
-        if not (self._terms.has_home or self._terms.updates_early):
+        if not (self.terms.has_home or self.terms.updates_early):
             sooner = _NARROWER if wide else _RANKS
         else:
             sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
-        if self._terms.config.stage < 3:
+        if self.terms.config.stage < 3:
             smaller = "stage=3, offload_param='cpu'"
         else:
             smaller = (
-                "offload_param='cpu'" if self._terms.config.offload_param is None else "param_persistence_threshold"
+                "offload_param='cpu'" if self.terms.config.offload_param is None else "param_persistence_threshold"
             )
         rows = {
             PARAMETERS: (parameters, _NARROWER if wide else smaller),
@@ -312,10 +324,10 @@ class Planner:
         rows_of = [
             PlanRow(what, DEVICE, n_bytes, remedy, brief=what != PARAMETERS) for what, (n_bytes, remedy) in rows.items()
         ]
-        each = [self._terms.way_bytes(bucket) for bucket, _ in self._terms.kinds(specs)]
-        on_way = min(self._terms.depth, len(buckets)) * max(each, default=0)
+        each = [self.terms.way_bytes(bucket) for bucket, _ in self.terms.kinds(specs)]
+        on_way = min(self.terms.depth, len(buckets)) * max(each, default=0)
         rows_of.append(PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True))
-        if matrices := self._terms.matrix_bytes(buckets):
+        if matrices := self.terms.matrix_bytes(buckets):
             rows_of.append(PlanRow(MATRICES, DEVICE, matrices, "reduce_bucket_size", brief=True))
         return rows_of
 
@@ -335,8 +347,8 @@ class Planner:
         numel, n_bytes = sum(spec.numel for spec in parted), sum(map(_bytes, parted))
         largest = max((spec.numel for spec in parted), default=0)
         # What forward used last backward uses first: half the distance is on the way there, half on the way back.
-        kept = max(self._terms.config.max_reuse_distance // 2, self._terms.config.prefetch_bucket_size) + largest
-        live = max(min(self._terms.config.max_live_parameters, kept), largest)
+        kept = max(self.terms.config.max_reuse_distance // 2, self.terms.config.prefetch_bucket_size) + largest
+        live = max(min(self.terms.config.max_live_parameters, kept), largest)
         bound = int(min(1.0, live / max(numel, 1)) * n_bytes)
         ahead, most = n_bytes, (bound, 0)
         for param, gradients in self._gradients_held(specs, buckets, gradients_stay):
@@ -355,7 +367,7 @@ class Planner:
         full, or where copies take their time when as many others are as may be on their way. Those that are settled
         together wait for one another.
         """
-        stay = stay or not (self._terms.has_home or self._terms.updates_early)
+        stay = stay or not (self.terms.has_home or self.terms.updates_early)
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
         of: dict[int, set[int]] = {}
         for bucket in buckets:
@@ -364,7 +376,7 @@ class Planner:
         members = {index: frozenset(params) for index, params in missing.items()}
         missing_of = Counter(spec.settled_with for spec in specs)
         waiting: dict[int | None, list[int]] = {}
-        behind = 0 if self._terms.device.addressable else self._terms.depth
+        behind = 0 if self.terms.device.addressable else self.terms.depth
         leaving: deque[int] = deque()
         held, seen = 0, []
         for param in reversed(range(len(specs))):
@@ -387,9 +399,9 @@ class Planner:
 
     def matrix_work(self, specs: Sequence[ParamSpec]) -> list[int]:
         """Return the multiplications that each rank makes with matrices in an update of all parameters."""
-        work = [0] * self._terms.device.world_size
-        for bucket in self._terms.cut(specs):
-            part = self._terms.rule_of(bucket).device_part
+        work = [0] * self.terms.device.world_size
+        for bucket in self.terms.cut(specs):
+            part = self.terms.rule_of(bucket).device_part
             if part is not None and bucket.matrix is not None:
                 matrices_of(bucket, work, part.work(bucket.matrix))
         return work
@@ -405,44 +417,44 @@ class Planner:
         bucket ahead and behind, and parameters that lie with them are read for each gathering besides.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
-        kinds = self._terms.kinds(specs)
+        kinds = self.terms.kinds(specs)
         each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in kinds]
         update, to_host, to_device = (
             sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")
         )
-        on_disk = self._terms.parted(kinds)[1]
+        on_disk = self.terms.parted(kinds)[1]
         moved = sum(size * n for size, n in on_disk)
         gathered = sum(
-            n * self._terms.bytes_to_gather(bucket) for (bucket, _), (_, n) in zip(kinds, on_disk, strict=True)
+            n * self.terms.bytes_to_gather(bucket) for (bucket, _), (_, n) in zip(kinds, on_disk, strict=True)
         )
         whole = Traffic(update, to_host, to_device, moved + self._gatherings(partitioned) * gathered, moved)
-        last = self._terms.cut(specs)[-1:]
+        last = self.terms.cut(specs)[-1:]
         return whole, self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
 
     def _gatherings(self, partitioned: int) -> int:
         """The gatherings of a parameter in a step: one for a micro-step, or where parameters may not stay whole from
         forward to backward two."""
-        stays = partitioned <= min(self._terms.config.max_live_parameters, self._terms.config.max_reuse_distance)
-        return self._terms.config.gradient_accumulation_steps * (1 if stays else 2)
+        stays = partitioned <= min(self.terms.config.max_live_parameters, self.terms.config.max_reuse_distance)
+        return self.terms.config.gradient_accumulation_steps * (1 if stays else 2)
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
-        steps = self._terms.config.gradient_accumulation_steps
-        gradient = self._terms.home_dtype(bucket) if self._terms.has_home else bucket.dtype
-        formats = self._terms.state_formats(bucket)
-        apart = self._terms.master(bucket) is Master.APART
-        numel = len(self._terms.device.ranks) * bucket.shard_numel
+        steps = self.terms.config.gradient_accumulation_steps
+        gradient = self.terms.home_dtype(bucket) if self.terms.has_home else bucket.dtype
+        formats = self.terms.state_formats(bucket)
+        apart = self.terms.master(bucket) is Master.APART
+        numel = len(self.terms.device.ranks) * bucket.shard_numel
         states = sum(format.n_bytes(numel) for format in formats.values())
         update = numel * (gradient.itemsize + (1 if apart else 2) * bucket.dtype.itemsize) + 2 * states
         # The first pass reads a gradient and the other states, and writes directions; the second reads the result.
-        direction = 0 if self._terms.rule_of(bucket).device_part is None else BFLOAT16.itemsize
+        direction = 0 if self.terms.rule_of(bucket).device_part is None else BFLOAT16.itemsize
         if direction:
             others = sum(format.n_bytes(numel) for name, format in formats.items() if name != MASTER)
             update += numel * (gradient.itemsize + 2 * direction) + others
-        if self._terms.device.addressable:
+        if self.terms.device.addressable:
             return Traffic(update, 0, 0)
-        crossing = self._terms.device.sizes.link_numel(bucket)
-        to_host = steps * crossing * self._terms.device.sizes.leaves_as(self._terms.wire(bucket)).itemsize
-        from_shards = bucket.partitioned and self._terms.config.offload_param is not None
+        crossing = self.terms.device.sizes.link_numel(bucket)
+        to_host = steps * crossing * self.terms.device.sizes.leaves_as(self.terms.wire(bucket)).itemsize
+        from_shards = bucket.partitioned and self.terms.config.offload_param is not None
         times = self._gatherings(partitioned) if from_shards else 1
         to_device = times * crossing * bucket.dtype.itemsize
         return Traffic(update, to_host + crossing * direction, to_device + crossing * direction)

@@ -67,6 +67,11 @@ class Gradients:
         """True if an update is due at the end of this micro-step."""
         return self._arrivals.at_boundary
 
+    @property
+    def are_read_in_place(self) -> bool:
+        """True if an update reads gradients where they are: they stay as they are until then, all at once."""
+        return self._buckets.terms.direct
+
     def divisor(self, *, average: bool = True) -> float:
         """As :meth:`Arrivals.divisor`."""
         return self._arrivals.divisor(average=average)

@@ -35,9 +35,12 @@ from ..device.events import Event
 from ..device.protocols import Device
 from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
-from ..memory.plan import HOST, PlanRow
+from ..memory.host_memory import available_bytes
+from ..memory.plan import HOST, MemoryPlan, PlanRow
 from ..memory.report import MemoryReport
+from ..plans.planner import Planner, check_memory
 from ..rules import Rule
+from ..support.launchers import local_processes
 from ..support.threads import RUNNING_SECTIONS
 from .agreement import agree
 from .announced import Announced
@@ -130,6 +133,32 @@ class Pipeline:
 
     # --- parameters and states ---------------------------------------------------------------------
 
+    @property
+    def planner(self) -> Planner:
+        """Plans the memory of this pipeline's parameters."""
+        return Planner(self.buckets.terms)
+
+    def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
+        """Check, before parameters are added, that this machine has memory for them and its other processes' as many.
+
+        Args:
+            plan: of ``specs``.
+            again: makes the plan once more, after memory that is free was given to states.
+
+        Raises:
+            HostMemoryError, DeviceMemoryError, DiskSpaceError: it does not fit.
+        """
+        device = self.device
+        check_memory(
+            self.buckets.terms,
+            plan,
+            again,
+            host=available_bytes(),
+            device=device.free_bytes(),
+            processes=min(local_processes(), device.collectives.world_size),
+            lent=self.buckets.lent_bytes(specs),
+        )
+
     def add_parameters(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
     ) -> None:
@@ -153,6 +182,11 @@ class Pipeline:
         self.gradients.drop()
         self.buckets.close()
         self._begin()
+
+    def close(self) -> None:
+        """Free the states, and what exchanges with other ranks need."""
+        self.buckets.close()
+        self.device.close()
 
     @contextmanager
     def replacing_states(self, *, masters: bool = True) -> Iterator[None]:

@@ -59,8 +59,8 @@ def in_jax(**fields):
 
 
 FRONTENDS = {
-    "torch": (in_torch, "frontends.torch.training.registration.available_bytes", 2),
-    "jax": (in_jax, "frontends.jax.placement.memory.available_bytes", 3),
+    "torch": (in_torch, "offload_core.step.pipeline.available_bytes", 2),
+    "jax": (in_jax, "offload_core.step.pipeline.available_bytes", 3),
 }
 """A model, where its front end asks for free memory, and the states of a parameter: torch updates fp32 parameters in
 place, so that they have no master weights."""

@@ -626,11 +626,12 @@ def test_on_the_cpu_parameters_and_gradients_count_as_host_memory(monkeypatch: p
     """States 8 bytes, gradients 4; the parameters are there."""
     model = GPT(SMALL)
     needed = 12 * SMALL.numel
-    monkeypatch.setattr(registration, "available_bytes", lambda: needed - 1)
+    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: needed - 1)
     with pytest.raises(HostMemoryError, match=r"(?s)is taken by exp_avg 1.5 MiB.*device +gradients"):
         wrap(model)
     assert not allocated
-    monkeypatch.setattr(registration, "available_bytes", lambda: 16 * -(-needed // 16) + 64 * 8)  # and padding
+    padded = 16 * -(-needed // 16) + 64 * 8
+    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: padded)
     with pytest.raises(HostMemoryError, match=r"(?s)host +activations +1\.0 MiB +\S+ +smaller micro-batches"):
         wrap(model, host_activation_memory=2**20)
     assert not allocated
@@ -642,7 +643,7 @@ def test_ranks_on_a_machine_share_what_is_available(monkeypatch: pytest.MonkeyPa
     """Also where the launcher's word is that there are more processes than ranks: those are other runs."""
     model = GPT(SMALL)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr(registration, "available_bytes", lambda: 13 * SMALL.numel)
+    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: 13 * SMALL.numel)
     wrap(model).close()
     monkeypatch.setattr(registration.MemoryPlan, "check", lambda plan, *args, processes: 1 / (processes - 1))
     with pytest.raises(ZeroDivisionError):

@@ -21,7 +21,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from frontends.torch import OffloadConfig, OffloadedAdamW, wrap
-from frontends.torch.training import registration
 from offload_core import (
     ConfigError,
     DiskSpaceError,
@@ -926,7 +925,7 @@ def test_something_that_is_no_module_is_refused():
 
 
 def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr(registration, "available_bytes", lambda: 10_000)
+    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: 10_000)
     allocated = []
     monkeypatch.setattr("offload_core.memory.host_memory.HostMemory.allocate", lambda *a, **k: allocated.append(a))
     expect_refusal(
@@ -936,7 +935,7 @@ def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(m
         param_dtype="bfloat16",
     )
     expect_refusal(HostMemoryError, r"(?s)exp_avg 12.3 KiB \(state_format='bf16'\)", make())
-    monkeypatch.setattr(registration, "available_bytes", lambda: 10**9)
+    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: 10**9)
     monkeypatch.setattr(LateStore, "free", 10_000)
     with late_stores.late():
         expect_refusal(DiskSpaceError, r"needs 36.9 KiB of late store space", make(), param_dtype="bfloat16")

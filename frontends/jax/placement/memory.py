@@ -8,13 +8,10 @@ from typing import Any
 import jax
 
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import MemoryPlan, PlanRow
 from offload_core.plans.at_once import SHARDS, rows_at_once
-from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import PARAMETERS
 from offload_core.step.pipeline import Pipeline
-from offload_core.support.launchers import local_processes
 
 from ..tree.memory_kinds import in_host_memory
 from ..tree.wrapped_tree import Leaf, WrappedTree
@@ -39,8 +36,8 @@ def checked_plan(
     Raises:
         HostMemoryError, DeviceMemoryError, DiskSpaceError: it does not fit into the memory that is available.
     """
-    terms, device = pipeline.buckets.terms, placement.device
-    planned = rows_at_once(terms, specs, placement.held(trained, specs), on_host=placement.on_host)
+    planner, device = pipeline.planner, placement.device
+    planned = rows_at_once(planner.terms, specs, placement.held(trained, specs), on_host=placement.on_host)
     positions = {leaf.position for leaf in trained}
     others = [leaf for i, leaf in enumerate(leaves) if i not in positions and isinstance(leaf, jax.Array)]
     n_bytes = len(device.ranks) * sum(array.nbytes for array in others)
@@ -49,20 +46,10 @@ def checked_plan(
     held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
 
     def plan() -> MemoryPlan:
-        planner = Planner(terms)
-        rows = (*planner.host_rows(specs), *planned, *planner.activations(len(device.ranks)))
-        return replace(planner.plan_of(rows, specs, shared=placement.on_host), held=held)
+        made = planner.plan_with(planned, specs, devices=len(device.ranks), shared=placement.on_host)
+        return replace(made, held=held)
 
-    processes = min(local_processes(), device.collectives.world_size)
-    check_memory(
-        terms,
-        plan(),
-        plan,
-        host=available_bytes(),
-        device=device.free_bytes(),
-        processes=processes,
-        lent=pipeline.buckets.lent_bytes(specs),
-    )
+    pipeline.check_memory(plan(), specs, plan)
     return planned
 
 

@@ -47,7 +47,6 @@ class TreeUpdates:
         self._pipeline = pipeline
         self._placement = placement
         self._tree = tree
-        self._moves_nothing = pipeline.buckets.terms.direct
         self._loss_scale = loss_scale
         config = pipeline.config
         self._groups = [(group, config.rule(group).hyper) for group in config.groups()]
@@ -122,7 +121,7 @@ class TreeUpdates:
         if pipeline.gradients.at_boundary:
             self._targets = self._new_targets()
         try:
-            if self._moves_nothing:
+            if pipeline.gradients.are_read_in_place:
                 pipeline.gradients.add(given.gradients)
             else:  # a parameter's buckets leave before the next one's, so that its donated gradient is gone by then
                 for i, gradient in given.gradients.items():

@@ -55,7 +55,7 @@ class Intake:
         self._gradients = pipeline.gradients
         self._state_lock = pipeline.state_lock
         """Hooks may run in a thread of autograd."""
-        self._direct = pipeline.buckets.terms.direct
+        self._direct = pipeline.gradients.are_read_in_place
         """True if kernels read gradients where they are: plain ones are passed on without a copy."""
         self._registration = registration
         self._slots = registration.slots

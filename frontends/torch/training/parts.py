@@ -88,8 +88,7 @@ class Parts:
     def close(self) -> None:
         """Release the parameters, and free the states."""
         self.let_go()
-        self.pipeline.buckets.close()
-        self.pipeline.device.close()
+        self.pipeline.close()
 
 
 @dataclass(frozen=True)

@@ -17,17 +17,14 @@ from offload_core.disk.shards import OnDisk
 from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.host_memory import available_bytes
 from offload_core.memory.plan import DEVICE, MemoryPlan
 from offload_core.memory.report import MemoryReport
-from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.terms import GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine, heard_by_all
 from offload_core.rules import Matrix, Rule
 from offload_core.step.health import Health
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
-from offload_core.support.launchers import local_processes
 from offload_core.support.threads import clear_up
 
 from ..internals.private import no_read
@@ -236,19 +233,9 @@ class Registration:
         trained = [*zip(specs, params, strict=True)]
         make_plan = partial(self._plan, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
         plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
-        device = pipeline.device
         self._take_over(named)
-        processes = min(local_processes(), device.collectives.world_size)
-        with heard_by_all(device.collectives, "memory for states"):
-            check_memory(
-                pipeline.buckets.terms,
-                plan,
-                make_plan,
-                host=available_bytes(),
-                device=device.free_bytes(),
-                processes=processes,
-                lent=pipeline.buckets.lent_bytes(specs),
-            )
+        with heard_by_all(pipeline.device.collectives, "memory for states"):
+            pipeline.check_memory(plan, specs, make_plan)
         first = len(pipeline.params)
         with sharding.cut(trained, first) as shards:
             tensors = [shards[new.param] if new.param in shards else flat(new.values) for new in news]
@@ -498,7 +485,7 @@ class Registration:
         others: Sequence[torch.Tensor],
     ) -> MemoryPlan:
         params = [param for _, param in trained]
-        plan = Planner(self._pipeline.buckets.terms).plan(
+        plan = self._pipeline.planner.plan(
             [spec for spec, _ in trained],
             frozen=[spec for spec, _ in frozen],
             besides=sum(map(self._casts.n_bytes, others)),
