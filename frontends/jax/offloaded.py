@@ -16,7 +16,6 @@ from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike
-from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BY_NUMPY
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec as CoreParam
@@ -172,11 +171,11 @@ class OffloadedParams:
     def count(self) -> int:
         """Updates made so far."""
         self._later.wait()
-        return self._pipeline.counts.updates
+        return self._pipeline.update_count
 
     @count.setter
     def count(self, updates: int) -> None:
-        self._pipeline.counts.updates = updates
+        self._pipeline.update_count = updates
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -262,15 +261,15 @@ class OffloadedParams:
     @public("update()", StateLock.begin)
     def _update(self, grads: Any, learning_rate: Any = None, *, wait: bool = True, donate: bool = False) -> Any:
         """Make an update, or have a thread make it. A ``learning_rate`` stands in place of the configuration's."""
-        updates, trace = self._updates, self._pipeline.device.trace
-        with trace.span(COMPUTE, "update"):
+        updates, pipeline = self._updates, self._pipeline
+        with pipeline.span("update"):
             given = updates.check(grads, learning_rate, donate=donate)
             if wait or not self._placement.alone:
                 updates.take(given)
                 return self._tree.now() if wait else None
 
         def take() -> None:
-            with trace.span(COMPUTE, "update"):
+            with pipeline.span("update"):
                 updates.take(given)
 
         self._later.ask(partial(self._state_lock.change, "update()", take))

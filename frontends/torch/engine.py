@@ -11,12 +11,11 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from offload_core.checkpoint.checkpoints import InOrder, Names
+from offload_core.checkpoint.checkpoints import Names
 from offload_core.checkpoint.export import MAX_SHARD_BYTES
 from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike
 from offload_core.config.settings import OffloadSettings
-from offload_core.device.trace import COMPUTE
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import together
@@ -210,7 +209,7 @@ class Engine(nn.Module):
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             steps.expect(self.optimizer.param_groups, average=average)
         parts = steps.parts
-        span = parts.pipeline.device.trace.span(COMPUTE, "backward")
+        span = parts.pipeline.span("backward")
         try:
             with span:
                 parts.device_memory.before_backward()
@@ -247,7 +246,7 @@ class Engine(nn.Module):
         if not intake.fresh:
             before, self._kept = self._kept, kept_gradients(self.module)
             intake.fresh = self._kept not in ([], before)
-        with pipeline.device.trace.span(COMPUTE, "step"):
+        with pipeline.span("step"):
             try:
                 if not (pipeline.gradients.at_boundary if boundary is None else boundary):
                     return steps.accumulate(optimizer.param_groups, may_be_empty=bool(boundary))
@@ -312,7 +311,7 @@ class Engine(nn.Module):
 
         @untraced
         def begin(module: nn.Module, args: Any) -> None:
-            running.enter_context(pipeline.device.trace.span(COMPUTE, "forward"))
+            running.enter_context(pipeline.span("forward"))
 
         @untraced
         def end(module: nn.Module, args: Any, output: Any) -> None:
@@ -363,7 +362,7 @@ class Engine(nn.Module):
                 f"the no_sync context manager is incompatible with ZeRO stage {stage}, which keeps no whole "
                 "gradients; expected stage=1, or no no_sync(): gradient_accumulation_steps then sums shards in fp32"
             )
-        alone = self.optimizer.pipeline.device.world_size == 1
+        alone = self.optimizer.pipeline.world_size == 1
         return nullcontext() if alone else self.optimizer.parts.intake.deferring()
 
     def set_gradient_accumulation_steps(self, micro_steps: int) -> None:
@@ -633,7 +632,7 @@ class Engine(nn.Module):
         values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items() if torch.is_tensor(t)}
         self.named_weights(into=values, rank0_only=True)
         left_out = {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not (frozen or t.requires_grad)}
-        is_first = self.optimizer.pipeline.device.collectives.rank == 0
+        is_first = self.optimizer.pipeline.rank == 0
         return {name: value for name, value in values.items() if name not in left_out} if is_first else None
 
     # --- memory --------------------------------------------------------------------------------------
@@ -725,7 +724,7 @@ class Engine(nn.Module):
             return StateError(f"{what}() failed in process {others}, and so in all; it says there why")
 
         try:
-            with together(InOrder(self.optimizer.pipeline), what, failed):
+            with together(self.optimizer.pipeline.collectives, what, failed):
                 yield
         except Exception:
             self.close()
@@ -757,7 +756,7 @@ def _check_averages_once(model: nn.Module) -> None:
 
 def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
     """Give frozen parameters and buffers rank 0's values, too. DTensors have those that their mesh says."""
-    if optimizer.pipeline.device.world_size == 1:
+    if optimizer.pipeline.world_size == 1:
         return
     packed = packed_values(model)
     given = [*model.named_parameters(), *model.named_buffers()]
@@ -767,6 +766,6 @@ def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         for tensor in packed[whole].tensors if whole in packed else [whole]:
             host = tensor.detach().cpu().contiguous()
             values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
-            optimizer.pipeline.device.collectives.broadcast(values, f"{name!r}: initial value")
+            optimizer.pipeline.collectives.broadcast(values, f"{name!r}: initial value")
             with grad_mode_kept(), torch.no_grad():
                 tensor.copy_(host)

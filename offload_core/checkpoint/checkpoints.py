@@ -97,7 +97,7 @@ class Checkpoints:
 
     @property
     def _collectives(self) -> Collectives:
-        return InOrder(self._pipeline)
+        return self._pipeline.collectives
 
     def together(self, what: str) -> AbstractContextManager[None]:
         """Fail on all processes if the body fails on one. Its exchanges follow those that the pipeline has started."""
@@ -477,25 +477,6 @@ class Checkpoints:
         for start, array in self._states.own_masters(i, tensor):
             for at, region in elements.regions(start, array.size):
                 read.want(Want(name, master, region, array[at : at + region.numel]))
-
-
-class InOrder:
-    """A pipeline's collectives, called in order after all exchanges that the pipeline has started."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._collectives = pipeline.device.collectives
-        self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
-
-    def sum_integers(self, array: np.ndarray, what: str) -> None:
-        self._run(lambda: self._collectives.sum_integers(array, what))
-
-    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
-        self._run(lambda: self._collectives.broadcast(array, what, source))
-
-    def _run(self, task: Callable[[], None]) -> None:
-        if self.world_size > 1:
-            self._pipeline.exchange(task)
 
 
 def _written(pipeline: Pipeline, front_end: str | None) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def export_weights(
 
     Args:
         max_shard_bytes: the most bytes of tensors in a file; a larger tensor gets its own file.
-        collectives: those that come after the pipeline's own exchanges (``checkpoints.InOrder``).
+        collectives: those that come after the pipeline's own exchanges (``Pipeline.collectives``).
 
     Raises:
         ConfigError, ParameterError: an argument or a name is invalid; nothing was written.

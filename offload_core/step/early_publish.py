@@ -61,7 +61,7 @@ class EarlyPublish:
 
     def confirm_step(self, arguments: StepArguments) -> None:
         """Confirm that the announced step has come, with these arguments: buckets that leave at the end of the
-        micro-step are updated and sent with them. Call it before :meth:`Gradients.end_micro_step`.
+        micro-step are updated and sent with them.
 
         If parameters were sent with other arguments, and states are as they were, :meth:`Pipeline.step` recalls them.
 

@@ -15,7 +15,7 @@ from .announced import Announced
 from .arrivals import Arrivals
 from .buckets import LocalBuckets
 from .counts import UpdateCounts
-from .decision import StepReport
+from .decision import StepArguments, StepReport
 from .early_publish import EarlyPublish
 from .health import Health, PipelineHealth, Use
 from .last_step import LastStep
@@ -251,7 +251,22 @@ class Gradients:
             self._announced.end()
             self._arrivals.drop_all()
 
-    def end_micro_step(self, *, reduce: bool = True, boundary: bool | None = None) -> StepReport | None:
+    def discard_all(self) -> bool:  # waits
+        """Forget all gradients, on all ranks alike, and have parameters that were sent early as they were before. Ranks
+        that leave out other parameters reduce first: one has begun exchanges that the others have not.
+
+        Returns:
+            True if parameters are behind their states: :meth:`Pipeline.flush` sends them.
+        """
+        if self._health.usable:
+            self.reduce_first()
+        self.drop()
+        self._early.withdraw()
+        return self._health.state is Health.BEHIND
+
+    def end_micro_step(
+        self, *, reduce: bool = True, boundary: bool | None = None, arguments: StepArguments | None = None
+    ) -> StepReport | None:
         """End a micro-step. Return its report if no update follows; None at the boundary, where one is due.
 
         No gradient on the device is then needed any longer, if this was not the boundary.
@@ -259,8 +274,11 @@ class Gradients:
         Args:
             reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
             boundary: True or False from a caller that counts itself; None: as ``gradient_accumulation_steps`` says.
+            arguments: of a step that was announced (:meth:`EarlyPublish.expect_step`) and follows now.
         """
         assert self._state_lock.changing.locked()
+        if arguments is not None:
+            self._early.confirm_step(arguments)
         boundary = self._arrivals.at_boundary if boundary is None else boundary
         if reduce or self._arrivals.since.backward:
             self._begin_gradients()

@@ -52,6 +52,16 @@ class LastStep:
 
     # --- waiting -------------------------------------------------------------------------------------
 
+    @property
+    def is_running(self) -> bool:
+        """True if parameters or states may still be on their way."""
+        return not self._updates.finished
+
+    @property
+    def is_publishing(self) -> bool:
+        """True if parameters may still be on their way."""
+        return self._updates.publishes
+
     def finish(self) -> None:  # waits
         """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS

@@ -25,14 +25,17 @@ one section that no signal cuts in two (:meth:`LastStep.change`).
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ..config.options import OffloadConfig
 from ..device.events import Event
 from ..device.protocols import Device
+from ..device.trace import COMPUTE
 from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
 from ..memory.host_memory import available_bytes
@@ -58,7 +61,7 @@ from .reduction import Reduction
 from .state_lock import StateLock
 from .update import Updates
 
-__all__ = ["Pipeline", "StepReport"]
+__all__ = ["OrderedCollectives", "Pipeline", "StepReport"]
 
 T = TypeVar("T")
 
@@ -244,6 +247,28 @@ class Pipeline:
 
     # --- update ------------------------------------------------------------------------------------
 
+    @property
+    def update_count(self) -> int:
+        """Updates made so far; a load sets it."""
+        return self.counts.updates
+
+    @update_count.setter
+    def update_count(self, count: int) -> None:
+        self.counts.updates = count
+
+    @property
+    def has_begun(self) -> bool:
+        """True once an update was made, or begun in backward."""
+        return bool(self.update_count or self.early.has_begun)
+
+    def finish(self) -> None:  # waits
+        """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
+        self.last_step.finish()
+
+    def abandon(self) -> bool:
+        """As :meth:`LastStep.abandon`."""
+        return self.last_step.abandon()
+
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
         """Update every parameter that has a gradient, or none.
 
@@ -381,6 +406,28 @@ class Pipeline:
         # In the order of backward: the next gradients overwrite those that these updates still read.
         self.updates.start_ahead(early[::-1], decision)
 
+    # --- what may be done, and by whom ---------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """True if a step may follow."""
+        return self.health.usable
+
+    @property
+    def rank(self) -> int:
+        """This process's number among those that exchange something."""
+        return self.device.collectives.rank
+
+    @property
+    def collectives(self) -> "OrderedCollectives":
+        """The collectives for what is no part of a step."""
+        return OrderedCollectives(self)
+
+    @property
+    def world_size(self) -> int:
+        """The ranks over which states are partitioned."""
+        return self.device.world_size
+
     # --- parameters ----------------------------------------------------------------------------------
 
     @property
@@ -450,6 +497,10 @@ class Pipeline:
             self.state_lock.change("a read of a parameter", self.last_step.finish)
             raise
 
+    def span(self, what: str) -> AbstractContextManager[None]:
+        """Record the body in a trace, as code of the model or of the front end."""
+        return self.device.trace.span(COMPUTE, what)
+
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
         """Record what is done inside to a file, as :meth:`Trace.to_file`; both its ends wait for the last update."""
@@ -471,3 +522,22 @@ class Pipeline:
         kept = {(store.place, what): n_bytes for what, n_bytes in store.held().items()}
         held = {**own, **kept, **held}
         return MemoryReport.of(numel, [*self.buckets.planned, *planned], held, shared=self.memory.shared_bytes)
+
+
+class OrderedCollectives:
+    """A pipeline's collectives, called in order after all exchanges that the pipeline has started."""
+
+    def __init__(self, pipeline: "Pipeline") -> None:
+        self._pipeline = pipeline
+        self._collectives = pipeline.device.collectives
+        self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
+
+    def sum_integers(self, array: np.ndarray, what: str) -> None:
+        self._run(lambda: self._collectives.sum_integers(array, what))
+
+    def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
+        self._run(lambda: self._collectives.broadcast(array, what, source))
+
+    def _run(self, task: Callable[[], None]) -> None:
+        if self.world_size > 1:
+            self._pipeline.exchange(task)

@@ -12,9 +12,9 @@ def _locking(kind, *names):
     return type(kind.__name__, (kind,), {name: changes(f"{name}()")(getattr(kind, name)) for name in names})
 
 
-_OWN = ("add_parameters", "start_over", "step", "flush")
+_OWN = ("add_parameters", "start_over", "step", "finish", "flush")
 _PARTS = {
-    "gradients": (Gradients, ("add", "settle", "drop", "reduce_now", "end_micro_step")),
+    "gradients": (Gradients, ("add", "settle", "drop", "discard_all", "reduce_now", "end_micro_step")),
     "early": (EarlyPublish, ("expect_step", "recall", "call_off", "withdraw")),
     "last_step": (LastStep, ("finish", "finish_publications")),
 }

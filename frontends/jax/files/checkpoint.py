@@ -90,13 +90,13 @@ class TreeCheckpoints:
         wait: bool,
     ) -> Path:
         """Save the tree, and return the checkpoint's folder."""
-        updates = self._pipeline.counts.updates
+        updates = self._pipeline.update_count
         with self.core.together("save"):
             self._tree.check_alive("save_checkpoint")
             names = self._names(None)
             untrained = {names[i]: i for i in self._untrained()}
             shapes = {name: _form(name, self._leaves[i]) for name, i in untrained.items()}
-            first = self._pipeline.device.collectives.rank == 0
+            first = self._pipeline.rank == 0
             sources = [s for name, i in untrained.items() for s in _sources(name, self._leaves[i], first=first)]
             state = {"updates": updates, "groups": None, "stateful": states_of(stateful), "extras": extras}
         own = {"random": random_state()}
@@ -122,7 +122,7 @@ class TreeCheckpoints:
         def accept(loaded: Loaded) -> list[LastPart]:
             count = partial(setattr, self._pipeline.counts, "updates", check_run(loaded))
             last = [LastPart("the count of updates", count, ours=True)]
-            alone = self._pipeline.device.collectives.rank == 0
+            alone = self._pipeline.rank == 0
             last += parts_of_states(stateful, loaded.state["stateful"], loaded.checkpoint.path, alone=alone)
             return last + (parts_of_random_state(loaded, check_random_state, set_random_state) if random_state else [])
 

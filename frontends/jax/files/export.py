@@ -7,7 +7,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.checkpoint.export import Weight, export_weights
 from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.dtypes import BY_NAME
@@ -45,7 +44,7 @@ def export_safetensors(
         for i, (path, leaf) in enumerate(flat)
         if is_array(leaf) and not is_key(leaf)
     ]
-    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=InOrder(pipeline))
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=pipeline.collectives)
 
 
 def _weight(name: str, position: int, leaf: Any, target: np.dtype | None, whole_leaf: WholeLeaf) -> Weight:

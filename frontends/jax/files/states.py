@@ -179,7 +179,7 @@ class TreeStates:
                 self._tree.leaves[position] = leaf
             if self._pipeline.scaler is not None and scale is not None:
                 self._pipeline.scaler.load_state_dict(scale)
-            self._pipeline.counts.updates = count
+            self._pipeline.update_count = count
 
         self._replace(take_over)
 
@@ -194,7 +194,7 @@ class TreeStates:
 
         def take_over() -> None:
             self._restore(states, dict.fromkeys(self._shapes, steps))
-            self._pipeline.counts.updates = count
+            self._pipeline.update_count = count
 
         self._replace(take_over)
 
@@ -205,7 +205,7 @@ class TreeStates:
             if is_array(leaf):
                 check_form("load_params", path, value, leaf)
         self._pipeline.health.check(Use.READ)  # the moments stay
-        self._pipeline.last_step.finish()
+        self._pipeline.finish()
         if self._pipeline.last_step.behind:
             raise StateError(
                 "load_params: schedule='delayed' holds back the last update, which would be lost; expected "

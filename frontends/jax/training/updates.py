@@ -45,10 +45,11 @@ class TreeUpdates:
         self.report: StepReport | None = None
         """The report of the last micro-step; None: there was none."""
         self._pipeline = pipeline
+        self._gradients, self._last_step = pipeline.gradients, pipeline.last_step
         self._placement = placement
         self._tree = tree
         self._loss_scale = loss_scale
-        config = pipeline.config
+        self._config = config = pipeline.config
         self._groups = [(group, config.rule(group).hyper) for group in config.groups()]
         """The configuration's groups, and the class of each one's hyperparameters."""
         self._constant: list[Hyper] | None = None
@@ -57,7 +58,7 @@ class TreeUpdates:
             self._constant = _of_each_group(hyper(**config.values(0, group)) for group, hyper in self._groups)
         self._targets: list[Any] = []
         """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
-        self._followed = pipeline.last_step.publications
+        self._followed = self._last_step.publications
         """The number of the pipeline's last publication of which leaves were made."""
 
     def check(self, grads: Any, learning_rate: Any = None, *, donate: bool) -> MicroStep:
@@ -92,7 +93,7 @@ class TreeUpdates:
             if array is not None:
                 parts = placement.as_gradient(leaf, summed(array), like, unreduced=unreduced, donate=donate)
                 for i, part in zip(leaf.params, parts, strict=True):
-                    pipeline.gradients.check(i, part)
+                    self._gradients.check(i, part)
                     gradients[i] = part
         return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
 
@@ -100,11 +101,11 @@ class TreeUpdates:
         """Return the hyperparameters of this update, as :func:`_of_each_group`."""
         if self._constant is not None and learning_rate is None:
             return self._constant
-        updates, hypers = self._pipeline.counts.updates, []
+        updates, hypers = self._pipeline.update_count, []
         with beside_the_accelerator() as number:
             count = number(updates)
             for group, hyper in self._groups:
-                values = self._pipeline.config.values(count, group)
+                values = self._config.values(count, group)
                 if learning_rate is not None:
                     values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
                 hypers.append(hyper(**values))
@@ -118,24 +119,24 @@ class TreeUpdates:
     def take(self, given: MicroStep) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
         pipeline = self._pipeline
-        if pipeline.gradients.at_boundary:
+        if self._gradients.at_boundary:
             self._targets = self._new_targets()
         try:
-            if pipeline.gradients.are_read_in_place:
-                pipeline.gradients.add(given.gradients)
+            if self._gradients.are_read_in_place:
+                self._gradients.add(given.gradients)
             else:  # a parameter's buckets leave before the next one's, so that its donated gradient is gone by then
                 for i, gradient in given.gradients.items():
-                    pipeline.gradients.add({i: gradient})
-            self.report = pipeline.gradients.end_micro_step()
+                    self._gradients.add({i: gradient})
+            self.report = self._gradients.end_micro_step()
             if self.report is None:
-                divisor = float(pipeline.config.gradient_accumulation_steps)
+                divisor = float(self._config.gradient_accumulation_steps)
                 self.report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
-                pipeline.last_step.finish_publications()
+                self._last_step.finish_publications()
             if given.donated:
                 delete(given.donated)
         except BaseException:
             with suppress(StateError):  # a pipeline that has lost a rank may refuse even that
-                pipeline.gradients.drop()
+                self._gradients.drop()
             raise
         self.follow()
 
@@ -150,14 +151,13 @@ class TreeUpdates:
         All that read leaves call this first, because an interrupt may have ended the call that had them written. It
         may be interrupted itself: the next call begins anew.
         """
-        pipeline = self._pipeline
         if self._loss_scale is not None:
             self._loss_scale.follow()
-        publications = pipeline.last_step.publications
+        publications = self._last_step.publications
         if publications != self._followed:
-            if pipeline.updates.publishes:
-                pipeline.last_step.finish_publications()
-            leaves, published = self._tree.leaves, pipeline.last_step.published
+            if self._last_step.is_publishing:
+                self._last_step.finish_publications()
+            leaves, published = self._tree.leaves, self._last_step.published
             for leaf in self._tree.trained:
                 if all(published.get(i, False) for i in leaf.params):
                     targets = [self._targets[i] for i in leaf.params]
@@ -167,7 +167,7 @@ class TreeUpdates:
 
     def flush(self) -> None:
         """Bring the leaves to the last update, also those that ``schedule="delayed"`` holds back."""
-        if self._pipeline.config.schedule == "delayed":
+        if self._config.schedule == "delayed":
             self.publish()
         else:
             self.follow()

@@ -122,7 +122,7 @@ class OffloadCallback(TrainerCallback):
         if args.fsdp:
             _check_rate(args, _offloaded(kwargs))
             return
-        world_size = _offloaded(kwargs).pipeline.device.world_size
+        world_size = _offloaded(kwargs).pipeline.world_size
         if world_size != args.world_size and (args.save_strategy != "no" or state.global_step):
             raise ConfigError(
                 f"checkpoints of {args.world_size} processes, and the optimizer's states are partitioned over "

@@ -115,7 +115,7 @@ class Open(Life):
 
     @property
     def updates(self) -> int:
-        return self._steps.parts.pipeline.counts.updates
+        return self._steps.parts.pipeline.update_count
 
     @updates.setter
     def updates(self, count: int) -> None:

@@ -234,7 +234,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
         """Make the parts that hold parameters and states, and take on these parameters."""
         parts = self._foundation.parts(self, named, self.param_groups, model)
-        parts.pipeline.counts.updates = self._life.updates
+        parts.pipeline.update_count = self._life.updates
         steps = Steps(parts)
         self._life = OpenAlone(steps) if self._model is None else Open(steps)
         steps.hypers(self.param_groups)  # from here on nothing else may set what functions give
@@ -329,7 +329,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
         pipeline = self.pipeline
-        self._state_lock.change("sent_bytes", pipeline.last_step.finish)
+        self._state_lock.change("sent_bytes", pipeline.finish)
         return pipeline.device.sent_bytes + self.sharding.sent_bytes
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
@@ -436,10 +436,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
                 parts.device_memory.settle()
-                if pipeline.health.usable and pipeline.buckets.terms.updates_early:
+                if pipeline.usable and pipeline.buckets.terms.updates_early:
                     pipeline.gradients.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
-                self._state_lock.change("close()", pipeline.last_step.abandon)
-                if pipeline.health.usable:
+                self._state_lock.change("close()", pipeline.abandon)
+                if pipeline.usable:
                     self._state_lock.change("close()", parts.registration.flush)
         self.sharding.make_whole()
         uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
@@ -533,7 +533,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             self._state_lock.change("zero_grad()", self.parts.intake.discard)
         except Exception:
-            if not self.parts.pipeline.health.usable:  # those of a backward that broke off must not wait for a load
+            if not self.parts.pipeline.usable:  # those of a backward that broke off must not wait for a load
                 super().zero_grad(set_to_none)
             raise
         super().zero_grad(set_to_none)
@@ -581,7 +581,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         if self._life.follow_shards(self):
             return super().state_dict()
-        if self.pipeline.device.world_size == 1:
+        if self.pipeline.world_size == 1:
             self.flush()  # among ranks that would be collective under schedule="delayed"
         return completed(super().state_dict(), self.pipeline)
 
@@ -724,7 +724,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._state_lock.change("load_gradient()", self.parts.gradients.load, param, values, own=own)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.pipeline.device.world_size > 1 or self.sharding.is_fixed:
+        if self.pipeline.world_size > 1 or self.sharding.is_fixed:
             raise StateError(
                 "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
                 "state_dict() to be copied"

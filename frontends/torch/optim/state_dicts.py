@@ -97,10 +97,10 @@ def completed(state_dict: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
         steps = {k: int(e.unlisted[STEP]) for k, e in entries.items() if isinstance(e, Views) and e.unlisted}
         if steps:
             state_dict[STEPS] = steps
-    if pipeline.device.world_size > 1:
+    if pipeline.world_size > 1:
         state_dict["partition"] = partition(pipeline.device)
-    if scheduled(pipeline.config, pipeline.counts.updates):
-        state_dict["updates"] = pipeline.counts.updates
+    if scheduled(pipeline.config, pipeline.update_count):
+        state_dict["updates"] = pipeline.update_count
     return state_dict if pipeline.scaler is None else state_dict | {"loss_scale": pipeline.scaler.state_dict()}
 
 
@@ -261,7 +261,7 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
     settings = {name: value for name, value in made.items() if name != "params"}
     fused = {"fused": True} if "fused" in settings else {}
     groups = [{**settings, **group, **fused} for group in optimizer.state_dict()["param_groups"]]
-    wanted = optimizer.pipeline.device.collectives.rank == 0 or not rank0_only
+    wanted = optimizer.pipeline.rank == 0 or not rank0_only
     numbers = [i for group in groups for i in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {}

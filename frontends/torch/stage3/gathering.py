@@ -40,6 +40,7 @@ class Gathering:
         self.runs = runs
         self._world = world
         self._pipeline = pipeline
+        self._state_lock = pipeline.state_lock
         self._open = Blocks()
         """Blocks of ``gathered_parameters`` and ``generating``."""
         self._managed = [*map(manage, parameters.of_model)]
@@ -191,7 +192,7 @@ class Gathering:
                 record.spread = param._version
                 if record.index is not None:
                     adopt = StateAccess(self._pipeline).adopt
-                    self._pipeline.state_lock.change("gathered_parameters()", adopt, record.index, values)
+                    self._state_lock.change("gathered_parameters()", adopt, record.index, values)
                 record.shard.write(values)
 
     def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:

@@ -31,6 +31,7 @@ class WholeParameters:
     def __init__(self, parameters: PartitionedParameters, pipeline: Pipeline, touch: _Touch) -> None:
         self._live = parameters.live
         self._pipeline = pipeline
+        self._state_lock = pipeline.state_lock
         self._touch = weakref.WeakMethod(touch)
         self._kept: dict[PartitionedParameter, bool] = {}
         """Parameters that stay whole after their runs: until they change (True), or until the next forward (False)."""
@@ -44,13 +45,13 @@ class WholeParameters:
         for record in records:
             if self.was_sent_early(record):
                 assert record.index is not None
-                self._pipeline.state_lock.run(self._pipeline.await_param, record.index)
+                self._state_lock.run(self._pipeline.await_param, record.index)
         try:
             with nullcontext() if innermost_transform() is None else outside_transforms():
                 self._live.acquire([record.live for record in records])
         except BaseException:
             # An error in an update is the cause, and is raised instead.
-            self._pipeline.state_lock.change("a gathering of parameters", self._pipeline.last_step.finish)
+            self._state_lock.change("a gathering of parameters", self._pipeline.finish)
             raise
         for record in records:
             for tensor in record.values.tensors:

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.device.events import AfterAll, Done, Event
 from offload_core.device.protocols import Copy, TensorMemory
 from offload_core.disk.shards import OnDisk
@@ -240,6 +239,7 @@ class DeviceMemory:
         sharding: Sharding,
     ) -> None:
         self._pipeline = pipeline
+        self._world = pipeline.device
         self._memory = memory
         self._registration = registration
         self._intake = intake
@@ -298,7 +298,7 @@ class DeviceMemory:
             self._await_others(memories)
             for slot in slots.values():
                 slot.local.stay(leaving)  # the flush has written it, and it may be used while others are released
-            for event in [pipeline.device.to_host(copies, host) for copies, host in self._chunks(copied)]:
+            for event in [self._world.to_host(copies, host) for copies, host in self._chunks(copied)]:
                 event.wait()
             self._place.synchronize()
 
@@ -329,7 +329,7 @@ class DeviceMemory:
 
     def _agreed(self, what: str) -> bool:
         """True if parameters are released; :class:`StateError` on all ranks if that is so on some alone."""
-        released, collectives = self._pipeline.released, InOrder(self._pipeline)
+        released, collectives = self._pipeline.released, self._pipeline.collectives
         if not combine(collectives, what, same=[released]).alike.all():
             raise StateError(
                 f"{what}: parameters are {'released' if released else 'on the device'} on this rank, and not so on "
@@ -447,7 +447,7 @@ class DeviceMemory:
         pipeline = self._pipeline
         copied = [memory for memory in self._memories.values() if memory.to_copy]
         ends: dict[int, list[Event]] = {}
-        after = pipeline.device.mark()
+        after = self._world.mark()
         for copies, host in self._chunks(copied):
             event = self._memory.to_device(host, copies, after)
             for copy in copies:
@@ -499,7 +499,7 @@ class DeviceMemory:
         rows.append(("in all", format_bytes(needed.total())))
         allocated = told_by_allocator(torch.accelerator.memory_allocated, self._device)
         rows += [] if allocated is None else [("allocated by others of this process", format_bytes(allocated))]
-        free = self._pipeline.device.free_bytes()
+        free = self._world.free_bytes()
         rows += [] if free is None else [("free", format_bytes(free))]
         return (
             f"restore(): {self._device} has no room for what was released ({error}):\n"
@@ -542,7 +542,7 @@ class DeviceMemory:
     # --- ranks and the allocator -----------------------------------------------------------------------
 
     def _together(self, what: str) -> AbstractContextManager[None]:
-        return together(InOrder(self._pipeline), what, partial(_failed_elsewhere, what))
+        return together(self._pipeline.collectives, what, partial(_failed_elsewhere, what))
 
 
 def _failed_elsewhere(what: str, others: str) -> StateError:

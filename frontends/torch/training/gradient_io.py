@@ -1,7 +1,5 @@
 """Gradients that have left for the host, in torch's terms: read and overwritten between ``backward`` and ``step``."""
 
-from functools import partial
-
 import numpy as np
 import torch
 
@@ -79,10 +77,10 @@ class TorchGradients:
 
     def _joined(self, slot: Slot, run: np.ndarray | None) -> torch.Tensor | None:
         """The gradient of a placed parameter, put together of all processes' parts."""
-        collectives = self._pipeline.device.collectives
+        collectives = self._pipeline.collectives
         what = f"parameter {slot.name!r}: has a gradient"
         flags = [int(run is not None)]
-        if not self._pipeline.exchange(partial(combine, collectives, what, sums=flags)).sums.any():
+        if not combine(collectives, what, sums=flags).sums.any():
             return None
         if run is None:
             run = np.zeros(self._pipeline.params[slot.index].numel, np.float32)

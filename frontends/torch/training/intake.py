@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from offload_core.errors import GradientError, StateError
-from offload_core.step.health import Health, Use
+from offload_core.step.decision import StepArguments
+from offload_core.step.health import Use
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import changes
 from offload_core.support.blocks import Blocks
@@ -61,7 +62,7 @@ class Intake:
         self._slots = registration.slots
         self._columns = registration.columns
         self._early = early
-        self._meets = early and pipeline.device.world_size > 1
+        self._meets = early and pipeline.world_size > 1
         """True if ranks meet for the gradients of each backward."""
         self._arrived: dict[int, int] = {}
         """The number of gradients taken in backwards since the last update, by parameter."""
@@ -327,11 +328,11 @@ class Intake:
             for i, gradient in given.items():
                 self._take({i: flat_like(gradient, local_of(columns.params[i]))})
 
-    def end_micro_step(self, *, boundary: bool, may_be_empty: bool) -> StepReport | None:
+    def end_micro_step(self, arguments: StepArguments | None, *, may_be_empty: bool) -> StepReport | None:
         """End an engine's micro-step in the pipeline. Return its report; None if an update follows.
 
         Args:
-            boundary: True if an update follows.
+            arguments: those of the update that follows; None: none does.
             may_be_empty: True if gradients of earlier micro-steps are enough.
 
         Raises:
@@ -352,10 +353,11 @@ class Intake:
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "
                 "engine.optimizer.zero_grad()"
             )
+        boundary = arguments is not None
         reduce = self._reduces or boundary
         self.fresh = self._reduces = self._discarded = False
         self._counted += self.backwards
-        return self._gradients.end_micro_step(reduce=reduce, boundary=boundary)
+        return self._gradients.end_micro_step(reduce=reduce, boundary=boundary, arguments=arguments)
 
     def forget(self) -> None:
         """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
@@ -367,13 +369,8 @@ class Intake:
             record.clear()
 
     def discard(self) -> None:
-        """Forget all gradients, those on the host included. Ranks that leave out other parameters reduce them first:
-        one has begun exchanges that the others have not."""
-        if self._pipeline.health.usable:
-            self._gradients.reduce_first()
-        self._gradients.drop()
-        self._pipeline.early.withdraw()
-        if self._pipeline.health.state is Health.BEHIND:
+        """Forget all gradients, those on the host included."""
+        if self._gradients.discard_all():
             self._registration.flush()
         came = self.fresh or self._discarded
         self.forget()

@@ -159,7 +159,7 @@ class Foundation:
             world = device_of_placed(device, group_of(ranks), config)
         pipeline = Pipeline(config, world, scaler)
         sharding: Sharding = NoSharding()
-        apart = model is not None and config.takes_apart(pipeline.device.world_size)
+        apart = model is not None and config.takes_apart(pipeline.world_size)
         if model is not None:
             check_shared(model, config, casts, apart=apart, give_way=give_way)
         if model is not None and apart:
@@ -170,7 +170,7 @@ class Foundation:
                 leaf_modules(model, config.leaf_modules)
             others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
             check_takes_none([*(entry[:2] for entry in named), *others], config)
-        own = this_process() if pipeline.device.world_size == 1 else ()
+        own = this_process() if pipeline.world_size == 1 else ()
         return cls(pipeline, world.memory, casts, sharding, device, early_copy, ranks or own)
 
     def parts(

@@ -161,6 +161,7 @@ class Registration:
         self._grouping = Grouping([], [], frozenset(), frozenset(), [])
         self._owner = weakref.ref(owner)
         self._pipeline = pipeline
+        self._config, self._last_step = pipeline.config, pipeline.last_step
         self._wait: Wait = partial(_await, self.slots, pipeline)
         """What readers of parameters call that an update writes. It does not keep this object alive."""
         self.device = device
@@ -234,7 +235,7 @@ class Registration:
         make_plan = partial(self._plan, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
         plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
         self._take_over(named)
-        with heard_by_all(pipeline.device.collectives, "memory for states"):
+        with heard_by_all(pipeline.collectives, "memory for states"):
             pipeline.check_memory(plan, specs, make_plan)
         first = len(pipeline.params)
         with sharding.cut(trained, first) as shards:
@@ -256,7 +257,7 @@ class Registration:
         if device.world_size == 1 and device.collectives.world_size > 1:
             await_all(new.param for new in news)  # an earlier optimizer may still update them
             held = [(new.name, new.param, new.placed) for new in news]
-            counted = self._pipeline.exchange(partial(count_once, device.collectives, held))
+            counted = count_once(self._pipeline.collectives, held)
             news = [replace(new, counted=counts) for new, counts in zip(news, counted, strict=True)]
         return news
 
@@ -290,7 +291,7 @@ class Registration:
         device = self._pipeline.device
         if device.collectives.world_size > 1:
             what = "who takes over from an earlier optimizer"
-            known = self._pipeline.exchange(partial(combine, device.collectives, what, same=[bool(earlier)]))
+            known = combine(self._pipeline.collectives, what, same=[bool(earlier)])
             if not known.alike.all():
                 got = "belong to an earlier OffloadedAdamW" if earlier else "are nobody's"
                 raise StateError(
@@ -344,7 +345,7 @@ class Registration:
 
     def have_other_states(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """True if groups have values by now with which their rules would have other states: SGD with a momentum."""
-        rules, of = self.grouping(groups).rules, self._pipeline.config.rule
+        rules, of = self.grouping(groups).rules, self._config.rule
         return any(type(new := of(groups[g])) is type(rule) and new != rule for g, rule in rules)
 
     def grown(self) -> bool:
@@ -393,7 +394,7 @@ class Registration:
         """As ``OffloadedAdamW.flush``."""
         if self._pipeline.released:  # :meth:`DeviceMemory.release` has flushed
             return
-        if self._pipeline.config.schedule == "delayed":
+        if self._config.schedule == "delayed":
             self._sharding.before_change()
         with no_read():  # one that was sent early is written again, and would refuse a read on this rank alone
             tensors = self.tensors()
@@ -405,13 +406,13 @@ class Registration:
         Args:
             broken: an interrupt may have come between a write and its count.
         """
-        written = [*self._pipeline.last_step.published]
+        written = [*self._last_step.published]
         self.columns.count_writes(written)
         if broken:
             self.columns.note_all()
         for writes in [*self._used]:
             writes.forget()
-        if not self._pipeline.updates.finished:
+        if self._last_step.is_running:
             slots = [*self.slots.values()]
             for slot in [slots[index] for index in written]:
                 slot.local.have_readers_wait(self._wait)

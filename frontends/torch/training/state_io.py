@@ -104,6 +104,7 @@ class TorchStates:
 
     def __init__(self, pipeline: Pipeline, registration: Registration) -> None:
         self._pipeline = pipeline
+        self._state_lock = pipeline.state_lock
         self._states = StateAccess(pipeline)
         self._registration = registration
         self.views = States(self.finish, self.replace)
@@ -111,8 +112,8 @@ class TorchStates:
 
     def finish(self) -> None:  # waits
         """Wait until the last update has ended."""
-        lock, what = self._pipeline.state_lock, "a read of optimizer.state"
-        lock.whole(what, lock.change, what, self._pipeline.last_step.finish)
+        lock, what = self._state_lock, "a read of optimizer.state"
+        lock.whole(what, lock.change, what, self._pipeline.finish)
 
     def hold(self, slot: Slot) -> None:
         """Add the parameter's states."""
@@ -137,7 +138,7 @@ class TorchStates:
         if entry := counted(entry, rule):
             entry = own_part(self._pipeline, slot, held.of_whole, entry)
             check_entry(slot.name, held.shape, entry, rule.state_names)
-        self._pipeline.state_lock.change("an assignment to optimizer.state", self._registration.flush)
+        self._state_lock.change("an assignment to optimizer.state", self._registration.flush)
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
         self._replace("an assignment to optimizer.state", partial(self._load, slot, entry))
 
@@ -195,7 +196,7 @@ class TorchStates:
             act()
 
         self._pipeline.check_present()
-        self._pipeline.state_lock.change(what, uninterrupted, section)
+        self._state_lock.change(what, uninterrupted, section)
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
         views = self.views.held(slot.param)  # where no thread can be started, a read is refused in the section
@@ -225,8 +226,8 @@ class TorchStates:
         own = memory(state.contiguous().view(-1)).reshape(tuple(state.shape))
         parts = [(part.index, own)] if self._pipeline.params[slot.index].counted else []
         what = f"parameter {slot.name!r}: {name} of all processes"
-        join = partial(merged, self._pipeline.device.collectives, part.shape, own.dtype, parts, what)
-        return as_torch(self._pipeline.exchange(join).reshape(-1)).view(part.shape)
+        whole = merged(self._pipeline.collectives, part.shape, own.dtype, parts, what)
+        return as_torch(whole.reshape(-1)).view(part.shape)
 
     def own(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """As ``OffloadedAdamW.own_states``."""
@@ -291,7 +292,7 @@ class TorchStates:
             return run
         parts = [((slice(at, at + numel),), run[at : at + numel]) for at, numel in self._states.extents(slot.index)]
         what = f"parameter {slot.name!r}: {name} of all ranks"
-        return self._pipeline.exchange(partial(merged, device.collectives, (n,), run.dtype, parts, what))
+        return merged(self._pipeline.collectives, (n,), run.dtype, parts, what)
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes
@@ -331,7 +332,7 @@ def own_part(pipeline: Pipeline, slot: Slot, held: Held | None, entry: Mapping[s
     """
     index, param = slot.index, slot.param
     entry = {name: _elements(slot.name, held, value) for name, value in entry.items()}
-    if pipeline.device.world_size == 1:
+    if pipeline.world_size == 1:
         return {name: slot.placed.own(value) for name, value in entry.items()}
 
     def part(value: Any) -> Any:

@@ -370,7 +370,7 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
     rule = access.rule(index)
-    alone = pipeline.device.world_size == 1
+    alone = pipeline.world_size == 1
     for name, own in access.local_runs(index).items():
         if own.view is None:
             encoded[name] = Encoded(own, param if alone else None, placed)

@@ -41,6 +41,7 @@ class Steps:
         self.parts = parts
         self._state_lock = parts.pipeline.state_lock
         self._config = parts.pipeline.config
+        self._gradients, self._early = parts.pipeline.gradients, parts.pipeline.early
         self._micro_step: _MicroStep | None = None
         """The engine's micro-step that the next update ends; None: there is none."""
         self._written: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -57,11 +58,11 @@ class Steps:
         def note(values: dict[str, Any]) -> None:  # before they are set: an interrupt may come in between
             self._written = [(group, {k: (group[k], value) for k, value in values.items()}) for group in groups]
 
-        return hypers_of(groups, self._config, self.parts.pipeline.counts.updates, note)
+        return hypers_of(groups, self._config, self.parts.pipeline.update_count, note)
 
     def set_updates(self, count: int) -> None:
         """Set the number of updates made. Groups may have got other values with it, in a load."""
-        self.parts.pipeline.counts.updates = count
+        self.parts.pipeline.update_count = count
         self._written = []
 
     @changes("step()")
@@ -74,7 +75,7 @@ class Steps:
 
     def _accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:
         self._prepare(groups, boundary=False)
-        report = self.parts.intake.end_micro_step(boundary=False, may_be_empty=may_be_empty)
+        report = self.parts.intake.end_micro_step(None, may_be_empty=may_be_empty)
         assert report is not None
         return report
 
@@ -110,14 +111,12 @@ class Steps:
         hypers, group_of_each = self._prepare(groups, boundary=True)
         arguments = StepArguments(hypers, registration.current_tensors(), intake.divisor, group_of_each)
         if micro_step is not None:
-            if self._config.update_in_backward:
-                pipeline.early.confirm_step(arguments)
-            intake.end_micro_step(boundary=True, may_be_empty=micro_step.may_be_empty)
+            intake.end_micro_step(arguments, may_be_empty=micro_step.may_be_empty)
         gathered = parts.sharding.before_change()
         try:
             report = pipeline.step(arguments, gathered=gathered)
             if micro_step is None or not micro_step.reads_wait:
-                pipeline.last_step.finish()
+                pipeline.finish()
             intake.forget()
             registration.follow_update()
         except BaseException:
@@ -140,7 +139,7 @@ class Steps:
 
     @changes("step()")
     def _break_off(self) -> None:
-        if self.parts.pipeline.last_step.abandon():
+        if self.parts.pipeline.abandon():
             self._end_broken_step()
 
     def _end_broken_step(self) -> None:
@@ -148,9 +147,9 @@ class Steps:
         parts = self.parts
         parts.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
         with suppress(Exception):  # the one that is being raised
-            parts.pipeline.last_step.finish()
+            parts.pipeline.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
-            parts.pipeline.gradients.drop()
+            self._gradients.drop()
         parts.sharding.forget_order()
         parts.intake.forget()
         parts.registration.follow_update(broken=True)
@@ -166,14 +165,14 @@ class Steps:
         self.parts.pipeline.check_present()
         parts, hypers = self.parts, self.hypers(groups)
         registration = parts.registration
-        if not (parts.pipeline.counts.updates or parts.pipeline.early.has_begun):
+        if not parts.pipeline.has_begun:
             parts.states.count_written()
         grouping = registration.grouping(groups)
         if boundary:
             parts.sharding.check_closed()
             if self._config.update_in_backward:  # else no gradient has been used yet
                 arguments = StepArguments(hypers, (), parts.intake.divisor, grouping.groups)
-                parts.pipeline.early.check_expected(arguments)
+                self._early.check_expected(arguments)
         for g, rule in grouping.rules:
             try:
                 rule.check(hypers[g])
@@ -181,7 +180,7 @@ class Steps:
                 raise ConfigError(f"parameter group {g}: {error}") from None
         if grouping.without_states:
             # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
-            parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.device.collectives.world_size == 1)
+            parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.collectives.world_size == 1)
             grouping = registration.grouping(groups)
         registration.check_unchanged()
         parts.intake.take_present(grouping.left_out, boundary=boundary)
@@ -196,9 +195,9 @@ class Steps:
         pipeline, registration = self.parts.pipeline, self.parts.registration
         by_hand = self.parts.sharding.is_open  # what a block has whole stays as it is
         if registration.readers_can_wait and not by_hand:
-            if not (pipeline.counts.updates or pipeline.early.has_begun):
+            if not pipeline.has_begun:
                 self.parts.states.count_written()
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
-            divisor = pipeline.gradients.divisor(average=average)
+            divisor = self._gradients.divisor(average=average)
             arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)
-            pipeline.early.expect_step(arguments, registration.before_send)
+            self._early.expect_step(arguments, registration.before_send)

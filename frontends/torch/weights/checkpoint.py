@@ -98,7 +98,7 @@ class ModelCheckpoints:
     def _contents(self, stateful: Mapping[str, Any] | None, extras: Any, frozen: bool) -> Contents:
         optimizer = self._optimizer
         sources, shapes, left_out, group_of = [], {}, {}, groups_of_params(optimizer.param_groups)
-        alone, weights = optimizer.pipeline.device.collectives.rank == 0, Weights(optimizer)
+        alone, weights = optimizer.pipeline.rank == 0, Weights(optimizer)
         untrained = [*self._untrained()]
         counted = self._counted([(name, tensor) for name, tensor, _ in untrained])
         kept = set() if frozen else {param for param in self._model.parameters() if not param.requires_grad}
@@ -141,10 +141,9 @@ class ModelCheckpoints:
         placed = [(name, tensor) for name, tensor in named if is_placed(tensor)]
         if not placed:
             return {}
-        pipeline = self._optimizer.pipeline
+        collectives = self._optimizer.pipeline.collectives
         held = [(name, tensor, placed_as(name, tensor)) for name, tensor in placed]
-        agree = partial(count_once, pipeline.device.collectives, held)
-        counted: list[bool] = self._state_lock.change("save_checkpoint()", pipeline.buckets.run, agree)
+        counted = self._state_lock.change("save_checkpoint()", count_once, collectives, held)
         return {tensor: counts for (_, tensor), counts in zip(placed, counted, strict=True)}
 
     @whole("load_checkpoint()")
@@ -172,7 +171,7 @@ class ModelCheckpoints:
             optimizer.parts.take_on_unfrozen(optimizer.param_groups)
             tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
 
-        alone = warns and optimizer.pipeline.device.collectives.rank == 0
+        alone = warns and optimizer.pipeline.rank == 0
 
         def accept(loaded: Loaded) -> list[LastPart]:
             updates, state = check_run(loaded), loaded.state

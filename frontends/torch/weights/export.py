@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.checkpoint.export import Weight, export_weights
 from offload_core.errors import CheckpointError
 from offload_core.support.disks import to_disk
@@ -37,7 +36,7 @@ def export_safetensors(
         for weight in found
     ]
     pipeline = optimizer.pipeline
-    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=InOrder(pipeline))
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=pipeline.collectives)
 
 
 def _bytes(reader: Weights, weight: NamedWeight, as_it_runs: bool, wanted: bool) -> np.ndarray | None:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.errors import ConfigError, ParameterError, StateError
+from offload_core.ranks.collectives import Collectives
 from offload_core.ranks.consistency import combine, fingerprint, processes, together
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.support.checks import kind_of, some_of
@@ -118,7 +118,7 @@ class NamedWeights:
         if (before := None if self._open is None else self._open()) is not None:
             before.leave()
         pipeline = optimizer.pipeline
-        collectives = InOrder(pipeline)
+        collectives = pipeline.collectives
         with together(collectives, _WHAT, _failed):
             dtype = dtype_of(asked.dtype)
             check_layout(asked.layout)
@@ -245,7 +245,7 @@ def _number_of(pipeline: Pipeline, since: StepReport) -> int:
     return number
 
 
-def _check_alike(collectives: InOrder, asked: Asked, dtype: torch.dtype | None, units: Sequence[Unit]) -> None:
+def _check_alike(collectives: Collectives, asked: Asked, dtype: torch.dtype | None, units: Sequence[Unit]) -> None:
     """Raise :class:`ParameterError` on all ranks unless they have the same arguments and the same weights."""
     of_each = [(w.name, w.shape, str(w.dtype)) for unit in units for w in unit.weights]
     terms = f"{dtype} {asked.merge_lora} {asked.rank0_only} {asked.since is None} {of_each}"
@@ -343,9 +343,10 @@ class WeightBuckets:
 
     def __init__(self, pipeline: Pipeline, units: Sequence[Unit], read: Callable[[Unit], list[Named]]) -> None:
         self._pipeline = pipeline
+        self._state_lock, self._changes = pipeline.state_lock, pipeline.changes
         self._units = deque(units)
         self._read = read
-        self._changes = pipeline.changes.of_all_ranks
+        self._began = self._changes.of_all_ranks
         self._ended = False
 
     def next(self) -> list[Named] | None:
@@ -364,7 +365,7 @@ class WeightBuckets:
             self._agree(goes_on=True)
             taken = self._take()
             self._ended = not taken  # all ranks alike
-            whole = self._pipeline.state_lock.whole
+            whole = self._state_lock.whole
             return [named for unit in taken for named in whole(_WHAT, self._read, unit)] if taken else None
         except BaseException:
             self.leave()
@@ -372,14 +373,14 @@ class WeightBuckets:
 
     def leave(self) -> None:
         """End before all weights were read. The other ranks get an error in place of their next bucket."""
-        if not self._ended and self._changes == self._pipeline.changes.of_all_ranks:
+        if not self._ended and self._began == self._changes.of_all_ranks:
             self._ended = True
             with suppress(Exception):  # what goes wrong here is said by the ranks that go on
                 self._agree(goes_on=False)
         self._ended = True
 
     def _check_unchanged(self) -> None:
-        if self._changes != self._pipeline.changes.of_all_ranks:
+        if self._began != self._changes.of_all_ranks:
             self._ended = True  # on all ranks alike
             raise StateError(
                 f"{_WHAT}: the model has had an update or a load since the call, so that further weights would be of "
@@ -388,10 +389,10 @@ class WeightBuckets:
 
     def _agree(self, *, goes_on: bool) -> None:
         """Tell the other ranks; raise :class:`StateError` if one of them does not go on."""
-        collectives = InOrder(self._pipeline)
+        collectives = self._pipeline.collectives
         if collectives.world_size == 1:
             return
-        whole = self._pipeline.state_lock.whole
+        whole = self._state_lock.whole
         left = whole(_WHAT, combine, collectives, _WHAT, of_each=[not goes_on]).of_each
         if left.any():
             self._ended = True

@@ -16,7 +16,6 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload_core.checkpoint.checkpoints import InOrder
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.layout.regions import Elements, InMemory
 from offload_core.ranks.collectives import merge, merged
@@ -137,7 +136,7 @@ class Weights:
                 part = out[start + at : start + min(at + _PIECE, numel)]
                 part.copy_(record.shard.read(first + at, part.numel()).detach())
         if not self._holds_all():
-            merge(InOrder(self._optimizer.pipeline).sum_integers, words, f"the values of {spec.name}")
+            merge(self._optimizer.pipeline.collectives.sum_integers, words, f"the values of {spec.name}")
         return shaped(out, cast(InMemory, spec.elements))
 
     def _from_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +151,7 @@ class Weights:
             StateError: on all processes, if some part lies on none of them.
         """
         name = self._optimizer.names.get(tensor, f"a tensor of shape {tuple(tensor.shape)}")
-        placed, collectives = placed_as(name, tensor), InOrder(self._optimizer.pipeline)
+        placed, collectives = placed_as(name, tensor), self._optimizer.pipeline.collectives
         if not placed.is_cut:
             return local
         what = f"the values of {name}"
@@ -171,7 +170,7 @@ class Weights:
 
     def _holds_all(self) -> bool:
         """True if this process has all shards, and nothing that is not in them yet was written to parameters."""
-        return self._optimizer.pipeline.device.world_size == 1 and not self._optimizer.sharding.is_open
+        return self._optimizer.pipeline.world_size == 1 and not self._optimizer.sharding.is_open
 
 
 # --- the tensors of a model --------------------------------------------------------------------------------------

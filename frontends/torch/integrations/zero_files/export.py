@@ -65,7 +65,7 @@ def export_deepspeed(
     steps = (counts or {}).get("global_steps", optimizer.updates)
     path = Path(folder) / (f"global_step{steps}_universal" if tag is None else checked_tag(str(tag), "tag"))
     unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-    together, first = optimizer.checkpoints.together, optimizer.pipeline.device.collectives.rank == 0
+    together, first = optimizer.checkpoints.together, optimizer.pipeline.rank == 0
     named = {
         slot.param: name
         for slot, name in zip(optimizer.slots, ModelCheckpoints(engine.module, optimizer).names(), strict=True)
@@ -196,7 +196,7 @@ def _described(
             name: first[tensor] for name, tensor in named_tensors(engine.module).items() if first[tensor] != name
         },
         "lr_scheduler": None if lr_scheduler is None else dict(lr_scheduler),
-        "dp_world_size": optimizer.pipeline.device.world_size,
+        "dp_world_size": optimizer.pipeline.world_size,
         "mp_world_size": 1,
         "ds_version": VERSION,
     }
