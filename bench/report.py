@@ -5,7 +5,6 @@ The words are in this module, and all figures come from the results.
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -34,37 +33,14 @@ class ReportError(Exception):
     """A file holds no results to report on."""
 
 
-RENAMED = {
-    "cpu_adam": "update",
-    "given_back": "default_allocator",
-    "Whole training steps on one rank, memory given back": "Whole training steps on one rank, default allocator",
-    "heats": "experiments",
-    "sittings": "repetitions",
-}
-"""Words of results that were written before November 26 of 2026, and today's. A results file itself never changes."""
-GONE = {"simulate"}
-"""Parts whose results are still in files, and which are no longer measured or shown."""
-NOTE = re.compile(r"(\S+) would leave nothing but PyTorch's own kernels and the streaming limit of the update.*")
-SAID = r"if our part of the step took no time beyond the streaming limit, it would be \1"
-
-
-def renamed(value: Any) -> Any:
-    """Return a value with today's words for those in :data:`RENAMED`, in keys and values."""
-    if isinstance(value, dict):
-        return {RENAMED.get(key, key): renamed(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [renamed(each) for each in value]
-    return NOTE.sub(SAID, RENAMED.get(value, value)) if isinstance(value, str) else value
-
-
 def read(path: Path) -> Records:
     """The records of a file; those of an older form, without rows, are none. Measurements of a part on an accelerator
     are joined into one."""
     path.stat()  # or say that it is not there
     known: Records = {}
-    lines = [renamed(line) for line in results.lines(path)]
+    lines = results.lines(path)
     for record in lines:
-        if "rows" in record and "ratios" in record and "measurement" not in record and record["bench"] not in GONE:
+        if "rows" in record and "ratios" in record and "measurement" not in record:
             known.pop(record["bench"], None)
             known[record["bench"]] = record
     known |= results.joined(record for record in lines if "measurement" in record)

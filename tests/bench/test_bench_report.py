@@ -217,14 +217,6 @@ def test_the_newest_run_is_by_date_whole_and_of_this_form(tmp_path):
     assert report.whole_runs(tmp_path, ["update", "bits", "more"]) == []
 
 
-def test_older_results_are_read_with_the_words_of_today(tmp_path):
-    old = records()["bits"] | {"bench": "given_back", "config": {"heats": {"small": [{"sittings": 3}]}}}
-    known = report.read(write(tmp_path / "old.jsonl", {"given_back": old}))
-    assert list(known) == ["default_allocator"]
-    assert known["default_allocator"]["config"] == {"experiments": {"small": [{"repetitions": 3}]}}
-    assert known["default_allocator"]["rows"] == old["rows"]
-
-
 def stand_in(folder, bodies):
     """A package ``bench.parts`` of such parts, for processes that find it first."""
     package = folder / "bench" / "parts"
