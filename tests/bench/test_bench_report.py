@@ -67,7 +67,7 @@ def section(known):
 
 def test_every_figure_comes_from_the_results():
     words = {"20", "80"}  # the percentiles' names
-    for text in (section, lambda known: report.document(known, {})):
+    for text in (section, report.document):
         one, other = (numbers(text(records(scale))) for scale in (1.0, 1.37))
         assert len(one) > (2 if text is section else 15)
         assert {n.rstrip(".,") for n in one & other} <= words
@@ -99,6 +99,21 @@ def test_the_readmes_picture_is_what_the_plan_says(monkeypatch, tmp_path):
     assert re.findall(r"[\d.]+ billion", (tmp_path / "fits.svg").read_text()) == shown
 
 
+def test_the_built_page_is_the_page_of_the_repository_with_each_parts_pictures(monkeypatch):
+    drawn = {}
+
+    def draw(known, folder):
+        drawn.update({part: [folder / f"{part}-bars.svg", folder / f"{part}-curves.svg"] for part in known})
+        return drawn
+
+    monkeypatch.setattr(report.plots, "draw", draw)
+    page = report.illustrated()
+    picture = re.compile(r"!\[.*\]\((.*)\)\n\n")
+    assert picture.sub("", page) == report.PERFORMANCE.read_text()
+    found = [(report.PERFORMANCE.parent / path).resolve() for path in picture.findall(page)]
+    assert sorted(found) == sorted(path for paths in drawn.values() for path in paths)
+
+
 def test_the_page_says_what_the_run_before_does_not_confirm(tmp_path):
     before, now = write(tmp_path / "before.jsonl", records()), records()
     now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
@@ -126,12 +141,12 @@ def test_a_missed_target_is_said_with_how_far_and_why_and_so_is_a_missing_peer()
     known = records()
     middle = known["update"]["ratios"][0]["p50"]
     beyond = f"missed by {100 * (middle / 0.31 - 1):.0f} %"
-    assert beyond in report.document(known, {})
-    assert beyond.replace("missed", "**missed**") in report.document(known, {})
-    assert "bound by memory" in report.document(known, {})
-    assert "absent peer could not run: needs a card" in report.document(known, {})
+    assert beyond in report.document(known)
+    assert beyond.replace("missed", "**missed**") in report.document(known)
+    assert "bound by memory" in report.document(known)
+    assert "absent peer could not run: needs a card" in report.document(known)
     assert known["update"]["ratios"][1]["p50"] > 0.41
-    [met] = [line for line in report.document(known, {}).splitlines() if line.startswith("| peer / this")]
+    [met] = [line for line in report.document(known).splitlines() if line.startswith("| peer / this")]
     assert met.endswith("| met |")
 
 
@@ -281,8 +296,8 @@ def test_an_interrupt_ends_the_part_that_runs(tmp_path):
 def test_the_report_says_what_was_asked_of_the_allocator():
     plain, kept = records(), records()
     kept["update"]["config"]["malloc"] = {"MALLOC_MMAP_MAX_": "0"}
-    assert "allocator" not in report.document(plain, {})
-    assert "allocator" in report.document(kept, {})
-    assert "users see by default" not in report.document(kept, {})
+    assert "allocator" not in report.document(plain)
+    assert "allocator" in report.document(kept)
+    assert "users see by default" not in report.document(kept)
     part = {**copy.deepcopy(kept["update"]), "bench": "default_allocator", "title": "as it comes"}
-    assert 'under "default allocator"' in report.document({**kept, "default_allocator": part}, {})
+    assert 'under "default allocator"' in report.document({**kept, "default_allocator": part})
