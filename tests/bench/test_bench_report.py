@@ -262,7 +262,7 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     monkeypatch.setattr(bench.parts, "__path__", [str(package), *bench.parts.__path__])
     monkeypatch.setattr(run, "PARTS", {"failing": 60, "hanging": 2, "fine": 60, "lacking": 60, "absent": 60})
     path = tmp_path / "results.jsonl"
-    assert run.main(["--results", str(path)]) == 1
+    assert run.main(["--json", str(path)]) == 1
     known = report.read(path)
     assert list(known) == ["failing", "hanging", "fine", "lacking", "absent"]
     why = {part: [absent["why"] for absent in each["missing"]] for part, each in known.items()}
@@ -279,7 +279,7 @@ def test_an_interrupt_ends_the_part_that_runs(tmp_path):
     stand_in(tmp_path, {"hanging": "import os, time; print(os.getpid(), flush=True); time.sleep(600)"})
     start = (
         "import bench.parts; from bench import run; bench.parts.__path__.append('bench/parts');"
-        "run.PARTS = {'hanging': 600}; run.main(['--results', 'results.jsonl'])"
+        "run.PARTS = {'hanging': 600}; run.main(['--json', 'results.jsonl'])"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {start}"]
