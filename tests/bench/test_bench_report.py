@@ -261,6 +261,7 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench.parts, "__path__", [str(package), *bench.parts.__path__])
     monkeypatch.setattr(run, "PARTS", {"failing": 60, "hanging": 2, "fine": 60, "lacking": 60, "absent": 60})
+    monkeypatch.setattr(report, "PICTURES", tmp_path / "pictures")
     path = tmp_path / "results.jsonl"
     assert run.main(["--json", str(path)]) == 1
     known = report.read(path)
