@@ -18,7 +18,7 @@ TEST := $(PYTEST) $(SIDE_BY_SIDE)
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: help train demo demo-disk quick test test-times test-integrations test-all test-others with-deepspeed soak lint docs bench wheel setup integrations pins check-pins clean
+.PHONY: help train demo demo-disk quick test test-times test-integrations test-all with-deepspeed soak lint docs bench wheel setup integrations pins check-pins clean
 .DELETE_ON_ERROR:
 
 help:
@@ -62,8 +62,6 @@ test-all: integrations
 
 # The core, the kernels and JAX's laws on other Pythons, each in an environment of its own; one that is not here is named.
 # pyenv's are taken from their folders, as its commands work for the chosen version alone.
-OTHERS ?= 3.12 3.13 3.14
-test-others: $(addprefix other-,$(OTHERS))
 other-%: private OTHER = $(firstword $(wildcard $(HOME)/.pyenv/versions/$*.*/bin/python3) python$*)
 other-%: $(BUILD_STAMP)
 	@if ! $(OTHER) -c 'import venv' 2>/dev/null; then echo "make: Python $* is not here: its tests are skipped"; else \

@@ -10,13 +10,13 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from bench.harness import rounds
 from bench.train.gpt_torch import GPT
 from frontends.torch import init, wrap
 from offload_core.commands.machine import measure_bandwidths, measure_disk
@@ -71,7 +71,7 @@ def expected(gpt: GPTConfig, config: dict[str, Any], steps: int, tokens: int) ->
     numel = sum(spec.numel for spec in specs)
     disk, dram = measure_disk(terms.config.nvme_path).both, measure_bandwidths(terms.config.threads).dram
     weight, x = torch.randn(4096, 4096, dtype=torch.bfloat16), torch.randn(tokens, 4096, dtype=torch.bfloat16)
-    seconds = min(_seconds(lambda: x @ weight) for _ in range(3))
+    seconds = min(rounds.seconds(lambda: x @ weight) for _ in range(3))
     flops = 2 * x.shape[0] * weight.numel() / seconds
     step = predict(terms, specs, Speeds(dram=dram, disk=disk, flops=flops), tokens=tokens)
     states = Planner(terms).traffic(specs)[0].disk_write
@@ -81,12 +81,6 @@ def expected(gpt: GPTConfig, config: dict[str, Any], steps: int, tokens: int) ->
         f"{making:.0f} s to make the model, and {step.seconds:.0f} s for each of {steps} steps. "
         "Ctrl-C ends it and frees the disk."
     )
-
-
-def _seconds(act: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 def main() -> None:

@@ -1,5 +1,5 @@
-"""The formats of optimizer states: bytes, time of an update (``bench.parts.state_formats``), where many cores share the
-memory (``many_cores``) and beside other libraries (``eight_bit``), and the loss.
+"""The formats of optimizer states: bytes, the loss, and curves of training. Their times are parts of ``bench.parts``:
+``state_formats``, ``many_cores`` and ``eight_bit``.
 
 ``python -m bench.formats`` prints the tables and appends to ``bench/results/formats.jsonl``; with ``--write`` it draws
 ``docs/pictures/formats.svg`` and ``formats-curves.svg`` too. ``--only PART`` does one part. Losses are those of
@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from bench.losses import Trained, draw, train_all
-from bench.parts import eight_bit, many_cores, state_formats
 from bench.plots import pyplot
 from bench.record import commit, machine
 from offload_core.config.options import OffloadConfig
@@ -87,11 +86,8 @@ def draw_curves(found: Mapping[str, Sequence[Trained]], picture: Path) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.formats", description=(__doc__ or "").partition("\n\n")[0])
-    parts = ("bytes", "update", "cores", "peers", "loss", "curves")
+    parts = ("bytes", "loss", "curves")
     parser.add_argument("--only", choices=parts, help="one part (default: all)")
-    parser.add_argument("--numel", type=int, default=100_000_000, metavar="N", help="of the update (default: 100 M)")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of the update (default: 2)")
-    parser.add_argument("--rounds", type=int, default=9, metavar="N", help="of the update (default: 9)")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="runs of each format (default: 5)")
     parser.add_argument("--train", default="", metavar="ARGUMENTS", help="more arguments for bench.train")
     parser.add_argument("--write", action="store_true", help="draw docs/pictures/formats*.svg")
@@ -105,15 +101,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record["bytes"] = {name: allocated(fields, 10**7) for name, fields in FORMATS.items()}
         rows = [[name, f"{n:.2f}"] for name, n in record["bytes"].items()]
         print(format_table(rows, ["format", "bytes of states a bf16 parameter, measured"]), end="\n\n")
-    if wanted("update"):
-        state_formats.main(["--numel", str(args.numel), "--threads", str(args.threads), "--rounds", str(args.rounds)])
-        print()
-    if wanted("cores"):
-        many_cores.main([])
-        print()
-    if wanted("peers"):
-        eight_bit.main(["--threads", str(args.threads)])
-        print()
     if wanted("loss"):
         runs = train_all(OPTIONS, args.seeds, args.train.split())
         record["loss"] = found = {name: [run.held_out for run in each] for name, each in runs.items()}

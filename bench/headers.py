@@ -5,7 +5,6 @@ neighbouring steps. Training needs the headers: without them, ranks that differ 
 """
 
 import os
-import socket
 import statistics
 import time
 
@@ -14,6 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
+from bench.peers import free_port
 from frontends.torch import wrap
 from frontends.torch.ranks.own_group import OwnGroup
 
@@ -68,9 +68,7 @@ def rank_of(rank: int, port: int, stage: int, layers: int, width: int, bucket: i
 
 def main() -> None:
     for case in CASES:
-        with socket.create_server(("localhost", 0)) as free:
-            port = free.getsockname()[1]
-        mp.spawn(rank_of, (port, *case), nprocs=2)
+        mp.spawn(rank_of, (free_port(), *case), nprocs=2)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def find_compilers() -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port that nobody listens on, for DeepSpeed's group of one rank."""
+    """Return a TCP port that nobody listens on, for a group of ranks."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

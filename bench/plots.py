@@ -37,19 +37,20 @@ def extras(row: Row) -> dict[str, Any]:
     }
 
 
-def draw(records: dict[str, Record], folder: Path) -> list[Path]:
-    """Write all pictures; raises ImportError without matplotlib."""
+def draw(records: dict[str, Record], folder: Path) -> dict[str, list[Path]]:
+    """Write all pictures, and return those of each part; raises ImportError without matplotlib."""
     plt = pyplot()
     folder.mkdir(parents=True, exist_ok=True)
-    written = []
+    written: dict[str, list[Path]] = {}
     for part, record in records.items():
         if not record["rows"]:  # it could not run
             continue
         for name, picture in PICTURES.get(part, (("bars", bars), ("curves", curves))):
             figure = picture(plt, record)
             if figure is not None:
-                written.append(folder / f"{part}-{name}.svg")
-                figure.savefig(written[-1], metadata={"Date": None})
+                path = folder / f"{part}-{name}.svg"
+                figure.savefig(path, metadata={"Date": None})
+                written.setdefault(part, []).append(path)
                 plt.close(figure)
     return written
 

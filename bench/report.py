@@ -5,11 +5,11 @@ The words are in this module, and all figures come from the results.
 
 import argparse
 import json
-import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from bench import plots
@@ -20,6 +20,8 @@ from bench.record import bound, missed_by, module_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
+PICTURES = ROOT / "build" / "pictures"
+"""The folder for pictures, one below it for each results file. Git ignores it: `make docs` draws them again."""
 README = ROOT / "README.md"
 PERFORMANCE = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- what follows is written by: python -m bench.report --write -->\n"
@@ -34,37 +36,14 @@ class ReportError(Exception):
     """A file holds no results to report on."""
 
 
-RENAMED = {
-    "cpu_adam": "update",
-    "given_back": "default_allocator",
-    "Whole training steps on one rank, memory given back": "Whole training steps on one rank, default allocator",
-    "heats": "experiments",
-    "sittings": "repetitions",
-}
-"""Words of results that were written before November 26 of 2026, and today's. A results file itself never changes."""
-GONE = {"simulate"}
-"""Parts whose results are still in files, and which are no longer measured or shown."""
-NOTE = re.compile(r"(\S+) would leave nothing but PyTorch's own kernels and the streaming limit of the update.*")
-SAID = r"if our part of the step took no time beyond the streaming limit, it would be \1"
-
-
-def renamed(value: Any) -> Any:
-    """Return a value with today's words for those in :data:`RENAMED`, in keys and values."""
-    if isinstance(value, dict):
-        return {RENAMED.get(key, key): renamed(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return [renamed(each) for each in value]
-    return NOTE.sub(SAID, RENAMED.get(value, value)) if isinstance(value, str) else value
-
-
 def read(path: Path) -> Records:
     """The records of a file; those of an older form, without rows, are none. Measurements of a part on an accelerator
     are joined into one."""
     path.stat()  # or say that it is not there
     known: Records = {}
-    lines = [renamed(line) for line in results.lines(path)]
+    lines = results.lines(path)
     for record in lines:
-        if "rows" in record and "ratios" in record and "measurement" not in record and record["bench"] not in GONE:
+        if "rows" in record and "ratios" in record and "measurement" not in record:
             known.pop(record["bench"], None)
             known[record["bench"]] = record
     known |= results.joined(record for record in lines if "measurement" in record)
@@ -347,15 +326,17 @@ def meanings(records: Records, on_a_gpu: bool = False) -> list[str]:
     ]
 
 
-def part_lines(part: str, record: Record, pictures: Sequence[str], whole: bool) -> list[str]:
+def part_lines(part: str, record: Record, whole: bool, pictures: Sequence[Path] = ()) -> list[str]:
     """A part's section. If not ``whole``, rows are left out where there are ratios, and so are nested settings."""
     about = f"{ABOUT[part]} " if part in ABOUT else ""
+    if whole:  # a report beside the results, while these links are those of a page in docs/
+        about = about.replace("](", "](../../docs/")
     known = settings(record["config"])
     lines = ["", f"## {record['title']}", "", f"{about}(`python -m {module_of(part)}`{f'; {known}' if known else ''})"]
     if record["ratios"]:
         lines += ["", *table(["", "ratio", "target", ""], ratio_lines(record["ratios"]))]
     for picture in pictures:
-        lines += ["", f"![{record['title']}]({picture})"]
+        lines += ["", f"![{record['title']}](../{picture.relative_to(ROOT)})"]
     if record["rows"] and (whole or not record["ratios"]):
         lines += ["", *row_table(record)]
     notes = remarks(record)
@@ -390,13 +371,16 @@ FORMATS = "- States may take fewer bytes: [formats](formats.md) has losses, curv
 
 def document(
     records: Records,
-    pictures: dict[str, list[str]],
     rest: str | None = None,
     beside_it: str = "",
     gpu: Sequence[str] = (),
+    pictures: Mapping[str, Sequence[Path]] = MappingProxyType({}),
 ) -> str:
-    """Return the complete report, with links to each part's pictures; or without the rows and settings, which are at
-    ``rest``."""
+    """Return the complete report; or without the rows and settings, which are at ``rest``.
+
+    Args:
+        pictures: the pictures of each part; links lead to them from a page in docs/.
+    """
     parts = [*(part for part in ABOUT if part in records), *(part for part in records if part not in ABOUT)]
     on_a_gpu = bool(gpu) and list(gpu) != [NOT_ON_GPU]
     but = "all but [those on a GPU](#on-a-gpu)" if on_a_gpu else "all"
@@ -419,33 +403,37 @@ def document(
         *how(records),
     ]
     if rest:
-        lines += ["", f"`{rest}` has every row behind these ratios, and all settings."]
+        said = "has every row behind these ratios, and all settings. `make docs` builds this page with pictures."
+        lines += ["", f"`{rest}` {said}"]
     if gpu:
         lines += ["", "## On a GPU", "", *gpu]
     for part in parts:
-        lines += part_lines(part, records[part], pictures.get(part, ()), whole=rest is None)
+        lines += part_lines(part, records[part], rest is None, pictures.get(part, ()))
     if beside_it:
         lines += ["", "## Two runs beside each other", "", beside_it.rstrip()]
     return "\n".join([*lines, *missed(records)]) + "\n"
 
 
-def pictures_of(path: Path, records: Records, prefix: str) -> dict[str, list[str]]:
-    """Return links to the pictures of a results file."""
-    drawn = sorted(path.with_suffix("").glob("*.svg"))
-    return {part: [f"{prefix}{path.stem}/{p.name}" for p in drawn if p.stem.startswith(f"{part}-")] for part in records}
-
-
-def performance(path: Path, before: Path | None, gpu: Path | None = None) -> str:
+def performance(
+    path: Path,
+    before: Path | None,
+    gpu: Path | None = None,
+    pictures: Mapping[str, Sequence[Path]] = MappingProxyType({}),
+) -> str:
     """Return ``docs/performance.md``: this run, a comparison with the run ``before`` it, and the results on an
     accelerator."""
-    records = read(path)
     source = f"<!-- written by: python -m bench.report --write; from bench/results/{path.name} -->\n"
-    pictures = pictures_of(path, records, "../bench/results/")
     rest = f"bench/results/{path.stem}.md"
     every = "" if gpu is None else f"\nEvery row: `bench/results/{gpu.stem}.md`."
-    return source + document(
-        records, pictures, rest, "" if before is None else beside(before, path), on_gpu(gpu, every)
-    )
+    compared = "" if before is None else beside(before, path)
+    return source + document(read(path), rest, compared, on_gpu(gpu, every), pictures)
+
+
+def illustrated() -> str:
+    """Draw the pictures of the newest whole run, and return ``docs/performance.md`` with links to them."""
+    *_, before, newest = whole_runs(RESULTS, PARTS)
+    pictures = plots.draw(read(newest), PICTURES / newest.stem)
+    return performance(newest, before, newest_on_gpu(RESULTS), pictures)
 
 
 NOT_ON_GPU = "On a GPU nothing has been measured yet: `bench/on_gpu.sh` does it where there is one."
@@ -572,7 +560,7 @@ def gpu_document(records: Records) -> str:
     """Return the document of all measurements on an accelerator."""
     lines = ["# On an accelerator", "", *figures.figures(records), "", *where(records)]
     for record in records.values():
-        lines += part_lines(record["bench"], record, (), whole=True)
+        lines += part_lines(record["bench"], record, whole=True)
     return "\n".join(lines) + "\n"
 
 
@@ -589,10 +577,11 @@ def reported(given: list[Path], write: bool) -> int:
     path = given[0] if given else runs[-1]
     records = read(path)
     try:
-        plots.draw(records, path.with_suffix(""))
+        plots.draw(records, PICTURES / path.stem)
+        print(PICTURES / path.stem)
     except ImportError as error:
         print(f"no pictures: {error}", file=sys.stderr)
-    path.with_suffix(".md").write_text(document(records, pictures_of(path, records, "")))
+    path.with_suffix(".md").write_text(document(records))
     print(path.with_suffix(".md"))
     if write:
         earlier = runs[: runs.index(path.resolve())] if path.resolve() in runs else []

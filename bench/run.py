@@ -70,12 +70,12 @@ def main(arguments: list[str] | None = None) -> int:
         "parts", nargs="*", metavar="PART", help=f"of {', '.join(known)} (default: all but {', '.join(ON_REQUEST)})"
     )
     parser.add_argument("--quick", action="store_true", help="small sizes and two rounds, to see that all runs")
-    parser.add_argument("--results", type=Path, metavar="FILE", help="append to it (default: a new file)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append to it (default: a new file)")
     args = parser.parse_args(arguments)
     for part in args.parts:
         if part not in known:
             parser.error(f"part {part!r}: expected one of {', '.join(known)}")
-    path = args.results or free_path(report.RESULTS, args.parts, args.quick)
+    path = args.json or free_path(report.RESULTS, args.parts, args.quick)
     failed = []
     for part in args.parts or PARTS:
         print(f"== {part}, at most {known[part]} s", flush=True)

@@ -5,6 +5,8 @@ from typing import Any
 
 from sphinx.util.nodes import make_refnode
 
+from bench import report
+
 project = "offload-core"
 author = "the offload-core authors"
 release = metadata.version("offload-core")
@@ -35,5 +37,12 @@ def resolve(app: Any, env: Any, node: Any, content: Any) -> Any:
     return make_refnode(app.builder, node["refdoc"], entry.docname, entry.node_id, content, name)
 
 
+def illustrate(app: Any, page: str, source: list[str]) -> None:
+    """Give the page of measurements its pictures. They are drawn from the results: the repository has none of them."""
+    if page == "performance":
+        source[0] = report.illustrated()
+
+
 def setup(app: Any) -> None:
     app.connect("missing-reference", resolve)
+    app.connect("source-read", illustrate)

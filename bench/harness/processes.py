@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from bench.harness.worker import MOST_FDS
+from bench.peers import EXTENSIONS, free_port
 
 KEEP_FREED_MEMORY = {"MALLOC_ARENA_MAX": "1", "MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**62)}
 """Has glibc keep the memory that a process frees. By default large blocks go back to the kernel, and each page of a new
@@ -122,18 +123,15 @@ class ProcessGroup:
             "OMP_WAIT_POLICY": "passive",
             # DeepSpeed compiles its Adam on first use, with the ninja of this environment and for its torch.
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)]),
-            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix, "torch_extensions"))),
+            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR", str(EXTENSIONS)),
             **malloc,
             **environment,
         }
         command = [sys.executable, "-m", module, *([library] if library else [])]
         self._importer = _importer(command, inherited | shared)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
         of_group = {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             "WORLD_SIZE": str(ranks),
             "LOCAL_WORLD_SIZE": str(ranks),
         }

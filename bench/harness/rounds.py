@@ -3,6 +3,7 @@
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -41,12 +42,13 @@ def turns(
             yield results
 
 
+def seconds(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> float:
+    """Call ``run`` and return its seconds by ``clock``."""
+    start = clock()
+    run()
+    return clock() - start
+
+
 def timed(run: Callable[[], object], clock: Callable[[], float] = time.perf_counter) -> Callable[[], float]:
-    """Return a function that calls ``run`` and returns its seconds by ``clock``."""
-
-    def seconds() -> float:
-        start = clock()
-        run()
-        return clock() - start
-
-    return seconds
+    """Return a function that calls ``run`` and returns its :func:`seconds` by ``clock``."""
+    return partial(seconds, run, clock)

@@ -23,7 +23,6 @@ ON_REQUEST = {
     "eight_bit": 500,
     "trainer": 400,
     "phases": 600,
-    "loading": 900,
     "muon_step": 300,
     "nvme": 600,  # with the default sizes; a run of 1 B parameters takes 20 minutes
 }

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from bench import record
+from bench.harness.rounds import seconds
 from bench.harness.working_dtype import working_dtype
 from bench.train.gpt_torch import GPT
 from bench.train.presets import PRESETS
@@ -85,12 +86,6 @@ def drop(*paths: Path) -> None:
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(file)
-
-
-def seconds(act: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    act()
-    return time.perf_counter() - start
 
 
 def transfers(run: Run, folder: Path, rounds: int) -> tuple[int, dict[str, list[float]]]:

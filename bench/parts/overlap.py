@@ -209,7 +209,7 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
         "bench": "overlap",
         "title": "What the schedules hide, on a simulated machine",
         "config": {
-            "params": args.params,
+            "params": args.numel,
             "scale": args.scale,
             "rounds": args.rounds,
             "steps": args.steps,
@@ -228,7 +228,7 @@ def record(args: argparse.Namespace, results: list[dict[str, Any]]) -> dict[str,
 
 def main(arguments: list[str] | None = None) -> None:
     options = parser("overlap", __doc__.splitlines()[0])
-    options.add_argument("--params", type=int, default=2**30, help="of the simulated model (default: 2^30)")
+    options.add_argument("--numel", type=int, default=2**30, help="of the simulated model (default: 2^30)")
     options.add_argument("--scale", type=int, default=2**10, help="how much smaller tensors are (default: 1024)")
     options.add_argument("--buckets", type=int, nargs="+", default=[16])
     options.add_argument("--cases", nargs="+", choices=CASES, metavar="NAME", help="default: all")
@@ -241,7 +241,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.trace:
         args.trace.mkdir(parents=True, exist_ok=True)
     steps = args.rounds * args.steps
-    print(f"{args.params:,} parameters, tensors {args.scale} times smaller; ms a step, median of {steps} steps")
+    print(f"{args.numel:,} parameters, tensors {args.scale} times smaller; ms a step, median of {steps} steps")
     print(
         f"{'dominates':9}{'buckets':>8}  {'clipping':10}{'schedule':12}{'measured':>9}{'':18}{'model':>9}{'off':>10}"
         f"{'limit':>9}{'over it':>8}"
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     for name in args.cases:
         for clips in (True, False):
             for buckets in args.buckets:
-                those = compare(name, args.params, buckets, args.scale, clips, args.rounds, args.steps, args.trace)
+                those = compare(name, args.numel, buckets, args.scale, clips, args.rounds, args.steps, args.trace)
                 results += those
                 print(*map(show, those), sep="\n", flush=True)
     for schedule in SCHEDULES:

@@ -12,7 +12,7 @@ from torch import nn
 
 from bench import record
 from bench.harness.recording import Recording
-from bench.harness.rounds import interleave
+from bench.harness.rounds import interleave, seconds
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core.support.processors import available_cpus
 from offload_core.support.units import count
@@ -35,13 +35,6 @@ class Model(nn.Module):
         return torch.cat(list(self.params)).square().sum()
 
 
-def seconds(clock: Callable[[], float], act: Callable[[], object]) -> float:
-    """Return the time of a call."""
-    start = clock()
-    act()
-    return clock() - start
-
-
 def step_of(optimizer: torch.optim.Optimizer, clock: Callable[[], float]) -> Callable[[], float]:
     """Seconds of a step that takes its gradients from ``p.grad``."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -49,7 +42,7 @@ def step_of(optimizer: torch.optim.Optimizer, clock: Callable[[], float]) -> Cal
     def step() -> float:
         for param in params:
             param.grad = torch.ones_like(param)
-        return seconds(clock, optimizer.step)
+        return seconds(optimizer.step, clock)
 
     return step
 
@@ -64,7 +57,7 @@ def iteration_of(
 
     def run() -> tuple[float, float]:
         loss = forward()
-        return seconds(clock, lambda: backward(loss)), seconds(clock, step)
+        return seconds(lambda: backward(loss), clock), seconds(step, clock)
 
     return run
 

@@ -1,4 +1,4 @@
-"""The benchmarks of phases and of loading: bytes over the link, contenders that are absent, and peaks of memory."""
+"""The benchmark of phases: bytes over the link, and contenders that are absent."""
 
 import json
 from dataclasses import asdict
@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("torch")
 from bench.harness.processes import ContenderError
-from bench.parts import loading, phases
-from bench.parts.loading_run import EXPORT, LOAD, SAVE, STAGE_2, STAGE_3, WRAP
+from bench.parts import phases
 from bench.parts.phases_run import CPU, DS, DS_OFFLOADED, LORA, OURS, SIMULATED, Run
 from offload_core.commands.model_shapes import GPTS
 from tests.support import simulated
@@ -66,21 +65,3 @@ def test_a_round_brings_all_parameters_back_once_and_takes_only_frozen_ones_to_t
     assert after < 2048  # the batch
     assert len(known.away) == len(known.back) == 1
     assert phases.run(contender, {**settings, "device": CPU}).to_device == 0
-
-
-@pytest.mark.slow
-def test_peaks_of_loading_and_saving_are_looked_at_from_outside(tmp_path):
-    pytest.importorskip("transformers")
-    path = tmp_path / "result.jsonl"
-    assert loading.main(["--quick", f"--json={path}", f"--folder={tmp_path}", "--threads=1"]) == 0
-    known = json.loads(path.read_text())
-    numel = known["config"]["params"]
-    assert known["config"]["file_bytes"] < numel  # several files
-    for variant in (STAGE_2, STAGE_3):
-        rows = {(row["metric"], row.get("phase")): 1e9 * row["p50"] for row in known["rows"] if row["name"] == variant}
-        states = 12 * numel
-        assert rows["planned", None] >= states
-        for phase in (WRAP, SAVE, EXPORT):
-            assert states <= rows[loading.OWN, phase] <= rows[loading.ALL, phase]
-        assert rows[loading.OWN, LOAD] < 4 * numel
-    assert [path.name for path in tmp_path.iterdir()] == ["result.jsonl"]

@@ -67,7 +67,7 @@ def section(known):
 
 def test_every_figure_comes_from_the_results():
     words = {"20", "80"}  # the percentiles' names
-    for text in (section, lambda known: report.document(known, {})):
+    for text in (section, report.document):
         one, other = (numbers(text(records(scale))) for scale in (1.0, 1.37))
         assert len(one) > (2 if text is section else 15)
         assert {n.rstrip(".,") for n in one & other} <= words
@@ -99,6 +99,21 @@ def test_the_readmes_picture_is_what_the_plan_says(monkeypatch, tmp_path):
     assert re.findall(r"[\d.]+ billion", (tmp_path / "fits.svg").read_text()) == shown
 
 
+def test_the_built_page_is_the_page_of_the_repository_with_each_parts_pictures(monkeypatch):
+    drawn = {}
+
+    def draw(known, folder):
+        drawn.update({part: [folder / f"{part}-bars.svg", folder / f"{part}-curves.svg"] for part in known})
+        return drawn
+
+    monkeypatch.setattr(report.plots, "draw", draw)
+    page = report.illustrated()
+    picture = re.compile(r"!\[.*\]\((.*)\)\n\n")
+    assert picture.sub("", page) == report.PERFORMANCE.read_text()
+    found = [(report.PERFORMANCE.parent / path).resolve() for path in picture.findall(page)]
+    assert sorted(found) == sorted(path for paths in drawn.values() for path in paths)
+
+
 def test_the_page_says_what_the_run_before_does_not_confirm(tmp_path):
     before, now = write(tmp_path / "before.jsonl", records()), records()
     now["update"]["ratios"][0].update(p20=7.0, p50=7.5, p80=8.0)
@@ -126,12 +141,12 @@ def test_a_missed_target_is_said_with_how_far_and_why_and_so_is_a_missing_peer()
     known = records()
     middle = known["update"]["ratios"][0]["p50"]
     beyond = f"missed by {100 * (middle / 0.31 - 1):.0f} %"
-    assert beyond in report.document(known, {})
-    assert beyond.replace("missed", "**missed**") in report.document(known, {})
-    assert "bound by memory" in report.document(known, {})
-    assert "absent peer could not run: needs a card" in report.document(known, {})
+    assert beyond in report.document(known)
+    assert beyond.replace("missed", "**missed**") in report.document(known)
+    assert "bound by memory" in report.document(known)
+    assert "absent peer could not run: needs a card" in report.document(known)
     assert known["update"]["ratios"][1]["p50"] > 0.41
-    [met] = [line for line in report.document(known, {}).splitlines() if line.startswith("| peer / this")]
+    [met] = [line for line in report.document(known).splitlines() if line.startswith("| peer / this")]
     assert met.endswith("| met |")
 
 
@@ -217,14 +232,6 @@ def test_the_newest_run_is_by_date_whole_and_of_this_form(tmp_path):
     assert report.whole_runs(tmp_path, ["update", "bits", "more"]) == []
 
 
-def test_older_results_are_read_with_the_words_of_today(tmp_path):
-    old = records()["bits"] | {"bench": "given_back", "config": {"heats": {"small": [{"sittings": 3}]}}}
-    known = report.read(write(tmp_path / "old.jsonl", {"given_back": old}))
-    assert list(known) == ["default_allocator"]
-    assert known["default_allocator"]["config"] == {"experiments": {"small": [{"repetitions": 3}]}}
-    assert known["default_allocator"]["rows"] == old["rows"]
-
-
 def stand_in(folder, bodies):
     """A package ``bench.parts`` of such parts, for processes that find it first."""
     package = folder / "bench" / "parts"
@@ -254,8 +261,9 @@ def test_a_part_that_fails_or_hangs_is_reported_and_the_rest_go_on(tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(bench.parts, "__path__", [str(package), *bench.parts.__path__])
     monkeypatch.setattr(run, "PARTS", {"failing": 60, "hanging": 2, "fine": 60, "lacking": 60, "absent": 60})
+    monkeypatch.setattr(report, "PICTURES", tmp_path / "pictures")
     path = tmp_path / "results.jsonl"
-    assert run.main(["--results", str(path)]) == 1
+    assert run.main(["--json", str(path)]) == 1
     known = report.read(path)
     assert list(known) == ["failing", "hanging", "fine", "lacking", "absent"]
     why = {part: [absent["why"] for absent in each["missing"]] for part, each in known.items()}
@@ -272,7 +280,7 @@ def test_an_interrupt_ends_the_part_that_runs(tmp_path):
     stand_in(tmp_path, {"hanging": "import os, time; print(os.getpid(), flush=True); time.sleep(600)"})
     start = (
         "import bench.parts; from bench import run; bench.parts.__path__.append('bench/parts');"
-        "run.PARTS = {'hanging': 600}; run.main(['--results', 'results.jsonl'])"
+        "run.PARTS = {'hanging': 600}; run.main(['--json', 'results.jsonl'])"
     )
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {start}"]
@@ -289,8 +297,8 @@ def test_an_interrupt_ends_the_part_that_runs(tmp_path):
 def test_the_report_says_what_was_asked_of_the_allocator():
     plain, kept = records(), records()
     kept["update"]["config"]["malloc"] = {"MALLOC_MMAP_MAX_": "0"}
-    assert "allocator" not in report.document(plain, {})
-    assert "allocator" in report.document(kept, {})
-    assert "users see by default" not in report.document(kept, {})
+    assert "allocator" not in report.document(plain)
+    assert "allocator" in report.document(kept)
+    assert "users see by default" not in report.document(kept)
     part = {**copy.deepcopy(kept["update"]), "bench": "default_allocator", "title": "as it comes"}
-    assert 'under "default allocator"' in report.document({**kept, "default_allocator": part}, {})
+    assert 'under "default allocator"' in report.document({**kept, "default_allocator": part})
