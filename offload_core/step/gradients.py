@@ -277,7 +277,7 @@ class Gradients:
             arguments: of a step that was announced (:meth:`EarlyPublish.expect_step`) and follows now.
         """
         assert self._state_lock.changing.locked()
-        if arguments is not None:
+        if arguments is not None and self._announced.step is not None:
             self._early.confirm_step(arguments)
         boundary = self._arrivals.at_boundary if boundary is None else boundary
         if reduce or self._arrivals.since.backward:

@@ -88,6 +88,8 @@ class Pipeline:
         self._rule = rule or config.rule()
         self.device = device
         self.scaler = scaler
+        self.span: Callable[[str], AbstractContextManager[None]] = partial(device.trace.span, COMPUTE)
+        """Returns a context whose body a trace records, as code of the model or of the front end."""
         self.state_lock = StateLock()
         """Front ends hold it while they change or save anything. Methods that change anything assert it."""
         self.save_asked = False
@@ -259,7 +261,7 @@ class Pipeline:
     @property
     def has_begun(self) -> bool:
         """True once an update was made, or begun in backward."""
-        return bool(self.update_count or self.early.has_begun)
+        return bool(self.counts.updates or self.early.has_begun)
 
     def finish(self) -> None:  # waits
         """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
@@ -268,6 +270,19 @@ class Pipeline:
     def abandon(self) -> bool:
         """As :meth:`LastStep.abandon`."""
         return self.last_step.abandon()
+
+    def conclude(self, flush: Callable[[], None]) -> None:
+        """Before the end, write to all parameters what the last step makes of them. A step that was begun in backward
+        does not come any more: it ends, and counts.
+
+        Args:
+            flush: calls :meth:`flush` with the tensors, as they are then.
+        """
+        if self.usable and self.buckets.terms.updates_early:
+            self.gradients.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
+        self.state_lock.change("close()", self.abandon)
+        if self.usable:
+            self.state_lock.change("close()", flush)
 
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
         """Update every parameter that has a gradient, or none.
@@ -408,6 +423,10 @@ class Pipeline:
 
     # --- what may be done, and by whom ---------------------------------------------------------------
 
+    def check(self, use: Use) -> None:
+        """Raise :class:`StateError` or :class:`CollectiveError` if a step or a load that broke off forbids this use."""
+        self.health.check(use)
+
     @property
     def usable(self) -> bool:
         """True if a step may follow."""
@@ -471,6 +490,10 @@ class Pipeline:
         self.early.recall()
         self.last_step.flush(tensors)
 
+    def update_of(self, param: int) -> Event:
+        """Return the end of all updates of a parameter that were asked for so far."""
+        return self.updates.update_of(param)
+
     def await_param(self, param: int, *, on_host: bool = False) -> None:  # waits
         """Order the device's work that this thread asks for from now on after the parameter's update.
 
@@ -496,10 +519,6 @@ class Pipeline:
         except BaseException:
             self.state_lock.change("a read of a parameter", self.last_step.finish)
             raise
-
-    def span(self, what: str) -> AbstractContextManager[None]:
-        """Record the body in a trace, as code of the model or of the front end."""
-        return self.device.trace.span(COMPUTE, what)
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:

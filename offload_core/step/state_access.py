@@ -130,6 +130,10 @@ class StateAccess:
         store = self._buckets.store
         return [(bucket, store.run([extent])[MASTER]) for bucket, extent in zip(buckets, whole, strict=True)]
 
+    def step_count(self, param: int) -> np.ndarray:
+        """The updates that a parameter has had: float32 of no dimensions, in the memory in which they are counted."""
+        return self._pipeline.counts.steps[param]
+
     def rule(self, param: int) -> Rule:
         """A parameter's update rule."""
         return self._pipeline.buckets.terms.rule_of(self._pipeline.params[param])

@@ -19,7 +19,7 @@ ROOMS = {
         checkpoint commands testing lr_schedules memory_report pipeline step_log __main__""",
     "frontends.torch": "internals params ranks stage3 training optim weights engine integrations deepspeed",
     "frontends.jax": "tree devices placement training optax_bridge files offloaded",
-    "bench": """record markdown plots fits headers peers harness train disk_demo screens losses phases parts formats
+    "bench": """record markdown plots fits peers headers harness train disk_demo screens losses phases parts formats
         optimizers gpu report run""",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round
@@ -67,6 +67,19 @@ def test_front_ends_do_not_import_each_other():
             names = imported_modules(path)
             assert other not in top(names), path
             assert not any(name.startswith(f"frontends.{other}") for name in names), path
+
+
+@pytest.mark.quick
+def test_front_ends_ask_the_pipeline_and_reach_none_of_its_inner_parts():
+    """So a name inside these parts can change without a front end."""
+    inner = {"arrivals", "buckets", "reduction", "updates"}
+    reached = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}"
+        for path in (ROOT / "frontends").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in inner and ast.unparse(node.value).endswith("pipeline")
+    ]
+    assert not reached, "ask Pipeline, its gradients or its last_step what the front end needs to know"
 
 
 def imports_within(package: str) -> dict[str, set[str]]:

@@ -71,9 +71,7 @@ class TreeStates:
 
     def to_pytree(self, count: int, *, sharded: bool) -> dict[str, Any]:
         """As ``OffloadedParams.to_pytree``, after so many updates."""
-        steps = {
-            position: self._pipeline.counts.steps[leaf.params[0]].copy() for position, leaf in self._trained.items()
-        }
+        steps = {position: self._states.step_count(leaf.params[0]).copy() for position, leaf in self._trained.items()}
         scaler = self._pipeline.scaler
         return {
             "count": count,
@@ -90,7 +88,7 @@ class TreeStates:
 
     def to_optax(self, config: OffloadConfig, *, masked: bool, count: int) -> Any:
         """As ``OffloadedParams.to_optax_state``."""
-        steps = [int(self._pipeline.counts.steps[leaf.params[0]]) for leaf in self._tree.trained]
+        steps = [int(self._states.step_count(leaf.params[0])) for leaf in self._tree.trained]
         other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
             names = [self._tree.trained[i].path for i in (0, other)]
@@ -188,7 +186,7 @@ class TreeStates:
         given, steps, count = states_of(state, self._rule)
         states = {name: self._leaves_of(given, name, self._shapes, "load_optax_state") for name in given}
         self._checked("load_optax_state", states, [steps, count])
-        self._pipeline.health.check(Use.READ)  # the master weights stay
+        self._pipeline.check(Use.READ)  # the master weights stay
         self._pipeline.gradients.drop()
         flush()
 
@@ -204,7 +202,7 @@ class TreeStates:
         for path, value, leaf in zip(self._tree.paths, values, self._tree.leaves, strict=True):
             if is_array(leaf):
                 check_form("load_params", path, value, leaf)
-        self._pipeline.health.check(Use.READ)  # the moments stay
+        self._pipeline.check(Use.READ)  # the moments stay
         self._pipeline.finish()
         if self._pipeline.last_step.behind:
             raise StateError(
@@ -252,7 +250,7 @@ class TreeStates:
             parts = {name: self._cut(leaf, values[leaf.position]) for name, values in own.items()}
             for place, i in enumerate(leaf.params):
                 self._states.set_states(i, {name: of_each[place] for name, of_each in parts.items()})
-                self._pipeline.counts.steps[i][...] = steps[leaf.position]
+                self._states.step_count(i)[...] = steps[leaf.position]
 
     def _cut(self, leaf: Leaf, value: Any) -> list[np.ndarray]:
         """Return the states of each of a leaf's parameters. If the array lies as the leaf does, they are only this

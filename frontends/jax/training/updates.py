@@ -72,7 +72,7 @@ class TreeUpdates:
         """
         pipeline, placement, trained = self._pipeline, self._placement, self._tree.trained
         self.follow()
-        pipeline.health.check(Use.READ)  # before the processes meet
+        pipeline.check(Use.READ)  # before the processes meet
         device = pipeline.device
         parameters = [(leaf.path, leaf.dtype) for leaf in trained]
         likes = [self._tree.leaves[leaf.position] for leaf in trained]

@@ -423,7 +423,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.parts.states.keep_masters(masters)
         except BaseException:
             self._life = Closed()
-            parts.pipeline.device.close()
+            parts.pipeline.close()
             raise
 
     @whole("close()")
@@ -432,15 +432,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._life.is_open:
             self.checkpoints.wait()
             parts = self.parts
-            pipeline = parts.pipeline
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
                 parts.device_memory.settle()
-                if pipeline.usable and pipeline.buckets.terms.updates_early:
-                    pipeline.gradients.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
-                self._state_lock.change("close()", pipeline.abandon)
-                if pipeline.usable:
-                    self._state_lock.change("close()", parts.registration.flush)
+                parts.pipeline.conclude(parts.registration.flush)
         self.sharding.make_whole()
         uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
 

@@ -335,13 +335,13 @@ class PartitionedParameters:
 
     def _place(self, record: PartitionedParameter, shard: Shard) -> None:
         record.shard = shard
-        on_host = self._pipeline.buckets.terms.host_shards
+        on_host = self.shards_device.type == "cpu"
         record.live.shards = shard.source(self._world.host_array if on_host else _itself)
 
     def train(self, record: PartitionedParameter, index: int) -> None:
         """Connect the record with the parameter's number in the pipeline."""
         record.index = index
-        record.live.updated = partial(self._pipeline.updates.update_of, index)
+        record.live.updated = partial(self._pipeline.update_of, index)
 
     @property
     def shard_bytes(self) -> int:

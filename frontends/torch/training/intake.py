@@ -342,7 +342,7 @@ class Intake:
         """
         elsewhere = self._gradients.had_backward or (may_be_empty and self._gradients.are_waiting)
         if not (self.fresh or self._discarded or elsewhere):
-            self._pipeline.health.check(Use.STEP)  # it may say why none arrived
+            self._pipeline.check(Use.STEP)  # it may say why none arrived
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"

@@ -366,10 +366,10 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
         param: the tensor that holds its values here.
         placed: which elements of the parameter it has.
     """
-    step, views = torch.from_numpy(pipeline.counts.steps[index]), dict[str, torch.Tensor]()
+    views = dict[str, torch.Tensor]()
     encoded: dict[str, Encoded] = {}
     access = StateAccess(pipeline)
-    rule = access.rule(index)
+    step, rule = torch.from_numpy(access.step_count(index)), access.rule(index)
     alone = pipeline.world_size == 1
     for name, own in access.local_runs(index).items():
         if own.view is None:

@@ -42,6 +42,7 @@ class Steps:
         self._state_lock = parts.pipeline.state_lock
         self._config = parts.pipeline.config
         self._gradients, self._early = parts.pipeline.gradients, parts.pipeline.early
+        self._counts = parts.pipeline.counts
         self._micro_step: _MicroStep | None = None
         """The engine's micro-step that the next update ends; None: there is none."""
         self._written: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -58,11 +59,11 @@ class Steps:
         def note(values: dict[str, Any]) -> None:  # before they are set: an interrupt may come in between
             self._written = [(group, {k: (group[k], value) for k, value in values.items()}) for group in groups]
 
-        return hypers_of(groups, self._config, self.parts.pipeline.update_count, note)
+        return hypers_of(groups, self._config, self._counts.updates, note)
 
     def set_updates(self, count: int) -> None:
         """Set the number of updates made. Groups may have got other values with it, in a load."""
-        self.parts.pipeline.update_count = count
+        self._counts.updates = count
         self._written = []
 
     @changes("step()")

@@ -16,6 +16,7 @@ from offload_core.config.schedules import GroupSchedule
 from offload_core.errors import CheckpointError
 from offload_core.rules import MASTER, Rule
 from offload_core.step.loss_scale import LossScaler
+from offload_core.step.state_access import StateAccess
 from offload_core.support.checks import kind_of, shown
 
 from ...engine import Engine
@@ -240,8 +241,9 @@ class _ToLoad:
             contents.with_states()
             _check_adam(contents, engine)
         pipeline = engine.optimizer.pipeline
+        access = StateAccess(pipeline)
         rules = {
-            name: pipeline.buckets.terms.rule_of(pipeline.params[slot.index])
+            name: access.rule(slot.index)
             for name, slot in zip(checkpoints.names(), engine.optimizer.slots, strict=True)
         }
         stored = _stored(contents, engine.module, [*rules, *checkpoints.untrained()])
