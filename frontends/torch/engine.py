@@ -40,7 +40,7 @@ from .training.groups import in_model
 from .training.steps import Steps
 from .weights.checkpoint import ModelCheckpoints
 from .weights.export import export_safetensors
-from .weights.named_weights import Asked, NamedWeights
+from .weights.named_weights import NamedWeights, WeightRequest
 
 
 def wrap(
@@ -617,7 +617,7 @@ class Engine(nn.Module):
             StateError: another rank has failed or left; or the model has had an update or a load before the iterator
                 ended.
         """
-        asked = Asked(dtype, layout, device, into, since, merge_lora, rank0_only)
+        asked = WeightRequest(dtype, layout, device, into, since, merge_lora, rank0_only)
         return self._weights.give(self.module, self.optimizer, asked)
 
     def whole_state_dict(self, *, frozen: bool = True) -> dict[str, torch.Tensor] | None:

@@ -52,7 +52,7 @@ from ..training.state_views import plain_entries
 from ..training.steps import Steps
 from .lives import Closed, GaveWay, Life, Open, OpenAlone, Waiting
 from .matrix_groups import groups_for
-from .state_dicts import IN_SHARDS, AwaitedStates, Revealed, checked_and_hidden, completed, torch_state_dict
+from .state_dicts import IN_SHARDS, AwaitedStates, LoadedState, checked_and_hidden, completed, torch_state_dict
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
@@ -737,7 +737,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         if self._life.follow_shards(self):
             super().__setstate__({"param_groups": state["param_groups"]})
             return
-        given = Revealed.of(state)
+        given = LoadedState.of(state)
         if not self._life.is_open:
             rest = given.rest
             scaler, casts = rest.pop("scaler"), rest.pop("casts")

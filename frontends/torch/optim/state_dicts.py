@@ -151,7 +151,7 @@ def with_steps(entries: Mapping[Any, Any], steps: Mapping[Any, Any]) -> dict[Any
 
 
 @dataclass(frozen=True)
-class Revealed:
+class LoadedState:
     """The argument of an optimizer's ``__setstate__``, hidden entries and others, in parts.
 
     Attributes:
@@ -167,7 +167,7 @@ class Revealed:
     after: Callable[[], object]
 
     @classmethod
-    def of(cls, state: dict[str, Any]) -> "Revealed":
+    def of(cls, state: dict[str, Any]) -> "LoadedState":
         after = state["state"].pop(Hidden, lambda: None)
         saved = {key: e.value if isinstance(e, Hidden) else e for key, e in state["state"].items()}
         return cls(

@@ -26,10 +26,10 @@ from ..stage3.gathering import gathered_parameters
 from .parts_of_wholes import Held, PartOfWhole
 from .registration import Registration
 from .rule_words import counted
-from .state_views import Kept, Views, plain_entries, state_views
+from .state_views import ProtectedDict, Views, plain_entries, state_views
 
 
-class States(Kept, defaultdict):
+class States(ProtectedDict, defaultdict):
     """States by parameter. Reading an entry waits for the last update to end.
 
     Args:

@@ -25,7 +25,7 @@ STEP = "step"
 """The name of a parameter's number of updates."""
 
 
-class Kept(dict):
+class ProtectedDict(dict):
     """A dict of which some entries stay: every write goes through ``__setitem__`` and ``__delitem__``."""
 
     popitem: Any = None  # an entry that stays would be popped forever
@@ -193,7 +193,7 @@ class Encoded:
         self._own.write((run.contiguous() if self._param is None else flat_like(run, self._param)).numpy())
 
 
-class Views(Kept):
+class Views(ProtectedDict):
     """A parameter's states by name, in host memory: assigning copies the value there, and deleting sets the state to
     its first value, but leaves a master weight as it is.
 

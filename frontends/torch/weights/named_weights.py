@@ -35,7 +35,7 @@ _WHAT = "named_weights()"
 
 
 @dataclass(frozen=True)
-class Asked:
+class WeightRequest:
     """The arguments of one call, as ``Engine.named_weights`` describes them."""
 
     dtype: str | torch.dtype | None = None
@@ -106,14 +106,14 @@ class NamedWeights:
     def __reduce__(self) -> Any:
         return NamedWeights, ()  # a copy has other parameters
 
-    def give(self, model: nn.Module, optimizer: OffloadedOptimizer, asked: Asked) -> "int | WeightIterator":
+    def give(self, model: nn.Module, optimizer: OffloadedOptimizer, asked: WeightRequest) -> "int | WeightIterator":
         """As ``Engine.named_weights``."""
         lock = optimizer.checkpoints.state_lock
         buckets, receive = lock.whole(_WHAT, self._begin, model, optimizer, asked)
         return WeightIterator(buckets) if asked.into is None else _give(buckets, receive)
 
     def _begin(
-        self, model: nn.Module, optimizer: OffloadedOptimizer, asked: Asked
+        self, model: nn.Module, optimizer: OffloadedOptimizer, asked: WeightRequest
     ) -> "tuple[WeightBuckets, Receiver | None]":
         if (before := None if self._open is None else self._open()) is not None:
             before.leave()
@@ -222,7 +222,7 @@ def _units(model: nn.Module, dtype: torch.dtype | None, *, merge_lora: bool) -> 
     return [Unit([weight], None) for weight in weights_of(model, dtype, _WHAT)]
 
 
-def _device(asked: Asked) -> torch.device:
+def _device(asked: WeightRequest) -> torch.device:
     """The device of the tensors that are handed out."""
     if asked.device is None:
         targets = {target.device for target in asked.into.values()} if isinstance(asked.into, Mapping) else set()
@@ -245,7 +245,9 @@ def _number_of(pipeline: Pipeline, since: StepReport) -> int:
     return number
 
 
-def _check_alike(collectives: Collectives, asked: Asked, dtype: torch.dtype | None, units: Sequence[Unit]) -> None:
+def _check_alike(
+    collectives: Collectives, asked: WeightRequest, dtype: torch.dtype | None, units: Sequence[Unit]
+) -> None:
     """Raise :class:`ParameterError` on all ranks unless they have the same arguments and the same weights."""
     of_each = [(w.name, w.shape, str(w.dtype)) for unit in units for w in unit.weights]
     terms = f"{dtype} {asked.merge_lora} {asked.rank0_only} {asked.since is None} {of_each}"
