@@ -25,7 +25,7 @@ from ..memory.host_memory import (
     format_bytes,
     system_memory,
 )
-from ..memory.near import node_near
+from ..memory.numa import node_near
 from ..memory.pinning import DRIVERS
 from ..native import kernels
 from ..rules.adam import Adam, AdamHyper

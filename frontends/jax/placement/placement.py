@@ -12,7 +12,7 @@ from offload_core.device.protocols import Device
 from offload_core.dtypes import ElementType
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.near import work_near
+from offload_core.memory.numa import work_near
 from offload_core.memory.pinning import DRIVERS
 from offload_core.plans.at_once import Held
 

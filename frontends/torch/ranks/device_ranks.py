@@ -20,7 +20,7 @@ from offload_core.dtypes import ElementType
 from offload_core.errors import CollectiveError
 from offload_core.layout.partition import Bucket
 from offload_core.memory.host_memory import Lease
-from offload_core.memory.near import work_near
+from offload_core.memory.numa import work_near
 from offload_core.ranks.consistency import check_start
 
 from ..params.tensors import TORCH_DTYPES

@@ -23,7 +23,7 @@ from ..params.slots import Slot
 from ..params.tensors import ELEMENT_TYPES, flat, flat_like, memory, shaped, shaped_like
 from ..ranks.device import as_torch
 from ..stage3.gathering import gathered_parameters
-from .parts_of_wholes import Held, PartOfWhole
+from .dcp_tensors import Held, PartOfWhole
 from .registration import Registration
 from .rule_words import counted
 from .state_views import ProtectedDict, Views, plain_entries, state_views

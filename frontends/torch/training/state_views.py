@@ -18,7 +18,7 @@ from ..internals.private import DISPATCH_ALONE, around, grad_mode_kept, no_read,
 from ..params.placed import UNDIVIDED, Placement, is_placed, local_of, placed_type
 from ..params.tensors import TORCH_DTYPES, flat_like, memory, shaped_like
 from ..ranks.device import as_torch
-from .parts_of_wholes import Held, PartOfWhole, pickled
+from .dcp_tensors import Held, PartOfWhole, pickled
 from .rule_words import WORDS
 
 STEP = "step"
