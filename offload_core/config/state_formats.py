@@ -57,7 +57,7 @@ SPLIT = StateFormat("split", np.dtype(np.uint16), FLOAT32, 8, upper=BFLOAT16)
 class Master(Enum):
     """The place of a parameter's master weight."""
 
-    APART = "apart, in the store"
+    SEPARATE = "in memory of its own, in the store"
     PARAMETER = "the parameter itself"
     WITH_PARAMETER = "in the store, with the parameter: as its upper half, or what it is rounded to"
 
@@ -66,7 +66,7 @@ class Master(Enum):
         """The place that follows from the formats of the states in a store."""
         if MASTER not in formats:
             return cls.PARAMETER
-        return cls.APART if formats[MASTER].upper is None else cls.WITH_PARAMETER
+        return cls.SEPARATE if formats[MASTER].upper is None else cls.WITH_PARAMETER
 
 
 SHORT_NAMES: dict[str, tuple[str, str]] = {

@@ -67,12 +67,12 @@ def phases(members: Sequence[Member]) -> list[Phase]:
     """Return the phases in which one model has the device, and last that in which all have it and work at a time."""
     places = dict.fromkeys([HOST, DEVICE, *(where for each in members for where in each.plan.elsewhere)])
     total = {where: sum(each.plan.bytes_in(where) for each in members) for where in places}
-    apart = sum(each.working_bytes + each.activations for each in members)
+    separately = sum(each.working_bytes + each.activations for each in members)
     in_turn = sum(bytes_in_turn([each.working[pinned] for each in members]) for pinned in (True, False))
     copies = sum(each.copies for each in members)
     found = []
     for member in members if not members[0].plan.shared else ():
-        host = total[HOST] - apart + in_turn + member.activations + copies
+        host = total[HOST] - separately + in_turn + member.activations + copies
         name = f"{member.name} {'runs' if member.frozen else 'trains'}"
         found.append(Phase(name, {**total, HOST: host, DEVICE: member.plan.bytes_in(DEVICE)}))
     at_once = dict(total)

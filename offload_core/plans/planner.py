@@ -441,10 +441,10 @@ class Planner:
         steps = self.terms.config.gradient_accumulation_steps
         gradient = self.terms.home_dtype(bucket) if self.terms.has_home else bucket.dtype
         formats = self.terms.state_formats(bucket)
-        apart = self.terms.master(bucket) is Master.APART
+        separate = self.terms.master(bucket) is Master.SEPARATE
         numel = len(self.terms.device.ranks) * bucket.shard_numel
         states = sum(format.n_bytes(numel) for format in formats.values())
-        update = numel * (gradient.itemsize + (1 if apart else 2) * bucket.dtype.itemsize) + 2 * states
+        update = numel * (gradient.itemsize + (1 if separate else 2) * bucket.dtype.itemsize) + 2 * states
         # The first pass reads a gradient and the other states, and writes directions; the second reads the result.
         direction = 0 if self.terms.rule_of(bucket).device_part is None else BFLOAT16.itemsize
         if direction:

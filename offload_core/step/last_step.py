@@ -190,7 +190,7 @@ class LastStep:
             work.take()
             work.written = work.owed = None
             work.forget_gradients(GradientEvent.ABORT)
-            if work in lost and work.master is Master.APART:
+            if work in lost and work.master is Master.SEPARATE:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)

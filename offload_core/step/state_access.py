@@ -209,7 +209,7 @@ class StateAccess:
         """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""
         for param in params:
             for work in self._buckets.of[param]:
-                if work.master is Master.APART:
+                if work.master is Master.SEPARATE:
                     work.fall_behind([param])
 
     # --- where states lie ----------------------------------------------------------------------------

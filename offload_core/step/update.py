@@ -197,7 +197,7 @@ class Updates:
         formats.setdefault(MASTER, work.bucket.dtype.name)
         param_dtype: ElementType | None
         match writes, work.master:
-            case (Writes.STAGING, _) | (Writes.IN_PLACE, Master.APART):
+            case (Writes.STAGING, _) | (Writes.IN_PLACE, Master.SEPARATE):
                 param_dtype = work.bucket.dtype
             case _:  # states alone, and a parameter may be one of them
                 param_dtype = None

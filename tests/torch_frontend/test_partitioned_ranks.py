@@ -59,9 +59,9 @@ def test_three_models_train_as_in_stage_2_and_as_under_ddp_with_fused_adamw(name
     assert len({*found[0], *found[1]}) == 1, found
 
 
-def between_devices(device, group, config, *, apart=False):
+def between_devices(device, group, config, *, separate=False):
     """Ranks that exchange buckets between devices, here the CPU's own memory."""
-    if apart:
+    if separate:
         group = dist.new_group(dist.get_process_group_ranks(group))
     return DeviceRanks(memory_of(device), TorchRanks(group), group)
 

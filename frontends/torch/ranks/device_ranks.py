@@ -191,12 +191,12 @@ class PlacedParts(HostRanks):
         self.close = processes.close  # type: ignore[method-assign]
 
 
-def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart: bool = False) -> HostRanks:
+def device_for(device: torch.device, group: Any, config: OffloadConfig, *, separate: bool = False) -> HostRanks:
     """The core's ``Device`` for parameters on ``device`` and the ranks of a process group (None: one rank). The pool's
     threads work near it from now on.
 
     Args:
-        apart: True gives it a separate group, whose transfers neither wait for the others nor follow their order.
+        separate: True gives it a separate group, whose transfers neither wait for the others nor follow their order.
 
     Raises:
         ConfigError, ParameterError: on all ranks, if they run different versions or have different settings.
@@ -216,9 +216,9 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, apart
             dist.get_backend(group),
             use_local_synchronization=True,
         )
-        if apart:
+        if separate:
             group = another()
-        publishing = another() if config.schedule != "serial" and not apart else None
+        publishing = another() if config.schedule != "serial" and not separate else None
         return DeviceRanks(memory, collectives, group, native=native, publishing=publishing)
     return HostRanks(memory, collectives, native=native)
 

@@ -50,7 +50,7 @@ class PartitionedModel(Sharding):
     ) -> None:
         check_hooks_run(model, pipeline.config.param_persistence_threshold)
         self._pipeline = pipeline
-        self._world = device_for(device, group, pipeline.config, apart=True)
+        self._world = device_for(device, group, pipeline.config, separate=True)
         self._world.trace = pipeline.device.trace
         self.parameters = PartitionedParameters(model, device, self._world, pipeline, casts, matrices)
         self.live = self.parameters.live

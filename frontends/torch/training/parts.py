@@ -159,10 +159,10 @@ class Foundation:
             world = device_of_placed(device, group_of(ranks), config)
         pipeline = Pipeline(config, world, scaler)
         sharding: Sharding = NoSharding()
-        apart = model is not None and config.takes_apart(pipeline.world_size)
+        shards_params = model is not None and config.takes_apart(pipeline.world_size)
         if model is not None:
-            check_shared(model, config, casts, apart=apart, give_way=give_way)
-        if model is not None and apart:
+            check_shared(model, config, casts, shards_params=shards_params, give_way=give_way)
+        if model is not None and shards_params:
             matrices = matrices_of_frozen(named, [config.rule(group) for group in groups])
             sharding = PartitionedModel(model, device, process_group, pipeline, casts, matrices)
         else:

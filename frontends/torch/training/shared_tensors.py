@@ -55,27 +55,27 @@ def end_earlier(owners: Collection[Any]) -> None:
 
 
 def check_shared(
-    model: nn.Module, config: OffloadConfig, casts: Casts, *, apart: bool, give_way: Collection[Owner]
+    model: nn.Module, config: OffloadConfig, casts: Casts, *, shards_params: bool, give_way: Collection[Owner]
 ) -> None:
     """Check that a new engine can have what its model shares with those of other optimizers.
 
     Args:
-        apart: True if the new engine holds large parameters in shards.
+        shards_params: True if the new engine holds large parameters in shards.
         give_way: the optimizers that will be closed for this engine.
 
     Raises:
         StateError, ParameterError: it cannot. Nothing has changed.
     """
-    error = _conflict(model, config, casts, apart, give_way)
+    error = _conflict(model, config, casts, shards_params, give_way)
     if error is not None:
         gc.collect()  # a reference cycle of an old trainer may keep its engine
-        error = _conflict(model, config, casts, apart, give_way)
+        error = _conflict(model, config, casts, shards_params, give_way)
     if error is not None:
         raise error
 
 
 def _conflict(
-    model: nn.Module, config: OffloadConfig, casts: Casts, apart: bool, give_way: Collection[Owner]
+    model: nn.Module, config: OffloadConfig, casts: Casts, shards_params: bool, give_way: Collection[Owner]
 ) -> StateError | ParameterError | None:
     params = [*model.named_parameters()]
     for other in _OPTIMIZERS:
@@ -88,7 +88,7 @@ def _conflict(
                     f"parameter {name!r} is there in shards of another engine; expected one owner: end that one with "
                     ".close(), or give this model a parameter of its own"
                 )
-            if apart and param in held and _may_be_cut(param, config):
+            if shards_params and param in held and _may_be_cut(param, config):
                 return StateError(
                     f"parameter {name!r} is used by another engine or optimizer, which needs it whole, and stage=3 "
                     "would hold it in shards; expected stages 1 and 2 in both, one wrap() of a module that holds both "
