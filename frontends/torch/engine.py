@@ -31,8 +31,8 @@ from .optim.model_changes import ModelChanges, check_present
 from .optim.optimizer import OffloadedOptimizer, class_for
 from .params import pending
 from .params.casting import cast_inputs, warn_if_slow
+from .params.dtensor import is_dtensor
 from .params.fsdp import fsdp_modules, gradients_stay, have_gathering_wait, kept_gradients
-from .params.placed import is_placed
 from .params.values import named_memory, packed_values
 from .ranks.collectives import default_group
 from .training.device_memory import ReleaseReport
@@ -112,7 +112,7 @@ class Engine(nn.Module):
                 raise ParameterError(f"{type(model).__name__} has no floating-point parameter; expected at least one")
         elif not isinstance(params, torch.Tensor):
             params, named = in_model(model, params)
-        placed = any(map(is_placed, [p for p in model.parameters() if p.requires_grad] or model.parameters()))
+        placed = any(map(is_dtensor, [p for p in model.parameters() if p.requires_grad] or model.parameters()))
         group = process_group if placed else default_group(process_group)
         self.optimizer = class_for(config, overrides).of_engine(
             model, params, config, group, overrides, all_of_it=all_of_it, named=named
@@ -760,7 +760,7 @@ def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         return
     packed = packed_values(model)
     given = [*model.named_parameters(), *model.named_buffers()]
-    others = [(n, t) for n, t in given if not is_placed(t)]
+    others = [(n, t) for n, t in given if not is_dtensor(t)]
     rest = [(n, t) for n, t in others if t not in optimizer.state and t not in optimizer.sharding]
     for name, whole in rest:
         for tensor in packed[whole].tensors if whole in packed else [whole]:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from frontends.torch.internals.private import no_read
+from frontends.torch.params.dtensor import local_of
 from frontends.torch.params.pending import _Pending, residency_of
-from frontends.torch.params.placed import local_of
 from frontends.torch.params.residency import Residency
 
 

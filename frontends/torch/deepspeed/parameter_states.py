@@ -8,7 +8,7 @@ import torch
 from offload_core.errors import StateError
 
 from ..optim.optimizer import optimizer_of
-from ..params.placed import local_of
+from ..params.dtensor import local_of
 from ..params.tensors import TakenGradient
 
 

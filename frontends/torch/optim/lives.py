@@ -13,7 +13,7 @@ import torch
 
 from offload_core.errors import StateError
 
-from ..params.placed import is_placed
+from ..params.dtensor import is_dtensor
 from ..params.slots import Slot
 from ..training.steps import Steps
 
@@ -146,7 +146,7 @@ class OpenAlone(Open):
 
     def follow_shards(self, optimizer: Living) -> bool:
         first = first_of(optimizer)
-        if first is None or not is_placed(first) or first in self.slots or self.updates or not self.slots:
+        if first is None or not is_dtensor(first) or first in self.slots or self.updates or not self.slots:
             return False
         if not any(param in self.slots for group in optimizer.param_groups for param in group["params"]):
             self._steps.parts.close()

@@ -26,7 +26,7 @@ from offload_core.support.threads import uninterrupted
 from ..internals.compiled import untraced
 from ..internals.private import NO_BACKWARD, backward_number, grad_mode_kept
 from ..params.casting import Casts
-from ..params.placed import ranks_of, shards_to_come
+from ..params.dtensor import ranks_of, shards_to_come
 from ..params.slots import Slot, owner_of
 from ..ranks.collectives import checked_group
 from ..stage3.leaf_modules import mark_leaf

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from ..internals.private import TensorGuards, no_read
-from .placed import Placement, local_of
+from .dtensor import Placement, local_of
 from .tensors import DTYPE, memory_order
 
 _of: Any = torch.Tensor

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from .dtensor import dtensor_class, is_dtensor
 from .managed import manage, managed
-from .placed import is_placed, placed_type
 
 _DATA: Any = torch.Tensor.data
 _MANY = 16
@@ -36,7 +36,7 @@ class DataWrites:
         used: "set[DataWrites] | None" = None,
         replaced: Callable[[], None] = lambda: None,
     ) -> None:
-        _watch(placed_type() if is_placed(param) else nn.Parameter)
+        _watch(dtensor_class() if is_dtensor(param) else nn.Parameter)
         self._used = used
         self.replaced = replaced
         self._tensors: list[tuple[torch.Tensor, int]] = []

@@ -16,9 +16,9 @@ from offload_core.errors import StateError
 
 from ..internals.private import no_read
 from .data_writes import DataWrites, data_of
+from .dtensor import local_of
 from .managed import Wait
 from .pending import arrive, await_values_of_garbage, can_wait, update
-from .placed import local_of
 from .tensors import flat
 
 

@@ -54,8 +54,8 @@ from ..internals.compiled import (
     untraced,
 )
 from ..internals.private import local_tensor, no_read
+from .dtensor import dtensor_class
 from .managed import AWAITED, WHEN_DELETED, Wait, manage, managed
-from .placed import placed_type
 from .residency import RESIDENCY, Residency, ResidencyEvent
 
 _PROPERTIES = ("grad", "shape", "dtype", "device", "requires_grad", "layout", "ndim", "is_leaf", "grad_fn", "is_cuda",
@@ -259,7 +259,7 @@ compiled_code_reads = False
 def can_wait(param: torch.Tensor) -> bool:
     """Return whether readers of the parameter can be made to wait."""
     own = own_class_of(param)
-    return own is nn.Parameter or own is placed_type()
+    return own is nn.Parameter or own is dtensor_class()
 
 
 def residency_of(tensor: torch.Tensor) -> Residency:
@@ -334,7 +334,7 @@ def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Wait | None) -> Non
 
 
 def _class_awaited(own: type) -> type:
-    if own is not nn.Parameter and own is not placed_type():
+    if own is not nn.Parameter and own is not dtensor_class():
         return _class_that_breaks_graphs(own)
     if own not in _PENDING:
         _PENDING[own] = _new_class((_Pending, own), own, _local_tensor=_WAITING_LOCAL)

@@ -7,9 +7,9 @@ from typing import Any, Protocol
 
 import torch
 
+from .dtensor import Placement, local_of
 from .local_elements import LocalElements
 from .managed import ManagedTensor, managed
-from .placed import Placement, local_of
 from .tensors import TakenGradient
 
 

@@ -21,7 +21,7 @@ from offload_core.support.checks import kind_of
 
 from ..internals.compiled import COMPILED
 from ..internals.private import DISPATCH_ALONE, NO_BACKWARD, backward_number, no_read
-from .placed import Placed, is_here, is_placed, local_of
+from .dtensor import Placed, is_dtensor, is_here, local_of
 
 ELEMENT_TYPES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 DTYPE: Any = torch.Tensor.dtype.__get__  # type: ignore[attr-defined]
@@ -124,7 +124,7 @@ def check_param(name: str, param: torch.Tensor) -> None:
         raise ParameterError(
             f"parameter {name!r} has no shape yet; {expected}: run one forward of the lazy module first"
         )
-    if is_placed(param):
+    if is_dtensor(param):
         local = local_of(param)
         check_param(name, local)
         if is_here(param):  # else all processes raise together (``count_once``)

@@ -18,8 +18,8 @@ from offload_core.layout.regions import InMemory
 
 from ..internals.private import no_read
 from .data_writes import set_data
+from .dtensor import local_of
 from .pending import own_class_of
-from .placed import local_of
 from .tensors import flat, is_offloadable, shaped_like, spec_of, tensors_in
 
 _SMALLEST = 2048

@@ -33,9 +33,9 @@ from offload_core.support.threads import clear_up, uninterrupted
 
 from ..internals.private import NO_BACKWARD, backward_number, no_read
 from ..params import pending
+from ..params.dtensor import is_dtensor, local_of
 from ..params.managed import Wait
 from ..params.pending import await_values, can_wait, end_wait
-from ..params.placed import is_placed, local_of
 from ..params.slots import slot_of
 from ..ranks.device import as_torch, told_by_allocator
 from ..stage3.parameters import PartitionedParameter
@@ -517,7 +517,7 @@ class DeviceMemory:
         self._pipeline.check_present()
         if (memory := self._memories.get(storage)) is not None:  # else it has arrived
             # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
-            memory.arrived.wait() if is_placed(tensor) else memory.arrived.order()
+            memory.arrived.wait() if is_dtensor(tensor) else memory.arrived.order()
         self._registration.await_values(tensor)
 
     def before_backward(self) -> None:

@@ -19,7 +19,7 @@ from offload_core.support.blocks import Blocks
 
 from ..internals.compiled import compiler_of_calls, untraced
 from ..internals.private import no_read
-from ..params.placed import local_of
+from ..params.dtensor import local_of
 from ..params.slots import Slot
 from ..params.tensors import check_gradient, flat_like
 from .registration import Registration

@@ -15,7 +15,7 @@ from offload_core.step.loss_scale import LossScaler, scaler_for
 from offload_core.step.pipeline import Pipeline
 
 from ..params.casting import Casts
-from ..params.placed import check_alone, group_of, ranks_of, this_process
+from ..params.dtensor import check_alone, group_of, ranks_of, this_process
 from ..params.slots import Owner
 from ..params.tensors import ELEMENT_TYPES
 from ..ranks.device_ranks import device_for, device_of_placed

@@ -28,14 +28,14 @@ from offload_core.step.state_access import StateAccess
 from offload_core.support.threads import clear_up
 
 from ..internals.private import no_read
+from ..params.aliasing import check_apart, tensors_of
 from ..params.casting import Casts
 from ..params.columns import Columns
 from ..params.data_writes import DataWrites
+from ..params.dtensor import UNDIVIDED, Placement, check_within, count_once, local_of, placement_of, placements_of
 from ..params.local_elements import ElementsInPlace, LocalElements
 from ..params.managed import Wait, manage
-from ..params.overlaps import check_apart, tensors_of
 from ..params.pending import await_all, have_been_written, is_pending
-from ..params.placed import UNDIVIDED, Placement, check_within, count_once, local_of, placement_of, placements_of
 from ..params.slots import Owner, Slot, owner_of, slot_of
 from ..params.tensors import (
     ELEMENT_TYPES,

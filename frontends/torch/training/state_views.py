@@ -15,7 +15,7 @@ from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
 
 from ..internals.private import DISPATCH_ALONE, around, grad_mode_kept, no_read, parse_to
-from ..params.placed import UNDIVIDED, Placement, is_placed, local_of, placed_type
+from ..params.dtensor import UNDIVIDED, Placement, dtensor_class, is_dtensor, local_of
 from ..params.tensors import TORCH_DTYPES, flat_like, memory, shaped_like
 from ..ranks.device import as_torch
 from .dcp_tensors import Held, PartOfWhole, pickled
@@ -121,9 +121,9 @@ class _ReadOnly:
             def like_its_base(value: Any) -> Any:
                 if isinstance(value, tuple | list) and type(value) in (tuple, list):
                     return type(value)(map(like_its_base, value))
-                if type(value) not in (torch.Tensor, placed_type()) or _address(value) not in own:
+                if type(value) not in (torch.Tensor, dtensor_class()) or _address(value) not in own:
                     return value
-                if not is_placed(value):
+                if not is_dtensor(value):
                     return value.as_subclass(cls)
                 value.__class__ = cls
                 return value
@@ -152,7 +152,7 @@ def _decoded_placed() -> Any:
     """The class of a copy of a DTensor's state. Its local tensor is a :class:`DecodedState`, which a DTensor's own
     functions write to unseen."""
 
-    class DecodedPlaced(_ReadOnly, placed_type()):  # type: ignore[misc]
+    class DecodedPlaced(_ReadOnly, dtensor_class()):  # type: ignore[misc]
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
             return copy.deepcopy(around(local_of(self), self), memo)
 

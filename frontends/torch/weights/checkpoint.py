@@ -37,7 +37,7 @@ from offload_core.support.user_line import UserLine
 from ..internals.compiled import uncompiled
 from ..internals.private import grad_mode_kept, no_read
 from ..optim.optimizer import OffloadedOptimizer
-from ..params.placed import count_once, is_placed, local_of
+from ..params.dtensor import count_once, is_dtensor, local_of
 from ..params.tensors import NUMPY_DTYPES, flat, memory, usable_accelerator
 from ..params.values import is_quantised
 from ..stage3.parameters import PartitionedParameter
@@ -138,7 +138,7 @@ class ModelCheckpoints:
 
     def _counted(self, named: Sequence[tuple[str, torch.Tensor]]) -> dict[torch.Tensor, bool]:
         """True for each DTensor of which this process saves its part. Another process may hold the same part."""
-        placed = [(name, tensor) for name, tensor in named if is_placed(tensor)]
+        placed = [(name, tensor) for name, tensor in named if is_dtensor(tensor)]
         if not placed:
             return {}
         collectives = self._optimizer.pipeline.collectives

@@ -18,7 +18,7 @@ from offload_core.errors import ParameterError
 from offload_core.support.checks import kind_of
 
 from ..internals.compiled import uncompiled, uncompiled_module
-from ..params.placed import is_placed
+from ..params.dtensor import is_dtensor
 from ..params.values import is_quantised
 from .reading import NamedWeight, checked, named_tensors, untied
 
@@ -61,7 +61,7 @@ class AdaptedLayer:
     def check(self) -> None:
         """Raise :class:`ParameterError` if nothing can be merged into the base."""
         for name, tensor in self.base.items():
-            packed = is_quantised(tensor) or (is_traceable_wrapper_subclass(tensor) and not is_placed(tensor))
+            packed = is_quantised(tensor) or (is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor))
             if packed or not tensor.is_floating_point():
                 raise ParameterError(
                     f"{_WHAT}: {name!r} is quantised ({type(tensor).__name__} of {tensor.dtype}), and what is merged "

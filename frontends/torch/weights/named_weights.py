@@ -25,7 +25,7 @@ from offload_core.support.checks import kind_of, some_of
 
 from ..internals.private import grad_mode_kept, no_read, storage_of
 from ..optim.optimizer import OffloadedOptimizer
-from ..params.placed import local_of
+from ..params.dtensor import local_of
 from .merged_weights import AdaptedLayer, merged_weights
 from .reading import CPU, NamedWeight, Weights, check_layout, dtype_of, laid, weights_of
 

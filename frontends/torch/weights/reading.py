@@ -24,7 +24,7 @@ from offload_core.support import checks
 
 from ..internals.compiled import uncompiled, uncompiled_module
 from ..optim.optimizer import OffloadedOptimizer
-from ..params.placed import Placed, is_placed, local_of
+from ..params.dtensor import Placed, is_dtensor, local_of
 from ..params.tensors import ELEMENT_TYPES, NUMPY_DTYPES, elements_of, flat, memory, memory_order, shaped
 from ..stage3.gathering import gathered_parameters
 from ..stage3.parameters import PartitionedParameter
@@ -117,7 +117,7 @@ class Weights:
             return laid(values, target, layout, device, fresh=False) if wanted else None
         with gathered_parameters(tensor):
             values = whole_of(tensor)
-            return laid(values, target, layout, device, fresh=is_placed(tensor)) if wanted else None
+            return laid(values, target, layout, device, fresh=is_dtensor(tensor)) if wanted else None
 
     def _master(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         parts, lock = self._optimizer.parts, self._optimizer.checkpoints.state_lock
@@ -142,7 +142,7 @@ class Weights:
     def _from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without states while parameters are released, from the copies of its values on the hosts."""
         values = self._optimizer.parts.device_memory.values(local_of(tensor)).detach()
-        return self._from_parts(tensor, values) if is_placed(tensor) else values
+        return self._from_parts(tensor, values) if is_dtensor(tensor) else values
 
     def _from_parts(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor in host memory, put together of all processes' parts.
@@ -243,7 +243,7 @@ def checked(
 ) -> NamedWeight:
     """Return the weight with its element type, as :func:`weights_of` does."""
     target = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-    if is_traceable_wrapper_subclass(tensor) and not is_placed(tensor):
+    if is_traceable_wrapper_subclass(tensor) and not is_dtensor(tensor):
         raise ParameterError(
             f"{what}: {name!r} is {checks.kind_of(tensor)}, which files cannot hold; expected a dense "
             "tensor: save the adapters alone, or the model by the library that quantised it"
@@ -263,7 +263,7 @@ def checked(
 def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the values of a tensor; all processes that hold parts of a DTensor must call this."""
     detached: Any = tensor.detach()
-    return detached.full_tensor() if is_placed(tensor) else detached
+    return detached.full_tensor() if is_dtensor(tensor) else detached
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -283,7 +283,7 @@ def placed_as(name: str, tensor: torch.Tensor) -> Placed:
 
 def elements_in(name: str, tensor: torch.Tensor) -> Elements:
     """Return the place in the whole tensor of each element that this process holds."""
-    if is_placed(tensor):
+    if is_dtensor(tensor):
         return placed_as(name, tensor).part
     return elements_of(tensor) if is_dense(tensor) else InMemory(tuple(tensor.shape))
 

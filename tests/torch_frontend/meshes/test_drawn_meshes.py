@@ -15,7 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from frontends.torch import OffloadedAdamW
-from frontends.torch.params.placed import UNDIVIDED, count_once, placement_of
+from frontends.torch.params.dtensor import UNDIVIDED, count_once, placement_of
 from offload_core.testing.thread_ranks import run_ranks
 from tests import sampling
 from tests.support.drawn_meshes import Drawn, Tensor, drawn

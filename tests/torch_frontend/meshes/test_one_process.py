@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from frontends.torch import OffloadedAdamW, OffloadedSGD, wrap
 from frontends.torch.params import pending
-from frontends.torch.params.placed import is_placed, local_of
+from frontends.torch.params.dtensor import is_dtensor, local_of
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from tests.support import one_process_group
 
@@ -138,7 +138,7 @@ def test_a_gradient_that_is_set_to_none_is_dropped(mesh):
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, early_copy=True)
     model(rows(0)).square().sum().backward()
     for param in model.parameters():
-        assert is_placed(param.grad)
+        assert is_dtensor(param.grad)
         param.grad = None
     optimizer.step()
     assert all(torch.equal(local_of(p), q) for p, q in zip(model.parameters(), before, strict=True))
@@ -194,7 +194,7 @@ def test_a_placed_parameter_can_wait_and_its_first_read_waits(mesh):
     param, waited = nn.Parameter(distribute_tensor(torch.ones(16), mesh, [Shard(0)])), []
     assert pending.can_wait(param)
     pending.update(param, lambda _: waited.append(1))
-    assert is_placed(param)
+    assert is_dtensor(param)
     assert isinstance(param, nn.Parameter)
     assert (param.shape, param.dtype, param.grad) == ((16,), torch.float32, None)
     assert not waited

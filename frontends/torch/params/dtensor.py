@@ -30,21 +30,21 @@ _STRIDED = "_StridedShard"
 _DIGEST_BYTES = 5
 
 
-def placed_type() -> Any:
+def dtensor_class() -> Any:
     """Return the class of placed tensors; None: nobody has imported it, so there are none."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else getattr(module, "DTensor", None)
 
 
-def is_placed(tensor: Any) -> bool:
+def is_dtensor(tensor: Any) -> bool:
     """True for a DTensor."""
-    kind = placed_type()
+    kind = dtensor_class()
     return kind is not None and isinstance(tensor, kind)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor that holds this process's values: a DTensor's local tensor, or the tensor itself."""
-    return local_tensor(tensor) if is_placed(tensor) else tensor
+    return local_tensor(tensor) if is_dtensor(tensor) else tensor
 
 
 def is_here(param: Any) -> bool:
@@ -112,7 +112,7 @@ class Placement:
 
     def words(self, param: Any) -> str:
         """Return how the parameter lies, for errors."""
-        return f"DTensor on {param.device_mesh}, which this process is not on" if is_placed(param) else "plain"
+        return f"DTensor on {param.device_mesh}, which this process is not on" if is_dtensor(param) else "plain"
 
     among_others = "a plain tensor beside DTensors"
     """What the parameter is where other processes have other values of it."""
@@ -178,7 +178,7 @@ class Placed(Placement):
 
     def holds(self, param: Any) -> bool:
         return (
-            is_placed(param)
+            is_dtensor(param)
             and tuple(param.placements) == self.placements
             and (param.device_mesh is self.mesh or param.device_mesh == self.mesh)
         )
@@ -189,7 +189,7 @@ class Placed(Placement):
         It is a DTensor, which is redistributed if it lies otherwise (a ``Partial`` gradient is summed); or a whole
         tensor; others are returned as they are.
         """
-        if is_placed(value):
+        if is_dtensor(value):
             if not self.holds(value):
                 value = value.redistribute(device_mesh=self.mesh, placements=self.placements)
             return local_of(value)
@@ -226,12 +226,12 @@ def placement_of(name: str, param: Any, order: Sequence[int] | None) -> Placemen
 
     All of them, if it is on a mesh that this process is not on: :func:`count_once` raises on all processes then.
     """
-    return Placed.of(name, param, order) if is_placed(param) and is_here(param) else UNDIVIDED
+    return Placed.of(name, param, order) if is_dtensor(param) and is_here(param) else UNDIVIDED
 
 
 def placements_of(param: Any) -> str:
     """Return a parameter's placements on its mesh, for errors."""
-    return f"{list(param.placements)}" if is_placed(param) else "plain"
+    return f"{list(param.placements)}" if is_dtensor(param) else "plain"
 
 
 def _box(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -271,7 +271,7 @@ def ranks_of(params: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
     Raises:
         ParameterError: parameters lie on meshes that have no mesh in common, or this process is on none of them.
     """
-    meshes = {id(param.device_mesh): param.device_mesh for param in params if is_placed(param)}  # type: ignore[attr-defined]
+    meshes = {id(param.device_mesh): param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
     if not meshes:
         return None
     everyone = {id(mesh): _ranks_on(mesh) for mesh in meshes.values()}
@@ -329,7 +329,7 @@ def _is_alive(group: Any) -> bool:
 
 def check_alone(params: Iterable[torch.Tensor], config: OffloadConfig, *, process_group: Any) -> None:
     """Raise :class:`ConfigError` if an argument would partition what is placed already, or reduce it otherwise."""
-    if not any(map(is_placed, params)):
+    if not any(map(is_dtensor, params)):
         return
     if not config.average_over_ranks:
         raise ConfigError(
@@ -354,7 +354,7 @@ def check_within(name: str, param: torch.Tensor, members: Collection[int]) -> No
     Args:
         members: the ranks of torch's default group that decide them, each for its own parts.
     """
-    if is_placed(param) and not (ranks := _ranks_on(param.device_mesh)) <= frozenset(members):  # type: ignore[attr-defined]
+    if is_dtensor(param) and not (ranks := _ranks_on(param.device_mesh)) <= frozenset(members):  # type: ignore[attr-defined]
         raise ParameterError(
             f"parameter {name!r} is a DTensor on the processes {sorted(ranks)}, and the parameters that this optimizer "
             f"was made of are parts on {sorted(members) or 'none'}: its norm would lack the others' elements; expected "
@@ -395,7 +395,7 @@ def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor,
         differs = np.flatnonzero((rows != rows[0]).any(axis=0))
         if differs.size:
             i = int(differs[0])
-            got = "a DTensor" if is_placed(held[i][1]) else "a plain tensor"
+            got = "a DTensor" if is_dtensor(held[i][1]) else "a plain tensor"
             raise ParameterError(
                 f"parameter {held[i][0]!r} is {got} here ({kinds[i]}), and differs on another process; expected every "
                 "process to have the same parameters, placed alike"
