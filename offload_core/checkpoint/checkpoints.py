@@ -486,6 +486,7 @@ class InOrder:
         self._pipeline = pipeline
         self._collectives = pipeline.device.collectives
         self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
+        self.where = self._collectives.where
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         self._run(lambda: self._collectives.sum_integers(array, what))

@@ -40,7 +40,9 @@ from ..layout.partition import ParamSpec
 from ..memory.plan import HOST, PlanRow
 from ..memory.report import MemoryReport
 from ..rules import Rule
+from ..support import threads
 from ..support.threads import RUNNING_SECTIONS
+from ..support.where import told
 from .agreement import agree
 from .announced import Announced
 from .arrivals import Arrivals
@@ -93,6 +95,7 @@ class Pipeline:
         self._skipped = SkippedSteps()
         self.changes = Changes()
         """The last change of each parameter."""
+        self._process = os.getpid()
         self._begin()
 
     def _begin(self) -> None:
@@ -605,6 +608,18 @@ class Pipeline:
     def loss_scale(self) -> float:
         """The factor on the loss in the next backward."""
         return self.scaler.scale if self.scaler else 1.0
+
+    def where(self, *own: Callable[[], str]) -> str:
+        """Return where this process is, as lines for somebody who waits for a step. Takes no lock, and raises nothing.
+
+        Args:
+            own: return the front end's lines.
+        """
+        group, process = self.device.collectives, os.getpid()
+        forked = f", a fork of process {self._process}" * (process != self._process)
+        title = f"offload-core: rank {group.rank} of {group.world_size}, process {process}{forked}"
+        parts = (self.health.where, self.counts.where, self.arrivals.where, self.state_lock.where, group.where)
+        return told(title, *parts, *own, threads.where)
 
     def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
         """Host memory planned and held now, and the front end's own, by ``(where, what)``."""
