@@ -3,14 +3,13 @@
 With ``OFFLOAD_CORE_WHERE=1`` in the environment, ``kill -USR1`` of a rank prints ``where()`` of each of its engines to
 the standard error.
 
-[Note: where by signal] A handler of ``signal.signal`` runs between two instructions of the main thread. It would never
-run in a step that hangs: the main thread is then in C++, or waits for a lock. So the handler is that of
-``faulthandler.register``. It is C code that the kernel calls wherever the thread is. It writes the thread's stack to a
-pipe, which serves as a bell: a thread of this module reads the pipe, and prints. ``signal.set_wakeup_fd`` would serve,
-too, but a process has only one such descriptor, and asyncio takes it. The pipe never blocks the handler: what finds no
-room is lost, and then a bell is in the pipe already. A forked process lacks the thread, so that it gets another one,
-with a pipe of its own. A thread that holds the interpreter's lock while it waits in C++ keeps all others from running,
-and so from printing.
+[Note: where by signal] A handler of ``signal.signal`` runs between two instructions of the main thread. In a step that
+hangs in C++ it never runs. So the handler is that of ``faulthandler.register``: C code, which runs at once. It writes
+the interrupted thread's stack to a pipe, which serves as a bell: a thread of this module reads the pipe, and prints.
+``signal.set_wakeup_fd`` would serve, too, but a process has one such descriptor, and asyncio takes it. The pipe never
+blocks the handler: a full one has a bell in it. Signals of one moment may share an answer. A forked process lacks the
+thread, and so gets another one, with a pipe of its own. Nothing is printed while code in C++ waits and holds the
+interpreter's lock.
 """
 
 import faulthandler
@@ -77,6 +76,9 @@ def _listen() -> None:
 
 
 def _answer(read: int) -> None:
+    signal.pthread_sigmask(
+        signal.SIG_BLOCK, [signal.SIGUSR1]
+    )  # one that comes while the handler runs waits for its end
     while said := os.read(read, _PIPE_BYTES):
         if _BELL in said:
             _tell()

@@ -318,8 +318,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @untraced
     def where(self) -> str:
-        """Return where this process is, as lines to print while a step does not return: what may still be done, counts,
-        exchanges between ranks, tensors and threads. "A step does not return" in the page on troubleshooting reads them.
+        """Return where this process is, as lines to print while a step does not return: what may be done, counts,
+        exchanges between ranks, tensors and threads. The page on troubleshooting says how to read them.
 
         Waits for no lock and raises nothing, so that signal handlers and other threads may call it at any time.
         """
