@@ -107,7 +107,9 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
         """Return what may be done, and the last error, as a line for somebody who waits."""
         state = self.state
         allowed = [use.value for use in Use if state not in REFUSED[use] and (use is Use.READ or not self.released)]
-        said = [f"health: {state.value}", f"allowed: {'; '.join(allowed) or 'only a load'}"]
+        if state in REFUSED[Use.STEP] and HEALTH[state, HealthEvent.LOAD] is Health.SOUND:
+            allowed.append("load a checkpoint, which mends this")
+        said = [f"health: {state.value}", f"allowed: {'; '.join(allowed) or 'nothing'}"]
         return ". ".join([*said, *filter(None, [self.released, self._reason and f"last error: {self._reason}"])])
 
     @property

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.params import pending
+from offload_core.support.threads import TaskThread
 from offload_core.support.where import ASK
 from tests.support.interrupts import handled_at_each_line
 from tests.support.processes import forked, on_ranks
@@ -117,6 +118,7 @@ def test_after_a_rank_was_lost_the_last_error_is_among_the_lines():
     def _(rank):
         engine = wrap(make())
         train(engine, rank, [0])
+        engine.flush()
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         said = said_by(lambda: (train(engine, rank, [1]), engine.flush()))
@@ -191,8 +193,9 @@ def test_a_forked_process_says_which_tasks_its_parent_has():
         train(engine, 0, [0])
         engine.flush()
         end, parent = threading.Event(), os.getpid()
-        engine.optimizer.pipeline.buckets.worker.submit(end.wait)
-        until(lambda: "thread 'offload'" in engine.where())
+        thread = TaskThread("of the parent")
+        thread.submit(end.wait)
+        until(lambda: "thread 'of the parent'" in engine.where())
         read, write = os.pipe()
         if (child := os.fork()) == 0:
             os.write(write, engine.where().encode())
@@ -204,7 +207,7 @@ def test_a_forked_process_says_which_tasks_its_parent_has():
         end.set()
         assert lines.startswith(f"offload-core: rank 0 of 1, process {child}, a fork of process {parent}\n")
         assert re.search(
-            rf"^  thread 'offload': Event\.wait, for [\d.]+ s, in process {parent}; 0 later$", lines, re.MULTILINE
+            rf"^  thread 'of the parent': Event\.wait, for [\d.]+ s, in process {parent}; 0 later$", lines, re.MULTILINE
         )
 
 
