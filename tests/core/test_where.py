@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -160,21 +161,35 @@ def wrap(*names):
 """
 
 
+SECONDS = 60
+"""After which a process that hangs is ended, and gives no line."""
+
+
 class Process:
-    """A process that runs this code after PROCESS; its standard error goes where its output goes."""
+    """A process that runs this code after PROCESS; its standard error goes where its output goes. It and its forks end
+    with the context."""
 
     def __init__(self, code, asked="1"):
         environment = environment_of(ROOT) | {ASK: asked}
         command = [sys.executable, "-c", PROCESS + code]
-        self._process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self._process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        )
         self.pid = self._process.pid
+        self._limit = threading.Timer(SECONDS, self._end)
 
     def __enter__(self):
+        self._limit.start()
         return self
 
     def __exit__(self, *error):
-        self._process.kill()
+        self._limit.cancel()
+        self._end()
         self._process.communicate()
+
+    def _end(self):
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
     def line(self):
         return self._process.stdout.readline().decode().rstrip()
@@ -187,13 +202,10 @@ def test_a_signal_is_answered_while_the_main_thread_hangs_in_c_and_in_a_forked_p
     code = "engines = wrap('a')\nwrap('gone')\nif os.fork() == 0: say(os.getpid())\nhang()"
     with Process(code) as process:
         child = int(process.line())
-        try:
-            for _ in range(3):  # the first one may come before the process hangs
-                for pid in (process.pid, child):
-                    os.kill(pid, signal.SIGUSR1)
-                    assert process.line() == f"a of {pid}"  # by this process alone, and once
-        finally:
-            os.kill(child, signal.SIGKILL)
+        for _ in range(3):  # the first one may come before the process hangs
+            for pid in (process.pid, child):
+                os.kill(pid, signal.SIGUSR1)
+                assert process.line() == f"a of {pid}"  # by this process alone, and once
 
 
 def test_a_signal_asks_each_engine_and_an_earlier_handler_is_called_too():
