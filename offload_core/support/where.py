@@ -70,15 +70,17 @@ def _listen() -> None:
     os.set_blocking(write, False)
     before = signal.getsignal(signal.SIGUSR1)
     chain = before not in (signal.SIG_DFL, signal.SIG_IGN)  # the default one would end the process
+    # The thread takes no signal: before it runs Python code its stack is none, and rings no bell.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        with suppress(RuntimeError):  # no thread can be started
+            start_new_thread(_answer, (read,))
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     faulthandler.register(signal.SIGUSR1, file=write, all_threads=False, chain=chain)
-    with suppress(RuntimeError):  # no thread can be started
-        start_new_thread(_answer, (read,))
 
 
 def _answer(read: int) -> None:
-    signal.pthread_sigmask(
-        signal.SIG_BLOCK, [signal.SIGUSR1]
-    )  # one that comes while the handler runs waits for its end
     while said := os.read(read, _PIPE_BYTES):
         if _BELL in said:
             _tell()

@@ -133,7 +133,7 @@ def test_the_front_ends_lines_are_among_them_and_one_that_cannot_be_read_hides_n
 # --- by a signal --------------------------------------------------------------------------------------------
 
 PROCESS = """
-import asyncio, ctypes, os, signal, sys
+import asyncio, ctypes, os, signal, sys, time
 from offload_core.support.where import answer_signals
 
 class Engine:
@@ -210,7 +210,7 @@ def test_a_signal_is_answered_while_the_main_thread_hangs_in_c_and_in_a_forked_p
 def test_a_signal_asks_each_engine_and_an_earlier_handler_is_called_too():
     code = (
         "signal.signal(signal.SIGUSR1, lambda *_: say('an earlier handler'))\n"
-        "engines = wrap('a', 'b')\nsay('ready')\nwhile True: signal.pause()"
+        "engines = wrap('a', 'b')\nsay('ready')\nwhile True: time.sleep(0.01)"
     )
     with Process(code) as process:
         assert process.line() == "ready"
