@@ -25,6 +25,7 @@ from offload_core.step.loss_scale import scaler_for
 from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.step.state_lock import StateLock
 from offload_core.support.launchers import warn_if_launched
+from offload_core.support.where import answer_signals
 
 from .devices.context import LaterUpdate, is_traced, public, refuse_jit, without_context_mesh
 from .files.checkpoint import TreeCheckpoints
@@ -99,6 +100,7 @@ class OffloadedParams:
         **overrides: Unpack[JaxSettings],
     ) -> None:
         refuse_jit("wrap()")
+        answer_signals(self)
         check_nnx(params, chosen=trainable is not None)
         ranks = mesh.size if isinstance(mesh, Mesh) else 1
         self.config = resolved(config, overrides, world_size=ranks)
@@ -522,6 +524,15 @@ class OffloadedParams:
         return self._checkpoints.load(
             path, self._updates.publish, stateful=stateful, names=names, random_state=random_state
         )
+
+    def where(self) -> str:
+        """Return where this process is, as lines to print while an update does not return: what may still be done,
+        counts, exchanges between processes, and threads.
+
+        Waits for no lock and raises nothing, so that signal handlers and other threads may call it at any time.
+        ``OFFLOAD_CORE_WHERE=1`` in the environment has ``kill -USR1`` print it, from ``wrap`` on.
+        """
+        return self._pipeline.where()
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes of this process; print the report, or draw it (``.plot(path)``).

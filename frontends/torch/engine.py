@@ -704,6 +704,14 @@ class Engine(nn.Module):
             if not was_released:
                 self.restore()
 
+    def where(self) -> str:
+        """Return where this process is, as lines to print while a step does not return; see
+        :meth:`OffloadedOptimizer.where`.
+
+        ``OFFLOAD_CORE_WHERE=1`` in the environment has ``kill -USR1`` print it, from ``wrap`` on.
+        """
+        return self.optimizer.where()
+
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes, on the device and on the host; print it, or draw it (``.plot(path)``).
 

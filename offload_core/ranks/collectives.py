@@ -28,6 +28,11 @@ class Collectives(Protocol):
         """Replace the array by that of process ``source``."""
         ...
 
+    def where(self) -> str:
+        """Return the exchange that this process waits for, and the last one, as lines for somebody who waits. Takes no
+        lock."""
+        ...
+
 
 class HostCollectives(Collectives, Protocol):
     """Collectives that also carry buckets, with one rank a process."""
@@ -107,6 +112,9 @@ class SingleRank:
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
         pass
+
+    def where(self) -> str:
+        return "exchange: none, this is the only rank"
 
     def close(self) -> None:
         pass

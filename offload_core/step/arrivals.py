@@ -252,6 +252,12 @@ class Arrivals:
         self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
         self.since.backward = False
 
+    def where(self) -> str:
+        """Return how far the next update is, as a line for somebody who waits."""
+        since = self.since
+        steps = f"micro-steps since the last update: {since.micro_steps} of {self.per_update}"
+        return f"{steps}, and gradients of {len(since.present)} parameters"
+
     def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
         """Begin the next step, for which no gradient has come.
 

@@ -104,6 +104,10 @@ class UpdateCounts:
             counts += had[: len(counts)]
             had = had[len(counts) :]
 
+    def where(self) -> str:
+        """Return the counts as a line for somebody who waits."""
+        return f"updates: {self.updates}, and {self.skipped} skipped"
+
     def scalars(self, given: StepArguments, params: Collection[int], grad_scale: float) -> Scalars:
         """Return the kernel scalars of the next update of these parameters; ``grad_scale``: the factor on gradients."""
         steps = np.concatenate(self._memory)

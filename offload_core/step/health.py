@@ -103,6 +103,15 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
         if self.released and use is not Use.READ:
             raise StateError(self.released)
 
+    def where(self) -> str:
+        """Return what may be done, and the last error, as a line for somebody who waits."""
+        state = self.state
+        allowed = [use.value for use in Use if state not in REFUSED[use] and (use is Use.READ or not self.released)]
+        if state in REFUSED[Use.STEP] and HEALTH[state, HealthEvent.LOAD] is Health.SOUND:
+            allowed.append("load a checkpoint, which mends this")
+        said = [f"health: {state.value}", f"allowed: {'; '.join(allowed) or 'nothing'}"]
+        return ". ".join([*said, *filter(None, [self.released, self._reason and f"last error: {self._reason}"])])
+
     @property
     def lost_a_rank(self) -> bool:
         """True if the exchange between ranks has ended."""

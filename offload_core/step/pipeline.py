@@ -43,8 +43,10 @@ from ..memory.plan import HOST, MemoryPlan, PlanRow
 from ..memory.report import MemoryReport
 from ..plans.planner import Planner, check_memory
 from ..rules import Rule
+from ..support import threads
 from ..support.launchers import local_processes
 from ..support.threads import RUNNING_SECTIONS
+from ..support.where import told
 from .agreement import agree
 from .announced import Announced
 from .arrivals import Arrivals
@@ -100,6 +102,7 @@ class Pipeline:
         self._skipped = SkippedSteps()
         self.changes = Changes()
         """The last change of each parameter."""
+        self._process = os.getpid()
         self._begin()
 
     def _begin(self) -> None:
@@ -533,6 +536,18 @@ class Pipeline:
         """The factor on the loss in the next backward."""
         return self.scaler.scale if self.scaler else 1.0
 
+    def where(self, *own: Callable[[], str]) -> str:
+        """Return where this process is, as lines for somebody who waits for a step. Takes no lock, and raises nothing.
+
+        Args:
+            own: return the front end's lines.
+        """
+        group, process = self.device.collectives, os.getpid()
+        forked = f", a fork of process {self._process}" * (process != self._process)
+        title = f"offload-core: rank {group.rank} of {group.world_size}, process {process}{forked}"
+        parts = (self.health.where, self.counts.where, self.arrivals.where, self.state_lock.where, group.where)
+        return told(title, *parts, *own, threads.where)
+
     def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
         """Host memory planned and held now, and the front end's own, by ``(where, what)``."""
         numel = sum(spec.numel for spec in self.params)
@@ -550,6 +565,7 @@ class OrderedCollectives:
         self._pipeline = pipeline
         self._collectives = pipeline.device.collectives
         self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
+        self.where = self._collectives.where
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         self._run(lambda: self._collectives.sum_integers(array, what))

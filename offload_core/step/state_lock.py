@@ -101,6 +101,10 @@ class StateLock:
             )
         return act(*args, **kwargs)
 
+    def where(self) -> str:
+        """Return the call that is in the middle of a change, as a line for somebody who waits. Takes no lock."""
+        return f"call: {self._change if self.changing.locked() else 'none that changes anything'}"
+
     def after_fork(self) -> None:
         """In a forked process: the other threads, with what they held, are not there."""
         if self._of_thread.acquire(blocking=False):  # free, or this thread's own

@@ -69,6 +69,8 @@ class Task(Generic[T]):
         self._error: BaseException | None = None
         self.thread: int | None = None
         """The thread that does it, by its identifier."""
+        self.begun = 0.0
+        """The time when it was begun, on the monotonic clock."""
 
     @classmethod
     def ended(cls, result: T) -> "Task[T]":
@@ -82,7 +84,7 @@ class Task(Generic[T]):
         if not self._claim.acquire(blocking=False):
             return
         assert self._act is not None
-        self.thread = threading.get_ident()
+        self.thread, self.begun = threading.get_ident(), time.monotonic()
         try:
             self._result = self._act()
         except BaseException as error:
@@ -108,6 +110,15 @@ class Task(Generic[T]):
         """
         if not self._done:
             self._ended.wait_for(self._done_here)
+
+    def where(self) -> str:
+        """Return the function that is called, and since when, as text for somebody who waits for it."""
+        act: Any = self._act
+        while isinstance(act, partial):  # around what a worker or a section calls
+            act = act.args[0] if act.args and callable(act.args[0]) else act.func
+        name = getattr(act, "__qualname__", "a task that has just ended").replace("<locals>.", "")
+        elsewhere = f", in process {self._process}" * (os.getpid() != self._process)  # this one is a fork
+        return f"{name}, for {time.monotonic() - self.begun:.1f} s{elsewhere}"
 
     def _done_here(self) -> bool:
         if not self._done:
@@ -146,7 +157,7 @@ class TaskThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
+        self._tasks = _Tasks()
         self._process = os.getpid()
         self._closed = False
         weakref.finalize(self, self._tasks.put, None).atexit = False
@@ -179,14 +190,30 @@ class TaskThread:
         self._thread.join()
 
 
-_SERVING: dict["SimpleQueue[Task[Any] | None]", threading.Thread] = {}
+class _Tasks(SimpleQueue["Task[Any] | None"]):
+    """The tasks of one thread that were not begun; None: there are no others."""
+
+    begun: Task[Any] | None = None
+    """The one that the thread does now."""
 
 
-def _serve(tasks: "SimpleQueue[Task[Any] | None]") -> None:
+_SERVING: dict[_Tasks, threading.Thread] = {}
+
+
+def _serve(tasks: _Tasks) -> None:
     while (task := tasks.get()) is not None:
+        tasks.begun = task
         task.run()
-        del task  # else its objects stay alive until the next task comes
+        del task, tasks.begun  # else its objects stay alive until the next task comes
     _SERVING.pop(tasks, None)
+
+
+def where() -> str:
+    """Return a line for each of this process's threads that does a task, for somebody who waits. Takes no lock."""
+    busy = [(thread.name, tasks, tasks.begun) for tasks, thread in [*_SERVING.items()]]
+    lines = [f"thread {name!r}: {task.where()}; {tasks.qsize()} later" for name, tasks, task in busy if task]
+    lines += [f"section: {task.where()}" for task in [*RUNNING_SECTIONS]]
+    return "\n".join(lines or ["threads: all idle"])
 
 
 @atexit.register
@@ -262,14 +289,14 @@ def uninterrupted(section: Callable[[], object]) -> None:
         section()
         return
 
-    def run() -> None:
+    def run(section: Callable[[], object]) -> None:
         RUNNING_SECTIONS.append(task)
         try:
             section()
         finally:
             RUNNING_SECTIONS.remove(task)
 
-    task = Task(run)
+    task = Task(partial(run, section))
     try:
         if (sections := _sections) is None:
             sections = SimpleQueue()

@@ -1,6 +1,7 @@
 """Workers run a step's tasks: in the caller, or in one thread in the order in which they were asked for."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 from .threads import Task, TaskThread
@@ -36,17 +37,16 @@ class Background:
 
     def submit(self, task: Callable[[], T]) -> Task[T]:
         """The task's result, some time; whoever asks for it gets its error."""
+        return self._thread.submit(partial(self._run, task))
 
-        def run() -> T:
-            if self._failure is not None:
-                raise self._failure.with_traceback(None)
-            try:
-                return task()
-            except BaseException as error:
-                self._failure = error
-                raise
-
-        return self._thread.submit(run)
+    def _run(self, task: Callable[[], T]) -> T:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        try:
+            return task()
+        except BaseException as error:
+            self._failure = error
+            raise
 
     def recover(self) -> None:  # waits
         """Wait for all tasks, and forget a failure."""

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CollectiveError
+from ..ranks.exchanges import Exchanges
 
 
 class _Group:
@@ -58,17 +59,20 @@ class ThreadRank:
         self.world_size = len(group.posted)
         self.sent_bytes = 0
         """Bytes of gradients and parameters that this rank sent to others."""
+        self._exchanges = Exchanges()
+        self.where = self._exchanges.where
 
     def _share(self, what: str, array: np.ndarray, read: Callable[[Sequence[np.ndarray]], None]) -> None:
         """Show the others an array, read theirs, and wait until all have read."""
         group = self._group
-        group.posted[self.rank] = (what, array)
-        group.meet(what)
-        posted = [entry for entry in group.posted if entry is not None]
-        if {name for name, _ in posted} != {what}:
-            raise CollectiveError(f"rank {self.rank} is at {what!r}, others at {sorted({n for n, _ in posted})}")
-        read([array for _, array in posted])
-        group.meet(what)
+        with self._exchanges.over(what):
+            group.posted[self.rank] = (what, array)
+            group.meet(what)
+            posted = [entry for entry in group.posted if entry is not None]
+            if {name for name, _ in posted} != {what}:
+                raise CollectiveError(f"rank {self.rank} is at {what!r}, others at {sorted({n for n, _ in posted})}")
+            read([array for _, array in posted])
+            group.meet(what)
 
     def exchange(self, send: np.ndarray, received: np.ndarray, what: str) -> None:
         parts = received.reshape(self.world_size, -1)

@@ -1174,7 +1174,7 @@ CORE_CHANGES = [
         ("step.local_bucket", "LocalBucket.forget_gradients", "self.give_back()", "pass"),
         ("step.buckets", "LocalBuckets.claim", "work.take()", "pass"),
         ("step.buckets", "LocalBuckets.recover", "work.release()", "pass"),
-        ("support.worker", "Background.submit", "if self._failure is not None:", "if False:"),
+        ("support.worker", "Background._run", "if self._failure is not None:", "if False:"),
         ("support.worker", "Background.recover", "self._failure = None", "pass"),
         ("stage3.live_params", "LiveParams._gather", "AfterAll([updated, ", "AfterAll(["),
         ("stage3.live_params", "LiveParams.acquire", "self.release_idle()", "pass"),

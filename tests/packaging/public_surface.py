@@ -33,7 +33,7 @@ MODULES = {
 }
 """Public modules, and their public names where these are not the module's ``__all__`` or all that it defines."""
 _OF_OPTIMIZERS = """report updates step zero_grad flush state_dict load_state_dict torch_state_dict add_param_group
-    memory_report sent_bytes close"""
+    memory_report where sent_bytes close"""
 DOCUMENTED = {
     **dict.fromkeys(
         (

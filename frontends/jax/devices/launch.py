@@ -14,6 +14,7 @@ from typing import Any
 import jax
 
 from offload_core.errors import CollectiveError
+from offload_core.ranks.exchanges import Exchanges
 from offload_core.support.launchers import Launched
 from offload_core.support.threads import Condition
 
@@ -91,13 +92,17 @@ def _check_free(port: int) -> None:
     socket.create_server(("", port), family=family, dualstack_ipv6=both).close()
 
 
+EXCHANGES = Exchanges()
+"""Those of this process, of all its trees."""
+
+
 @contextmanager
 def meeting(rank: int, what: str) -> Iterator[None]:
     """A context around a wait for other processes: if one is lost it raises :class:`CollectiveError`.
 
     After the ``timeout_seconds`` of :func:`initialize` the process prints that error and ends.
     """
-    with nullcontext() if _watch is None else _watch.over(rank, what):
+    with EXCHANGES.over(what), nullcontext() if _watch is None else _watch.over(rank, what):
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:

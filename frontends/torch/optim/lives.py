@@ -3,9 +3,10 @@
 It has one :class:`Life` at a time. Only an open one has the parts that hold parameters and states.
 """
 
+import os
 import weakref
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -45,6 +46,7 @@ class Life:
     """
 
     is_open = False
+    _why_not_open = "is being made"
 
     def __init__(self, updates: int = 0) -> None:
         self.updates = updates
@@ -63,6 +65,10 @@ class Life:
     def released(self) -> bool:
         """True if the parameters have no memory on the device."""
         return False
+
+    def where(self, tensors: Callable[[], str]) -> str:
+        """Return where the optimizer is, as lines for somebody who waits; ``tensors`` returns the one about them."""
+        return f"offload-core: process {os.getpid()} has an optimizer that {self._why_not_open}"
 
     def follow_shards(self, optimizer: Living) -> bool:
         """Before the first update, make states anew if a library has put DTensors in the place of all parameters, as
@@ -87,6 +93,7 @@ class Waiting(Life):
     def __init__(self, first: torch.Tensor) -> None:
         super().__init__()
         self._first = weakref.ref(first)
+        self._why_not_open = "waits for shards in place of its parameters"
 
     def steps_of(self, optimizer: Living) -> Steps:
         self.begin(optimizer)
@@ -140,6 +147,9 @@ class Open(Life):
     def released(self) -> bool:
         return self._steps.parts.pipeline.released
 
+    def where(self, tensors: Callable[[], str]) -> str:
+        return self._steps.parts.pipeline.where(tensors)
+
 
 class OpenAlone(Open):
     """An optimizer without an engine, whose parameters may be replaced by shards before its first update."""
@@ -156,6 +166,8 @@ class OpenAlone(Open):
 
 class Closed(Life):
     """An optimizer that has ended; its states are gone."""
+
+    _why_not_open = "was closed"
 
 
 class GaveWay(Closed):

@@ -22,9 +22,11 @@ from offload_core.step.state_lock import StateLock, changes, whole
 from offload_core.support.checks import integer
 from offload_core.support.last_words import say_error_last
 from offload_core.support.threads import uninterrupted
+from offload_core.support.where import answer_signals
 
 from ..internals.compiled import untraced
-from ..internals.private import NO_BACKWARD, backward_number, grad_mode_kept
+from ..internals.private import NO_BACKWARD, backward_number, grad_mode_kept, no_torch_function
+from ..params import pending
 from ..params.casting import Casts
 from ..params.dtensor import ranks_of, shards_to_come
 from ..params.slots import Slot, owner_of
@@ -142,6 +144,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         named: bool = True,
     ) -> None:
         self._life = Life()
+        answer_signals(self)
         self.names = {}
         self.takes_names = named
         self._model = None if model is None else weakref.ref(model)
@@ -312,6 +315,19 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         model = None if self._model is None else self._model()
         of_model = [] if model is None else [*model.parameters(), *model.buffers()]
         return [*of_model, *(slot.param for slot in self.slots)]
+
+    @untraced
+    def where(self) -> str:
+        """Return where this process is, as lines to print while a step does not return: what may be done, counts,
+        exchanges between ranks, tensors and threads. The page on troubleshooting says how to read them.
+
+        Waits for no lock and raises nothing, so that signal handlers and other threads may call it at any time.
+        """
+        return self._life.where(self._tensors_where)
+
+    def _tensors_where(self) -> str:
+        with no_torch_function():
+            return pending.where(self.held_tensors())
 
     @property
     def loss_scale(self) -> float:

@@ -30,7 +30,7 @@ an optimizer that takes over or lets go          ``Registration._new``, ``Elemen
 import copy
 import sys
 import types
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, cast
 
@@ -265,6 +265,12 @@ def can_wait(param: torch.Tensor) -> bool:
 def residency_of(tensor: torch.Tensor) -> Residency:
     """Return whether the tensor may be read, as far as it is recorded here."""
     return managed(tensor).residency if isinstance(tensor, _Pending) else Residency.RESIDENT
+
+
+def where(tensors: Iterable[torch.Tensor]) -> str:
+    """Return the number of tensors in each residency, as a line for somebody who waits."""
+    counts = Counter(residency_of(tensor).value for tensor in {id(tensor): tensor for tensor in tensors}.values())
+    return f"tensors: {', '.join(f'{count} {residency}' for residency, count in counts.items()) or 'none'}"
 
 
 def update(param: torch.Tensor, wait: Wait) -> None:

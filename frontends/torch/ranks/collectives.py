@@ -34,6 +34,7 @@ class TorchRanks:
         self.close = self._own.close
         self.compare_headers = self._own.compare_headers
         self.refuse_if_gone = self._own.refuse_if_gone
+        self.where = self._own.where
         self.sent_bytes = 0
         """Bytes of gradients and parameters that this rank sent to others."""
 

@@ -53,6 +53,8 @@ class HeaderLine:
         """On rank 0 the connections to ranks 1, 2, …; on another rank its connection to rank 0."""
         self.usable = world_size == 1
         """False if messages must go another way; the same on all ranks."""
+        self.awaited: int | None = None
+        """The rank whose answer :meth:`exchange` waits for; None: it has ended. Rank 0 takes the others' in turn."""
         with ExitStack() as undo:
             undo.callback(self.close)
             if world_size > 1:
@@ -148,13 +150,16 @@ class HeaderLine:
         """
         if os.getpid() != self._process:
             raise ConnectionError("this process was forked from that of the rank, whose connections are not its own")
-        return self._collect(mine) if self._rank == 0 else self._ask(mine)
+        rows = self._collect(mine) if self._rank == 0 else self._ask(mine)
+        self.awaited = None
+        return rows
 
     def _collect(self, mine: np.ndarray) -> np.ndarray | None:
         rows = np.zeros((self._world_size, HEADER_BYTES), np.uint8)
         rows[0] = mine
         deadline = time.monotonic() + self._seconds
         for rank, peer in enumerate(self._peers, 1):
+            self.awaited = rank
             try:
                 _receive(peer, rows[rank].data, deadline)
             except OSError as error:
@@ -174,7 +179,7 @@ class HeaderLine:
         return None if alike else rows
 
     def _ask(self, mine: np.ndarray) -> np.ndarray | None:
-        [peer] = self._peers
+        [peer], self.awaited = self._peers, 0
         deadline = time.monotonic() + self._seconds + _LATER
         kind = bytearray(1)
         try:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from offload_core.errors import CollectiveError, ConfigError
+from offload_core.ranks.exchanges import Exchanges
 from offload_core.ranks.headers import HEADER_BYTES, Header, check_alike
 from offload_core.support.last_words import say_lost
 
@@ -55,6 +56,7 @@ class OwnGroup:
         self._of = weakref.ref(group)  # a reference kept after destroy_process_group() can abort the exit
         self._lock = threading.Lock()
         self._failure: str | None = None
+        self._exchanges = Exchanges()
         timeout, store = timeout_of(group), group.get_group_store()
         self._failures = dist.PrefixStore("offload-core/failures/", store)
         with suppress(RuntimeError):
@@ -181,7 +183,8 @@ class OwnGroup:
         if not self._gloo:
             raise CollectiveError(f"rank {self.rank}: {what}: this engine was closed; expected an open one")
         try:
-            act()
+            with self._exchanges.over(what):
+                act()
         except CollectiveError as error:
             self._failure = str(error)
             raise
@@ -220,6 +223,13 @@ class OwnGroup:
             asking.start()
             asking.join(2 * _PATIENCE)
         return ", ".join(said)
+
+    def where(self) -> str:
+        """As :meth:`Collectives.where`. Rank 0 knows the rank that has not come."""
+        awaited = f"rank {self._line.awaited}" + " and all other ranks" * (self.rank > 0)
+        if self._line.awaited is None:
+            awaited = "data: all ranks have come" if self._line.usable else "the other ranks"
+        return self._exchanges.where(awaited)
 
     def close(self) -> None:
         """Free the connections and threads. No exchange follows."""

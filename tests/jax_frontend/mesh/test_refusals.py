@@ -1,5 +1,9 @@
 """Refused calls, which change nothing."""
 
+import re
+import threading
+import time
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -127,6 +131,30 @@ def test_gradients_of_processes_that_differ_are_refused_in_all():
         one.update(good)
     assert offloaded.report.updated
     assert_same_tree(offloaded.to_pytree(), twin.to_pytree())
+
+
+@processes(2)
+def test_a_process_whose_peer_does_not_come_names_the_exchange(folder):
+    offloaded = wrap(tree_of(0), **HYPER, mesh=mesh_of(4))
+    gradients, said = RankGradients(split(tree_of(1, stack=(4,)), mesh_of(4))), []
+    came = folder / "may come"
+
+    def ask():
+        while "has waited" not in (lines := offloaded.where()):
+            time.sleep(0.001)
+        said.append(lines)
+        came.touch()
+
+    asking = threading.Thread(target=ask)
+    if first := jax.process_index() == 0:
+        asking.start()
+    while not (first or came.exists()):
+        time.sleep(0.001)
+    offloaded.update(gradients)
+    if first:
+        asking.join()
+        assert re.search(r"^  exchange: number \d+, '.+' has waited for the other ranks for", said[0], re.MULTILINE)
+    assert re.search(r"^  last exchange: number \d+, 'bucket 0: .*' ended", offloaded.where(), re.MULTILINE)
 
 
 def test_a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():

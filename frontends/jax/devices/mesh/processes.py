@@ -4,7 +4,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from ..launch import meeting
+from ..launch import EXCHANGES, meeting
 from .axis import Ranks
 
 
@@ -17,6 +17,7 @@ class JaxProcesses:
         self.world_size = len(processes)
         self._axis = axis
         self._sum = axis.across(_sum, axis.split)
+        self.where = EXCHANGES.where
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         if self.world_size == 1:
