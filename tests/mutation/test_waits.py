@@ -1267,7 +1267,7 @@ def test_no_mutant_was_dropped():
     """A wait that loses its mark would take its mutants along without a word."""
     assert len(FOUND) == 222, DROPPED
     assert UNNOTICED.keys() <= FOUND.keys()
-    assert len(SCENARIOS) == 51
+    assert len(SCENARIOS) == 52
     assert len(ON_DISK) == 29
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 
