@@ -53,8 +53,8 @@ def rows_at_once(
     """Plan a process's parameters and gradients at the moment of an update when they take the most memory together.
 
     All gradients exist before the first one is freed. A donated gradient is freed when its last bucket has been packed,
-    and all of them before the first new parameter comes. Gradients that are not donated, or that kernels read in
-    place, exist beside the new parameters.
+    always before the first new parameter comes. Gradients that are not donated, or that kernels read in place, exist
+    beside the new parameters.
 
     Args:
         arrays: the trained arrays, in the order in which their gradients are taken.

@@ -106,7 +106,7 @@ class Announced:
             )
             if self._buckets.worker.behind:
                 send()
-            else:  # it updates at once: an interrupt must not leave half of it
+            else:  # this updates at once, and an interrupt must not leave half an update
                 uninterrupted(send)
 
     def differs(self, given: StepArguments) -> bool:
