@@ -38,7 +38,7 @@ flight, and one more, so that no bucket waits."""
 
 
 class BucketTerms:
-    """The rules for one process.
+    """The rules for the buffers, the states and the schedule of one process's buckets.
 
     Args:
         scaled: True if losses are scaled.

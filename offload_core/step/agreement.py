@@ -57,7 +57,7 @@ def agree(
         if examines:
             reduction.add_squares(squares)
         return Agreement(squares if examines else None, frozenset(mine), has_gradient, order, False, True, save_asked)
-    exchanged = device.world_size > 1  # else each process has parameters of its own
+    exchanged = device.world_size > 1  # else each process has different parameters
     flags = np.zeros(len(buckets.params) if exchanged else 0, np.int64)
     flags[list(mine) if exchanged else []] = 1
     places = [work.bucket.index for work in order] if exchanged else []

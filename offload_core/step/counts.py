@@ -11,7 +11,7 @@ from .decision import StepArguments
 
 
 class Changes:
-    """The last change of each parameter, as a number in the count of all changes. A load does not reset the count.
+    """Counts all changes of parameters, and keeps the count at each parameter's last change. A load does not reset it.
 
     An update changes the parameters that it updates. Changes from outside (a load, a write to a parameter or to its
     states) count, too.
@@ -21,15 +21,15 @@ class Changes:
         self._source = secrets.randbits(63)
         """A random number that tells this object's marks from other objects' marks, also in other processes."""
         self.number = 0
-        """Changes so far."""
+        """The count of changes so far."""
         self.of_all_ranks = 0
         """The updates and loads among these changes. All ranks have the same count."""
         self._last = np.zeros(0, np.int64)
-        """The number of each parameter's last change."""
+        """The count at each parameter's last change."""
 
     @property
     def mark(self) -> tuple[int, int]:
-        """The present moment, for :meth:`number_of`."""
+        """This object's random number and its present count of changes, for a later :meth:`number_of`."""
         return self._source, self.number
 
     def number_of(self, mark: tuple[int, int]) -> int | None:

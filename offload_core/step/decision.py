@@ -20,13 +20,13 @@ class StepArguments:
     """The arguments of one step, the same when it is announced and when it comes."""
 
     hypers: Sequence[Hyper]
-    """One for each parameter group."""
+    """The hyperparameters of each parameter group."""
     tensors: Sequence[Any] = ()
     """The device parameters to write, one for each parameter."""
     divisor: float = 1.0
     """The divisor of the summed gradients, besides the loss scale."""
     groups: Sequence[int] = ()
-    """The parameter group of each parameter; empty: as the parameters were added."""
+    """The parameter group of each parameter; empty: the groups with which the parameters were added."""
     loss_scale: float = 1.0
     """Filled in by :meth:`complete`."""
 

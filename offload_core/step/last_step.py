@@ -22,7 +22,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class LastStep:
-    """The last step that was asked for. Methods that wait for it raise the error of its updates."""
+    """The last step that was called. Methods that wait for it raise the error of its updates."""
 
     _buckets: LocalBuckets
     _arrivals: Arrivals

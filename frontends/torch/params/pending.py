@@ -215,7 +215,7 @@ _NUMBER = RemovableHandle(OrderedDict()).id
 
 
 def _watch_modules() -> None:
-    """While an update writes any parameter, have every module that is called wait for its own.
+    """While an update writes any parameter, have every called module wait for its own parameters.
 
     Another thread may call this at the same time. At worst the hook stays, and finds nothing to wait for. It also stays
     while code is being compiled: the compiler reads the hooks twice, and in between garbage collection may delete the

@@ -329,7 +329,7 @@ def _is_alive(group: Any) -> bool:
 
 
 def check_alone(params: Iterable[torch.Tensor], config: OffloadConfig, *, process_group: Any) -> None:
-    """Raise :class:`ConfigError` if an argument would partition what is placed already, or reduce it otherwise."""
+    """Raise :class:`ConfigError` if an argument would partition or reduce placed parameters a second time."""
     if not any(map(is_placed, params)):
         return
     if not config.average_over_ranks:

@@ -94,7 +94,7 @@ class WholeParameters:
         self.let_go(kept)
 
     def runs_hold(self, record: PartitionedParameter) -> bool:
-        """Return True if a :meth:`hold` other than that of :meth:`keep` keeps the parameter whole."""
+        """Return True if a :meth:`hold` by another caller than :meth:`keep` keeps the parameter whole."""
         return record.live.holds > (record in self._kept)
 
 
