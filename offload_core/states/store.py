@@ -178,6 +178,6 @@ class Store(ABC):
         """Call ``before_change(params)`` before states of parameters change, in the thread that changes them; None: no
         call.
 
-        The caller keeps the method's object alive. The object may own the store, which therefore does not refer to it.
+        The caller keeps the method's object alive. The store has only a weak reference, because the object may own it.
         """
         self._before_change = (lambda: None) if before_change is None else WeakMethod(before_change)

@@ -187,7 +187,7 @@ class Pipeline:
         self._begin()
 
     def close(self) -> None:
-        """Free the states, and close the device with its communication groups."""
+        """Free the states, and the resources of exchanges with other ranks."""
         self.buckets.close()
         self.device.close()
 
