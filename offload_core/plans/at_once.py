@@ -1,6 +1,6 @@
-"""Memory where gradients come all at once and new parameters are other arrays than the old ones, as in JAX.
+"""Plans memory where all gradients come at once, and new parameters are new arrays, as in JAX.
 
-``BucketTerms.plan`` is for gradients that come one by one, and parameters that are written where they are.
+``Planner.plan`` is for gradients that come one by one, and parameters that are written in place.
 """
 
 from collections import Counter, deque
@@ -20,27 +20,27 @@ _DEVICES = "parameters sharded over more devices"
 
 @dataclass(frozen=True)
 class Held:
-    """An array of a model, and the bytes that its values take on a process's devices, its replicas counted."""
+    """An array of a model, and the bytes that its values take on a process's devices, including replicas."""
 
     params: Sequence[int]
-    """The core's parameters that it consists of."""
+    """The numbers of the core's parameters in this array."""
     parameter: int
     following: int
-    """Of its next value, while the present one is still there."""
+    """The bytes of the array's next value, allocated while the present value still exists."""
     gradient: int
     what: str = PARAMETERS
-    """The name of its row in plans, :data:`SHARDS` if it is not whole on each device."""
+    """The name of the array's row in plans; :data:`SHARDS` if it is not whole on each device."""
     where: str = "device"
     """``"host"`` if parameters, but not gradients, are in the host's memory."""
 
 
 def held_shards(params: Sequence[int], specs: Sequence[ParamSpec], copies: Sequence[int], *, on_host: bool) -> Held:
-    """An array of which each shard is a parameter of the core.
+    """Return the ``Held`` of an array whose shards are parameters of the core.
 
     Args:
         params: the numbers of ``specs``.
-        copies: how many of the process's devices hold each shard.
-        on_host: True if devices that hold the same shard share the memory of its next value.
+        copies: for each shard, the number of the process's devices that have it.
+        on_host: True if devices that have the same shard share the memory of its next value.
     """
     once = [spec.numel * spec.dtype.itemsize for spec in specs]
     n_bytes = sum(n * each for n, each in zip(copies, once, strict=True))
@@ -50,15 +50,15 @@ def held_shards(params: Sequence[int], specs: Sequence[ParamSpec], copies: Seque
 def rows_at_once(
     terms: BucketTerms, specs: Sequence[ParamSpec], arrays: Sequence[Held], *, on_host: bool, donate: bool = True
 ) -> list[PlanRow]:
-    """Plan a process's parameters and gradients at the moment of an update when they take the most together.
+    """Plan a process's parameters and gradients at the moment of an update when they take the most memory together.
 
-    All gradients are there before the first one leaves. One that is donated is gone when its last bucket has been
-    packed; all are before the first new parameter comes. One that is kept stays beside the new parameters. Where the
-    kernels read gradients in place they stay in either case.
+    All gradients exist before the first one is freed. A donated gradient is freed when its last bucket has been packed,
+    always before the first new parameter comes. Gradients that are not donated, or that kernels read in place, exist
+    beside the new parameters.
 
     Args:
-        arrays: all that are trained, in the order in which their gradients are taken.
-        on_host: True if the devices' memory is the host's.
+        arrays: the trained arrays, in the order in which their gradients are taken.
+        on_host: True if the devices' memory is host memory.
     """
     buckets = terms.cut(specs)
     gone: set[int] = set()
@@ -71,7 +71,7 @@ def rows_at_once(
     sums = Counter[tuple[str, str, bool]]()
     for i, array in enumerate(arrays):
         sums[array.where, array.what, False] += array.parameter
-        if both or array.where == "host":  # else gradients that are gone took more
+        if both or array.where == "host":  # else the freed gradients took more
             sums[array.where, f"next {array.what}", True] += array.following
         if i not in gone:
             sums["device", GRADIENTS if array.what == PARAMETERS else "gradients of shards", True] += array.gradient
@@ -90,10 +90,10 @@ def rows_at_once(
 
 
 def _when_they_leave(terms: BucketTerms, buckets: Sequence[Bucket], arrays: Sequence[Held]) -> tuple[int, set[int]]:
-    """The packed bytes, and the gradients that are gone, at the moment when packed and other gradients are the most.
+    """Return the packed bytes, and the freed gradients, at the moment when packed and unpacked gradients take the most.
 
-    Gradients are taken in the arrays' order; each bucket is packed as soon as it is full. It is on its way until as
-    many others of its place as may be on their way want to follow.
+    Gradients are taken in the arrays' order, and each bucket is packed as soon as it is full. A packed bucket is in
+    flight until ``terms.depth`` later buckets of the same place are packed.
     """
     missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
     array_of = {param: i for i, array in enumerate(arrays) for param in array.params}
@@ -127,7 +127,7 @@ def _when_they_leave(terms: BucketTerms, buckets: Sequence[Bucket], arrays: Sequ
 
 
 def _arriving(terms: BucketTerms, buckets: Sequence[Bucket]) -> int:
-    """The most bytes of gradients that are on their way to the host, from all places."""
+    """Return the most bytes of gradients in flight to the host, from all places together."""
     of: dict[int, list[int]] = {}
     for bucket in buckets:
         of.setdefault(bucket.place, []).append(terms.way_bytes(bucket))

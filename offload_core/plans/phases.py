@@ -1,8 +1,7 @@
 """The memory of several models in one process whose engines take turns: one has the device, the others are released.
 
-Host memory stays as it is in a release, with two exceptions. Engines use staging and gradient memory in turn
-(``memory/working_memory.py``). Frozen parameters that lie on the device have a copy on the host once they were
-released.
+A release does not change host memory, with two exceptions. Engines use staging and gradient memory in turn
+(``memory/working_memory.py``). The first release of frozen parameters on the device makes a copy on the host.
 """
 
 from collections import Counter
@@ -20,10 +19,10 @@ class Member:
     """One of the models.
 
     Attributes:
-        name: for phases.
-        plan: of the model alone.
+        name: the name in the names of phases.
+        plan: the plan of this model alone.
         working: the sizes of the host memory that engines use in turn (:meth:`BucketTerms.working_sizes`).
-        frozen: True if it is not trained.
+        frozen: True if the model is not trained.
     """
 
     name: str
@@ -42,20 +41,21 @@ class Member:
 
     @property
     def copies(self) -> int:
-        """The bytes of the host that have the parameters of a frozen model that was released."""
+        """The bytes of the host copy of a frozen model's parameters, which a release makes."""
         rows = [row.n_bytes for row in self.plan.rows if (row.where, row.what) == (DEVICE, PARAMETERS)]
         return sum(rows) if self.frozen and not self.plan.shared else 0
 
 
 @dataclass(frozen=True)
 class Phase:
-    """Bytes of one process in one phase, by place."""
+    """The bytes that one process needs in one phase, by place."""
 
     name: str
     needs: Mapping[str, int]
 
     def missing(self, free: Mapping[str, int | None], *, processes: int) -> list[str]:
-        """The places that have less free than processes of one machine need; the device is not shared."""
+        """Return the places with less free memory than ``processes`` processes of one machine need. Processes do not
+        share a device."""
         return [
             where
             for where, n in self.needs.items()
@@ -64,7 +64,7 @@ class Phase:
 
 
 def phases(members: Sequence[Member]) -> list[Phase]:
-    """Return the phases in which one model has the device, and last that in which all have it and work at a time."""
+    """Return a phase for each model alone on the device, and last a phase for all models on it at once."""
     places = dict.fromkeys([HOST, DEVICE, *(where for each in members for where in each.plan.elsewhere)])
     total = {where: sum(each.plan.bytes_in(where) for each in members) for where in places}
     separately = sum(each.working_bytes + each.activations for each in members)

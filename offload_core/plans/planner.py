@@ -1,4 +1,4 @@
-"""Plans: the bytes of each consumer of memory, and what a step moves."""
+"""Plans: the bytes that each consumer of memory takes, and the bytes that a step moves."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -45,14 +45,14 @@ NARROWER: dict[str, dict[str, Any]] = {
 }
 """Settings that store states in fewer bytes, most bytes first."""
 ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 0}
-"""Settings that keep all states on a disk, in a folder that is to be named beside them."""
+"""Settings that keep all states on a disk. ``nvme_path`` must name the folder."""
 FOLDER = "/folder/on/a/disk"
 _NEXT = {"float32": ("bf16", "bfloat16"), "bfloat16": ("8bit", "float8")}
-"""The next narrower format of a moment: its short name, and its own."""
+"""By a moment's format, the next narrower format: its name in ``state_format``, and in ``<state>_dtype``."""
 
 
 def _narrower_states(config: OffloadConfig, rules: Iterable[Rule], specs: Sequence[ParamSpec]) -> dict[str, str]:
-    """By state the setting that stores it in fewer bytes."""
+    """Return, by state, the setting that stores it in fewer bytes."""
     formats = {state: str(format) for rule in rules for state, format in config.state_formats(BFLOAT16, rule).items()}
     narrower = {}
     if formats.pop(MASTER, None) == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
@@ -71,24 +71,24 @@ class Traffic:
     """Bytes that one process moves in a step."""
 
     update: float
-    """To and from the host's memory, by the kernel."""
+    """Bytes that the kernel reads from and writes to host memory."""
     to_host: float
     to_device: float
     disk_read: float = 0
-    """From the place of the states, if it is not the host's memory."""
+    """Bytes read from the place of the states, if it is not host memory."""
     disk_write: float = 0
 
 
 def fill_host_memory(terms: BucketTerms, plan: MemoryPlan, again: Callable[[], MemoryPlan], free: int) -> MemoryPlan:
-    """Give the states of new parameters the host memory that is free, if the settings leave that open.
+    """Give free host memory to the states of new parameters, unless the settings limit it.
 
     Args:
-        plan: that of the new parameters.
-        again: makes it by the terms as they are then.
-        free: the bytes of the host that this process may take.
+        plan: the plan of the new parameters.
+        again: makes that plan again, with the changed ``terms``.
+        free: the bytes of host memory that this process may take.
 
     Returns:
-        The plan by which the next allocation follows ``terms``.
+        The plan that the next allocation follows.
     """
     if not terms.fills_free_memory:
         return plan
@@ -107,23 +107,24 @@ def check_memory(
     processes: int,
     lent: int = 0,
 ) -> None:
-    """Check before new parameters are taken on that there is memory for them, as :meth:`MemoryPlan.check`.
+    """Check, before new parameters are added, that there is memory for them, as :meth:`MemoryPlan.check`.
 
-    Their states are given the free host memory first, as by :func:`fill_host_memory`.
+    First :func:`fill_host_memory` gives free host memory to their states.
 
     Args:
-        host: the free bytes of this machine; those of ``device`` as in :meth:`MemoryPlan.check`.
-        processes: the processes of this machine that share them, each with such a plan.
-        lent: the bytes of each plan's host memory that other engines of its process lend while they rest.
+        host: the free bytes of this machine's memory.
+        device: as in :meth:`MemoryPlan.check`.
+        processes: the number of processes that share this machine's memory, each with such a plan.
+        lent: the bytes of each plan's host memory that idle engines of the same process lend.
     """
     host += processes * lent
     fill_host_memory(terms, plan, again, host // processes).check(host, device, processes=processes)
 
 
 class Planner:
-    """Plans by the rules with which a process allocates.
+    """Makes plans by the same rules (``BucketTerms``) by which a process allocates.
 
-    Sizes on the device follow from the order in which gradients are expected: last parameter first.
+    Sizes on the device assume that gradients come in this order: last parameter first.
     """
 
     def __init__(self, terms: BucketTerms) -> None:
@@ -141,8 +142,8 @@ class Planner:
 
         Args:
             frozen: parameters that are not trained.
-            besides: bytes on the device of what belongs to the model and stays as it is (buffers).
-            gradients_stay: all gradients are on the device till the update, whatever becomes of them.
+            besides: the bytes of the model's buffers on the device.
+            gradients_stay: True if all gradients stay on the device until the update.
         """
         host = self.host_rows(specs, frozen=frozen, one_by_one=not gradients_stay)
         rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay), *self.activations()]
@@ -154,8 +155,8 @@ class Planner:
         """Plan the training of ``specs`` where gradients come at once, as in JAX.
 
         Args:
-            rows: of ``plans.at_once``: parameters and gradients.
-            devices: those of this process.
+            rows: the rows of ``plans.at_once``: parameters and gradients.
+            devices: the number of this process's devices.
             shared: as in :meth:`plan_of`.
         """
         return self.plan_of((*self.host_rows(specs), *rows, *self.activations(devices)), specs, shared=shared)
@@ -163,10 +164,10 @@ class Planner:
     def plan_of(
         self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, shared: bool, frozen: Sequence[ParamSpec] = ()
     ) -> MemoryPlan:
-        """Return the plan that consists of these rows, with the settings that would make it smaller.
+        """Return the plan with these rows, and with the settings that would make it smaller.
 
         Args:
-            shared: True if the device's memory is the host's.
+            shared: True if the device's memory is host memory.
         """
         return MemoryPlan(
             tuple(rows),
@@ -179,7 +180,7 @@ class Planner:
         )
 
     def activations(self, devices: int = 1) -> list[PlanRow]:
-        """Return the memory that was declared for the activations of a process with so many devices."""
+        """Return the memory that the configuration declares for activations, for a process with ``devices`` devices."""
         declared = {
             DEVICE: devices * self.terms.config.activation_memory,
             HOST: self.terms.config.host_activation_memory,
@@ -187,8 +188,8 @@ class Planner:
         return [PlanRow(ACTIVATIONS, where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
-        """Settings that store states in fewer bytes, the others kept: ``(setting, bytes of the host that it saves)``,
-        least first."""
+        """Return settings that store states in fewer bytes, with all else unchanged: ``(setting, bytes of host memory
+        that it saves)``, smallest saving first."""
         mine = self._bytes_in(HOST, specs, frozen)
         saved = {
             setting: mine - Planner(self.terms.with_(**fields))._bytes_in(HOST, specs, frozen)
@@ -197,7 +198,7 @@ class Planner:
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
     def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[DiskTier, ...]:
-        """The settings that keep all states on a disk, and those that also keep the parameters of the host there."""
+        """Return the settings that keep all states on a disk, and the settings that also keep host parameters there."""
         config = self.terms.config
         if self.terms.store_kind.place != HOST:
             return ()
@@ -226,7 +227,7 @@ class Planner:
         """Plan the memory of the host and of the store for ``specs``, and for the shards of ``frozen``.
 
         Args:
-            one_by_one: gradients come during backward, so that updates can follow them.
+            one_by_one: True if gradients come during backward, so that each bucket can be updated at once.
         """
         kinds = self.terms.kinds(specs)
         rules = dict.fromkeys(self.terms.rule_of(bucket) for bucket, _ in kinds) or {self.terms.rule: None}
@@ -241,7 +242,7 @@ class Planner:
                 for place, (_, n) in zip((HOST, elsewhere), counts, strict=True):
                     of_one = StateFormat.n_bytes if place == HOST else self.terms.store_kind.n_bytes
                     kept[place][name] += n * of_one(format, numel)
-                if format.upper is not None and self.terms.shards_on_disk:  # in host memory it is an array of its own
+                if format.upper is not None and self.terms.shards_on_disk:  # in host memory it is a separate array
                     host[PARAMETER_SHARDS] = (
                         host.get(PARAMETER_SHARDS, 0) + counts[0][1] * numel * format.upper.itemsize
                     )
@@ -288,7 +289,7 @@ class Planner:
         ]
 
     def _fewer_gradients(self, one_by_one: bool) -> str | None:
-        """The setting with which gradients take less of the host, if there is one."""
+        """Return a setting with which gradients take less host memory; None: there is none."""
         if self.terms.lends_gradient_memory:
             return "reduce_bucket_size"
         if self.terms.accumulates:
@@ -338,15 +339,15 @@ class Planner:
         buckets: Sequence[Bucket],
         gradients_stay: bool,
     ) -> tuple[int, int]:
-        """Bytes of gathered parameters and of gradients when they are the most together.
+        """Return the bytes of gathered parameters and of gradients, when their sum is the largest.
 
-        In backward parameters are released while gradients appear. The order of uses that decides what stays whole
-        is not known: as much does as may, of what backward has not passed yet.
+        In backward, parameters are released while gradients appear. The order of uses is not known here. So this
+        assumes that of the parameters that backward has not reached yet, as many as the settings allow stay gathered.
         """
         parted = [spec for spec in (*specs, *frozen) if spec.partitioned]
         numel, n_bytes = sum(spec.numel for spec in parted), sum(map(_bytes, parted))
         largest = max((spec.numel for spec in parted), default=0)
-        # What forward used last backward uses first: half the distance is on the way there, half on the way back.
+        # Backward first uses the last parameters of forward: half of the distance is in forward, half in backward.
         kept = max(self.terms.config.max_reuse_distance // 2, self.terms.config.prefetch_bucket_size) + largest
         live = max(min(self.terms.config.max_live_parameters, kept), largest)
         bound = int(min(1.0, live / max(numel, 1)) * n_bytes)
@@ -361,11 +362,11 @@ class Planner:
     def _gradients_held(
         self, specs: Sequence[ParamSpec], buckets: Sequence[Bucket], stay: bool
     ) -> list[tuple[int, int]]:
-        """The bytes of gradients on the device when each parameter's has come, in the order in which they come.
+        """Return the bytes of gradients on the device after each arrival, as ``(parameter, bytes)``, in order.
 
-        One leaves when all buckets that hold a part of it have left, or have been updated where they are: when they are
-        full, or where copies take their time when as many others are as may be on their way. Those that are settled
-        together wait for one another.
+        A gradient is freed when all its buckets have left, or were updated in place. A bucket leaves when it is full,
+        or, if it must be copied, when ``depth`` later buckets are full. Parameters of one ``settled_with`` fill their
+        buckets together.
         """
         stay = stay or not (self.terms.has_home or self.terms.updates_early)
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
@@ -398,7 +399,7 @@ class Planner:
         return seen
 
     def matrix_work(self, specs: Sequence[ParamSpec]) -> list[int]:
-        """Return the multiplications that each rank makes with matrices in an update of all parameters."""
+        """Return the matrix multiplications of each rank in an update of all parameters."""
         work = [0] * self.terms.device.world_size
         for bucket in self.terms.cut(specs):
             part = self.terms.rule_of(bucket).device_part
@@ -407,14 +408,14 @@ class Planner:
         return work
 
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
-        """Return the bytes that a step moves, and those of its last bucket.
+        """Return the bytes that a step moves, and the bytes that its last bucket moves.
 
-        An update reads a gradient, reads and writes three states, and writes the parameter, which it also reads where
-        that is a master weight or its upper half: with fp32 states 28 bytes an element in bf16 (26.25 from shards on
-        the host), and in fp32 where parameters are updated in place. Gradients cross to the host in every micro-step,
-        parameters back once, or, from shards on the host, for each forward and each backward; for one of them where
-        they may stay whole in between. States on a disk are read and written once in a step, those of the last
-        bucket ahead and behind, and parameters that lie with them are read for each gathering besides.
+        An update reads a gradient, reads and writes three states, and writes the parameter. It also reads a parameter
+        that is a master weight or the upper half of one. With fp32 states this is 28 bytes an element in bf16 (26.25
+        from shards on the host), and in fp32 if parameters are updated in place. Gradients cross to the host in every
+        micro-step. Parameters cross back once. From shards on the host they cross for each gathering (one or two for
+        each micro-step). States on a disk are read and written once in a step, with read-ahead and write-behind.
+        Parameters in the same store are also read for each gathering.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         kinds = self.terms.kinds(specs)
@@ -432,8 +433,8 @@ class Planner:
         return whole, self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
 
     def _gatherings(self, partitioned: int) -> int:
-        """The gatherings of a parameter in a step: one for a micro-step, or where parameters may not stay whole from
-        forward to backward two."""
+        """Return the gatherings of a parameter in a step: one for each micro-step, or two if parameters may not stay
+        whole from forward to backward."""
         stays = partitioned <= min(self.terms.config.max_live_parameters, self.terms.config.max_reuse_distance)
         return self.terms.config.gradient_accumulation_steps * (1 if stays else 2)
 
@@ -445,7 +446,7 @@ class Planner:
         numel = len(self.terms.device.ranks) * bucket.shard_numel
         states = sum(format.n_bytes(numel) for format in formats.values())
         update = numel * (gradient.itemsize + (1 if separate else 2) * bucket.dtype.itemsize) + 2 * states
-        # The first pass reads a gradient and the other states, and writes directions; the second reads the result.
+        # The first pass reads a gradient and the moments, and writes directions. The second pass reads the result.
         direction = 0 if self.terms.rule_of(bucket).device_part is None else BFLOAT16.itemsize
         if direction:
             others = sum(format.n_bytes(numel) for name, format in formats.items() if name != MASTER)

@@ -16,13 +16,13 @@ class Speeds:
     """Speeds of a machine, in bytes and operations a second; None: unknown."""
 
     dram: float
-    """The host memory's bandwidth in an update; the processes of a machine share it."""
+    """The bandwidth of host memory in an update, shared by the processes of a machine."""
     link: float | None = None
     """The bandwidth of a device's link to the host, in each direction."""
     flops: float | None = None
     """Operations a second that a device reaches in forward and backward."""
     disk: float | None = None
-    """The bandwidth of the disks of a machine, reads and writes together; its processes share it."""
+    """The bandwidth of a machine's disks, for reads and writes together, shared by its processes."""
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ class StepTime:
     to_host: float | None
     to_device: float | None
     tail: float
-    """Seconds of the last bucket: its way to the host, its update, and its way back."""
+    """Seconds of the last bucket: the copy to the host, the update, and the copy back."""
     overlaps: bool
     """True if the parts run at the same time."""
     disk: float | None = 0.0
-    """Reads and writes of states on a disk."""
+    """Seconds of reads and writes of states on a disk."""
 
     @property
     def seconds(self) -> float:
-        """The whole step, from the parts that are known."""
-        update = max(self.update, self.disk or 0.0)  # a store reads ahead and writes behind in any schedule
+        """Seconds of the whole step, from the known parts."""
+        update = max(self.update, self.disk or 0.0)  # a store reads and writes during the update in any schedule
         parts = [part for part in (self.compute, update, self.to_host, self.to_device) if part is not None]
         return max(parts) + self.tail if self.overlaps else sum(parts)
 
@@ -64,25 +64,25 @@ def predict(
     tokens: int | None = None,
     checkpointing: bool = False,
 ) -> StepTime:
-    """The time of a step, by a model of ideal overlap.
+    """Return the time of a step, by a model of ideal overlap.
 
     If all parts overlap, a step takes
 
         max(compute, update, disk, way to the host, way to the device) + the last bucket's tail
 
-    and the sum of the parts if nothing overlaps (``schedule="serial"``, one rank on the CPU), but for the disk, which
-    works during the update. Disk: the bytes read and written divided by its bandwidth. Update: the bytes of the
-    kernel (:meth:`BucketTerms.traffic`: 28 a bf16 parameter) divided by the bandwidth of the host's memory. Each way: 2
-    bytes a bf16 parameter divided by the link's bandwidth; both directions work at the same time. Compute: 6 operations
-    a parameter and token, 2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section
-    2.1), or 8 if activations are computed again. The ways are those of ZeRO-Offload (arXiv:2101.06840, sections 4 and
-    5). The model leaves out the exchange between ranks, and the memory that the norm reads.
+    and the sum of the parts if nothing overlaps (``schedule="serial"``, one rank on the CPU). The disk always overlaps
+    the update. Disk: the bytes read and written divided by its bandwidth. Update: the bytes of the kernel
+    (:meth:`Planner.traffic`: 28 a bf16 parameter) divided by the bandwidth of host memory. Each way: 2 bytes a bf16
+    parameter divided by the link's bandwidth; both directions work at the same time. Compute: 6 operations a parameter
+    and token, 2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section 2.1), or 8 if
+    activations are computed again. ZeRO-Offload (arXiv:2101.06840, sections 4 and 5) has the same copies in both ways.
+    The model leaves out the exchange between ranks, and the memory that the norm reads.
 
     Args:
         processes: the number of processes that share the host's memory.
         devices: the number of devices of a process, each with a separate link that carries an equal part.
-        numel: the model's parameters; None: ``specs`` are all of them.
-        tokens: the tokens of a rank's whole step, or of each device's.
+        numel: the number of elements of the model's parameters; None: ``specs`` has all parameters.
+        tokens: the tokens of a whole step on one rank, or on each device.
         checkpointing: True if activations are computed again in backward.
     """
     whole, last = Planner(terms).traffic(specs)

@@ -1,7 +1,6 @@
-"""The buffers of a process for its buckets, and their sizes, from the configuration, the device and the sizes alone.
+"""Decides which buffers each bucket needs, and their sizes, from the configuration, the device and the parameter sizes.
 
-``LocalBuckets`` allocates by the same rules that the plan is made with, so that the plan cannot be another. Sizes of
-what comes and goes on the device follow from the order in which gradients are expected: last parameter first.
+``LocalBuckets`` allocates by these rules, and plans are made by them, so that both agree.
 """
 
 from collections import Counter
@@ -23,23 +22,23 @@ from ..support.worker import Background, Inline
 STAGING = "staging"
 MATRICES = "matrices in an update"
 DIRECTIONS = "directions"
-"""Of rules with a part that the device computes from whole matrices."""
+"""Buffers of rules with a part that the device computes from whole matrices."""
 GRADIENTS_ON_HOST = "gradients on the host"
 PARAMETERS = "parameters"
 GATHERED = "gathered parameters"
 GRADIENTS = "gradients"
 _RESERVED = 10
-"""A tenth of the free memory stays free where states may take the rest. A plan leaves out what autograd, the framework
-and the page cache take for a time, and that grows with the model; a state that lies on disk only costs time."""
+"""If states may take all free memory, a tenth stays free. A plan leaves out temporary memory of autograd, the framework
+and the page cache, which grows with the model. More states on disk only cost time."""
 _LEAST_RESERVE = 2**30
 """At least 1 GiB stays free, because libraries take some hundred MiB beside a small model, too."""
 GRADIENT_SLOTS = 4
-"""Buckets whose gradients are on the host at a time, where memory is lent to them: one whose update is under way, two
-on their way, and one more, so that none waits for the others."""
+"""The slots for gradients on the host, where buckets share them: one for a bucket that is updated, two for buckets in
+flight, and one more, so that no bucket waits."""
 
 
 class BucketTerms:
-    """The rules for one process.
+    """The rules for the buffers, the states and the schedule of one process's buckets.
 
     Args:
         scaled: True if losses are scaled.
@@ -53,64 +52,64 @@ class BucketTerms:
         self.store_kind = STORES[str(config.offload_optimizer)]
         """The kind of store that keeps the states."""
         self.direct = device.addressable and device.world_size == 1
-        """Nothing is moved: kernels read gradients and write parameters where they are."""
+        """True if nothing is copied: kernels read gradients and write parameters in place."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
-        """Gradients are summed on the host, in fp32."""
+        """True if gradients are summed on the host, in fp32."""
         self.shards_on_disk = config.offload_param == "nvme"
-        """True if shards of partitioned parameters lie in the store with their states."""
+        """True if shards of partitioned parameters are in the store, with their states."""
         self.host_shards = device.addressable or config.offload_param is not None
         """True if this process holds its shards of partitioned parameters, in host memory or on disk."""
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
-        """The kind of worker that the tasks of a step are given to."""
+        """The class of the worker that runs the tasks of a step."""
         self.examines = _examines(config, device, scaled)
-        """A step looks at all gradients before it updates anything."""
+        """True if a step examines all gradients (for clipping, an inf or a NaN) before it updates anything."""
         self.sends_early = config.update_in_backward and config.schedule == "overlap"
-        """Parameters may be written before their step: where they are, or by being sent to the device."""
+        """True if parameters may be written in place, or sent to the device, before their step."""
         if self.examines and (self.direct or config.stage == 3):  # a parameter that was written in place is lost
             self.sends_early = False
         self.updates_early = self.sends_early and not self.examines
-        """Parameters are written early together with their states, so that both are of one step at all times."""
+        """True if states are updated early together with their parameters, so that both are always of one step."""
         self.lends_gradient_memory = self.updates_early and not self.direct and config.gradient_accumulation_steps == 1
-        """Gradients pass through a few slots on the host, for their update comes as soon as they arrive."""
+        """True if gradients share a few slots on the host, because each update comes as soon as they arrive."""
         self.ring_bytes = 0
         self.lent_bytes = 0
-        """The size of the slots of gradients that there are."""
+        """The size of the existing gradient slots."""
         self.directions_bytes = 0
-        """The size of the buffers for directions that there are."""
+        """The size of the existing buffers for directions."""
         budget = self.store_kind.host_budget(config)
         self.state_budget = budget or 0
-        """The bytes of host memory that states of new buckets may take, where the store also has another place."""
+        """The bytes of host memory that states of new buckets may take, if the store also has another place."""
         self.fills_free_memory = budget is None
-        """True if that is as much as is free when parameters are taken on (:meth:`take_free`)."""
+        """True if :meth:`take_free` sets ``state_budget``, from the memory that is free when parameters are added."""
         self.blocks: list[tuple[int, int]] = []
-        """The states in the store's own place that there are, as :meth:`Store.working_bytes` takes them."""
+        """The existing states in the store's own place, in the form that :meth:`Store.working_bytes` takes."""
         self.reads_blocks = config.schedule == "delayed" or (self.sends_early and not self.updates_early)
-        """Parameters are also written from states that stay as they are."""
+        """True if parameters are also written without a change of their states."""
         self.shard_slots = (0, 0)
-        """The slots for shards on their way from disk that there are, and the bytes of each."""
+        """The number of the existing slots for shards in flight from disk, and the bytes of each slot."""
         self.given_free: Mapping[str, int | None] | None = None
-        """What :attr:`free_elsewhere` is, for plans of another machine; None: this one's."""
+        """The value of :attr:`free_elsewhere` in plans for another machine; None: read this machine's."""
 
     def ring_was_made(self, slot_bytes: int) -> None:
-        """There are staging buffers of this size now: plans count what more would take."""
+        """Record the size of the staging ring. Later plans count only the bytes beyond it."""
         self.ring_bytes = slot_bytes
 
     def gradient_slots_were_made(self, slot_bytes: int) -> None:
-        """Record the size of the gradient slots, so that plans count only what more they would take."""
+        """Record the size of the gradient slots. Later plans count only the bytes beyond it."""
         self.lent_bytes = slot_bytes
 
     def directions_were_made(self, n_bytes: int) -> None:
-        """Record the size of the buffers for directions, so that plans count only what more they would take."""
+        """Record the size of the buffers for directions. Later plans count only the bytes beyond it."""
         self.directions_bytes = n_bytes
 
     def states_were_made(self, buckets: Sequence[Bucket]) -> None:
-        """Record what the states of new buckets take, so that plans count only what more they would take."""
+        """Record the bytes that the states of new buckets take, so that later plans count only further states."""
         kept, elsewhere = self.parted(kinds_of(buckets))
         self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
         self.blocks += elsewhere
 
     def slots_with(self, trained: Kinds, frozen: Kinds) -> tuple[int, int]:
-        """Return the slots for shards on their way from disk, with those of new parameters: ``(slots, bytes)``."""
+        """Return the slots for shards in flight from disk that new parameters would need, too: ``(slots, bytes)``."""
         if not self.shards_on_disk:
             return 0, 0
         n, size = self.shard_slots
@@ -123,36 +122,36 @@ class BucketTerms:
         return n, size
 
     def bytes_to_gather(self, bucket: Bucket) -> int:
-        """The bytes that are read from disk for each gathering of the bucket's parameter; 0: it does not lie there."""
+        """Return the bytes read from disk for each gathering of the bucket's parameter; 0: it is not on disk."""
         if not self.in_store(bucket):
             return 0
         master = self.state_formats(bucket)[MASTER]
-        dtype = bucket.dtype if master is SPLIT else master.values  # which is rounded after it was read
+        dtype = bucket.dtype if master is SPLIT else master.values  # master weights are rounded after the read
         return aligned(bucket.shard_numel * dtype.itemsize)
 
     def slots_were_made(self, trained: Kinds, frozen: Kinds) -> None:
-        """Record the slots for shards on their way from disk, so that plans count only what more they would take."""
+        """Record the slots for shards in flight from disk. Later plans count only further slots."""
         self.shard_slots = self.slots_with(trained, frozen)
 
     def take_free(self, free: int, others: int) -> None:
-        """Have the states of new buckets take the host memory that is free, less a reserve.
+        """Have the states of new buckets take the free host memory, less a reserve.
 
         Args:
-            free: the bytes that this process may take.
-            others: the bytes of them that all else in its plan takes.
+            free: the free bytes that this process may take.
+            others: the bytes that everything else in its plan takes.
         """
         self.state_budget = max(free - others - max(free // _RESERVED, _LEAST_RESERVE), 0)
 
     def state_bytes(self, bucket: Bucket) -> int:
-        """The bytes of the states of a process's shards of a bucket, in the store's place."""
+        """Return the bytes of the states of a process's shards of a bucket, in the store's own place."""
         numel = len(self.device.ranks) * bucket.shard_numel
         return sum(self.store_kind.n_bytes(format, numel) for format in self.state_formats(bucket).values())
 
     def parted(self, kinds: Kinds) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Return the new states that are in host memory, and those of the store's own place.
+        """Split new states into two lists: states in host memory, and states in the store's own place.
 
         Returns:
-            Twice ``(bytes of a bucket's states, buckets)``, for each kind in its order.
+            In each list, for each kind in order, ``(bytes of a bucket's states, number of buckets)``.
         """
         blocks = [(self.state_bytes(bucket), n) for bucket, n in kinds]
         kept = self.store_kind.kept_on_host(self.state_budget, blocks)
@@ -160,7 +159,7 @@ class BucketTerms:
         return stay, [(size, n - m) for (size, n), m in zip(blocks, kept, strict=True)]
 
     def with_(self, **fields: Any) -> "BucketTerms":
-        """Return these terms with other settings."""
+        """Return a copy of these terms with other settings."""
         terms = BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
         terms.ring_was_made(self.ring_bytes)
         terms.gradient_slots_were_made(self.lent_bytes)
@@ -172,11 +171,11 @@ class BucketTerms:
     # --- small decisions, each made here only --------------------------------------------------------
 
     def cut(self, specs: Sequence[ParamSpec]) -> Sequence[Bucket]:
-        """The buckets of parameters that are alone."""
+        """Return the buckets of ``specs``, as if there were no other parameters."""
         return self._planned(specs)[0]
 
     def kinds(self, specs: Sequence[ParamSpec]) -> Kinds:
-        """The kinds of these buckets: what they take follows from that alone."""
+        """Return the kinds of these buckets. Buckets of one kind take the same memory."""
         return self._planned(specs)[1]
 
     def _planned(self, specs: Sequence[ParamSpec]) -> tuple[Sequence[Bucket], Kinds]:
@@ -189,14 +188,14 @@ class BucketTerms:
         )
 
     def rule_of(self, alike: Bucket | ParamSpec) -> Rule:
-        """The update rule of a bucket, or of a parameter."""
+        """Return the update rule of a bucket, or of a parameter."""
         return alike.rule or self.rule
 
     def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
-        """The formats of the states that a bucket's parameters have; no master weight where they are their own.
+        """Return the format of each state of a bucket; without a master weight if the parameters are master weights.
 
-        Master weights are split where the parameters lie on the host, nobody but this package writes to them, and the
-        store can hold them so.
+        Master weights are split (SPLIT) if the parameters are on the host, only this package writes to them, and the
+        store supports it.
         """
         formats = dict(self.config.state_formats(bucket.dtype, self.rule_of(bucket)))
         if self.in_store(bucket):
@@ -213,23 +212,23 @@ class BucketTerms:
         return formats
 
     def in_store(self, bucket: Bucket) -> bool:
-        """True if the bucket's parameter lies in the store with its states."""
+        """True if the bucket's parameter is in the store, with its states."""
         return bucket.partitioned and self.shards_on_disk
 
     def master(self, bucket: Bucket) -> Master:
-        """The place of the bucket's master weights."""
+        """Return the place of the bucket's master weights."""
         return Master.WITH_PARAMETER if self.in_store(bucket) else Master.of(self.state_formats(bucket))
 
     @property
     def free_elsewhere(self) -> dict[str, int | None]:
-        """The free bytes of the place of the states, as :attr:`MemoryPlan.free_elsewhere`."""
+        """The free bytes in the store's own place, as :attr:`MemoryPlan.free_elsewhere`."""
         if self.given_free is not None:
             return dict(self.given_free)
         return {self.store_kind.place: self.store_kind.free_bytes(self.config)}
 
     @property
     def overlaps(self) -> bool:
-        """True if copies, reduction and the update run behind the device's work."""
+        """True if copies, reduction and the update run at the same time as the device's work."""
         return self.worker.behind
 
     @property
@@ -238,7 +237,7 @@ class BucketTerms:
 
     @property
     def staging_slots(self) -> int:
-        ways = 2 if self.sends_early else 1  # at a time; else there is one after the other
+        ways = 2 if self.sends_early else 1  # copies to the host and back at the same time, or one after the other
         return ways * self.device.sizes.staging_slots * self.depth
 
     @property
@@ -250,21 +249,21 @@ class BucketTerms:
         return self.sums or not self.direct
 
     def wire(self, bucket: Bucket) -> ElementType:
-        """The element type in which gradients travel."""
+        """Return the element type in which gradients travel."""
         asked = self.config.communication_dtype
         return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 
     def way_bytes(self, bucket: Bucket) -> int:
-        """The bytes of a travelling bucket on the device, besides gradients and parameters."""
+        """Return the bytes on the device of a bucket in flight, besides gradients and parameters."""
         return self.device.sizes.way_bytes(bucket, self.wire(bucket))
 
     def home_bytes(self, bucket: Bucket) -> int:
-        """The bytes of the bucket's gradients on the host."""
+        """Return the bytes of the bucket's gradients on the host."""
         return len(self.device.ranks) * bucket.shard_numel * self.home_dtype(bucket).itemsize
 
     def gradient_slot_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """The size of the slots that the gradients of these buckets pass through, as of the largest one; None: each has
-        memory of its own, which takes no more, or needs none."""
+        """Return the size of the gradient slots that these buckets share, which is the largest bucket's. None: they
+        share none, because separate memory for each takes no more, or they need no memory."""
         return self.slot_bytes_of_kinds([(bucket, 1) for bucket in buckets])
 
     def slot_bytes_of_kinds(self, kinds: Kinds) -> int | None:
@@ -279,17 +278,17 @@ class BucketTerms:
         return FLOAT32 if self.sums else self.device.sizes.arrival(self.wire(bucket)).dtype
 
     def may_arrive_as(self, bucket: Bucket, home: ElementType) -> bool:
-        """True if the device's copies of gradients may end where they wait, in this element type."""
+        """True if the device can copy gradients directly to a home of element type ``home``."""
         return self.device.sizes.arrival(self.wire(bucket)) == as_it_stays(home)
 
     def home_is_pinned(self, bucket: Bucket) -> bool:
-        """True if the device copies to the memory in which the bucket's gradients wait."""
+        """True if the device copies directly to the bucket's home."""
         return self.may_arrive_as(bucket, self.home_dtype(bucket))
 
     def working_sizes(self, kinds: Kinds) -> dict[bool, Counter[int]]:
-        """Return the sizes of the memory that engines use in turn, of pinned memory (True) and of other.
+        """Return the sizes of the memory that engines use in turn, by True for pinned memory and False for other.
 
-        They are those of a first set of parameters: what other ones have already is not subtracted.
+        ``kinds`` are an engine's first parameters: nothing is subtracted for existing ones.
         """
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         if self.direct:
@@ -306,16 +305,16 @@ class BucketTerms:
 
     @property
     def direction_slots(self) -> int:
-        """Buffers for directions: one bucket's may travel while the device computes with another's."""
+        """The number of buffers for directions: one may be in flight while the device computes with another."""
         return self.device.sizes.staging_slots * (2 if self.overlaps else 1)
 
     def direction_bytes(self, buckets: Iterable[Bucket]) -> int:
-        """The size of each of these buffers."""
+        """Return the size of each buffer for directions."""
         numels = [self.device.sizes.link_numel(b) for b in buckets if self.rule_of(b).device_part is not None]
         return max(numels, default=0) * BFLOAT16.itemsize
 
     def matrix_bytes(self, buckets: Iterable[Bucket]) -> int:
-        """The bytes that the device takes for matrices, beside those that lie on the host."""
+        """Return the bytes that matrices take on the device."""
         most = 0
         for bucket in buckets:
             part = self.rule_of(bucket).device_part
@@ -336,5 +335,5 @@ def _examines(config: OffloadConfig, device: DeviceTerms, scaled: bool) -> bool:
 
 
 def as_it_stays(home: ElementType) -> Arrival:
-    """The arrival format that needs no further sum or cast where gradients wait."""
+    """Return the arrival format that needs no further sum or cast in a home of this element type."""
     return Arrival(1, home, 1.0)

@@ -1,1 +1,1 @@
-"""Parameters that exist as shards and are made whole for their use."""
+"""Partitioned parameters, which are gathered for their use."""

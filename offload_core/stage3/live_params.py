@@ -1,8 +1,8 @@
-"""Gathers partitioned parameters before they are used and releases them after; keeps some, and gathers some ahead.
+"""Gathers partitioned parameters before their use, and releases them after it. Some are prefetched, and some kept.
 
-One thread gathers shards, in the order of the calls and apart from other exchanges between ranks
+One thread gathers shards, in the order of the calls and separately from other exchanges between ranks
 (:class:`GatheringDevice`). Every decision depends only on the order of uses and on sizes, so that ranks that run the
-same modules gather in the same order. ``digest`` shows if they did not.
+same modules gather in the same order. If they did not, their ``digest`` differs.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -29,7 +29,7 @@ class WholeMemory(Protocol):
     """Device memory for one whole parameter, allocated only while it is needed."""
 
     def allocate(self) -> Any:
-        """A tensor for the parameter and its last bucket's padding."""
+        """Return a tensor for the parameter and its last bucket's padding."""
         ...
 
     def free(self) -> None: ...
@@ -37,7 +37,7 @@ class WholeMemory(Protocol):
 
 @dataclass(eq=False)
 class PartitionedParam:
-    """A parameter of which each rank holds its shards.
+    """A parameter whose shards the ranks hold.
 
     It is whole from its gathering to its release, which comes only when ``holds`` is 0.
     """
@@ -49,10 +49,10 @@ class PartitionedParam:
     """This rank's shards."""
     memory: WholeMemory
     updated: Callable[[], Event] = Done
-    """Returns the event of its last update that was started."""
+    """Returns the event at the end of the last update that was started."""
     holds: int = 0
     gathering: Task[Event] | None = field(default=None, repr=False)
-    """The task that starts its gathering, and returns the event of its end; None: it is not whole."""
+    """The task that starts the gathering, and returns the event at its end. None: the parameter is not whole."""
 
     @property
     def numel(self) -> int:
@@ -60,12 +60,12 @@ class PartitionedParam:
 
     @property
     def n_bytes(self) -> int:
-        """Bytes of the whole parameter, padding included."""
+        """The bytes of the whole parameter, padding included."""
         return sum(bucket.padded_numel for bucket in self.buckets) * self.spec.dtype.itemsize
 
 
 class LiveParams:
-    """The partitioned parameters of one process, and which of them are whole."""
+    """The partitioned parameters of one process. Gathers and releases them."""
 
     def __init__(
         self, config: OffloadConfig, device: GatheringDevice, state_lock: StateLock, health: PipelineHealth
@@ -76,7 +76,7 @@ class LiveParams:
         at_once = config.schedule == "serial" or (device.addressable and device.world_size == 1)
         self._tasks = Inline() if at_once else Background()
         self._state_lock = state_lock
-        """Of the pipeline whose parameters these are."""
+        """The lock of the pipeline that updates these parameters."""
         self._order = UseOrder()
         self._aside: list[UseOrder] = []
         self._params: list[PartitionedParam] = []
@@ -84,10 +84,10 @@ class LiveParams:
         self._ahead: dict[PartitionedParam, None] = {}
         """Prefetched parameters that have not been used yet."""
         self.numel = 0
-        """Elements of whole parameters."""
+        """The number of elements of whole parameters."""
         self.peak_numel = 0
         self.n_bytes = 0
-        """Bytes that whole parameters take, their padding included."""
+        """The bytes that whole parameters take, padding included."""
         self.digest = 0
         """A fingerprint of the gatherings since :meth:`release_all`; equal on all ranks that gathered in the same
         order."""
@@ -121,7 +121,7 @@ class LiveParams:
     def acquire(self, params: Sequence[PartitionedParam]) -> None:
         """Make parameters whole, and keep them whole until :meth:`release`.
 
-        Raises the error of their gathering or of their updates; then it holds none of them.
+        Raises the error of a gathering or of an update. Then no parameter is held.
         """
         self.check_present()
         for param in params:
@@ -170,24 +170,24 @@ class LiveParams:
 
     @changes("a gathering of parameters")
     def in_order(self, task: Callable[[], None]) -> None:
-        """Do a task after all gathers that have begun: ranks exchange one thing at a time, in one order."""
+        """Run a task after all gathers that have begun: ranks do one exchange at a time, in one order."""
         self._tasks.submit(task).result()
 
     @changes("a gathering of parameters")
     def forget_order(self) -> None:
-        """Predict nothing from past rounds: those of this rank may differ from other ranks'."""
+        """Predict nothing from past rounds, because this rank's rounds may differ from other ranks' rounds."""
         self._order.forget()
 
     @changes("a gathering of parameters")
     def begin_apart(self) -> None:
-        """Begin uses that this rank may make in another number than other ranks: they teach no order, which all ranks
-        must share. What they use is whole already."""
+        """Begin uses that are not recorded, because their number may differ between ranks, and all ranks must predict
+        the same order. The used parameters are already whole."""
         self._aside.append(self._order)
         self._order = UseOrder(self._order.sizes)
 
     @changes("a gathering of parameters")
     def end_apart(self) -> None:
-        """End the uses of the last :meth:`begin_apart`."""
+        """End the last :meth:`begin_apart`."""
         self._order = self._aside.pop()
 
     # --- decisions -----------------------------------------------------------------------------------
@@ -198,10 +198,10 @@ class LiveParams:
         return within and self.numel <= self._config.max_live_parameters
 
     def _make_room(self, numel: int, needed_in: float = -1) -> bool:
-        """Release parameters without holds until ``numel`` elements fit, first those whose next use is farthest.
+        """Release parameters without holds until ``numel`` elements fit, the farthest next use first.
 
         Args:
-            needed_in: release only parameters whose next use is more than so many elements away.
+            needed_in: release only parameters whose next use is more than this number of elements away.
 
         Returns:
             True if the elements fit.
@@ -232,12 +232,12 @@ class LiveParams:
                 self._ahead[param] = None
 
     def _read_ahead(self) -> None:
-        """Have shards brought to host memory that are gathered after the prefetched ones."""
+        """Begin to read shards to host memory for the parameters after the prefetched ones."""
         for number in self._order.upcoming(2 * self._config.prefetch_bucket_size):
             if self._params[number].gathering is None:
                 self._expect(self._params[number])
 
-    # --- what is done --------------------------------------------------------------------------------
+    # --- actions -------------------------------------------------------------------------------------
 
     def _gather(self, param: PartitionedParam) -> None:
         self.digest = fingerprint(f"{self.digest} {param.number}")

@@ -1,8 +1,8 @@
-"""The order in which partitioned parameters are used, learnt from the last round, and how far ahead a use is.
+"""Predicts the order in which partitioned parameters are used, from the last round, and the distance to a next use.
 
 A round is a forward and the backward that follows it. Predictions do not depend on time: ranks that use the same
-parameters in the same order predict the same. A parameter whose uses seldom come as predicted, such as an expert's that
-no token is routed to, is predicted no more.
+parameters in the same order predict the same. A parameter whose predicted uses seldom come is not predicted any more,
+for example the weight of an expert that no token is routed to.
 """
 
 from bisect import bisect_left
@@ -19,13 +19,13 @@ class _Recording:
     def __init__(self, uses: Sequence[int], sizes: Sequence[int]) -> None:
         self.uses = uses
         self.before = [0, *accumulate(sizes[param] for param in uses)]
-        """Elements used before each use."""
+        """The number of elements used before each use."""
         self.where: dict[int, list[int]] = {}
         for i, param in enumerate(uses):
             self.where.setdefault(param, []).append(i)
 
     def next(self, param: int, position: int) -> int | None:
-        """The first use of a parameter at or after a position."""
+        """Return the position of a parameter's first use at or after ``position``."""
         found = self.where.get(param, [])
         i = bisect_left(found, position)
         return found[i] if i < len(found) else None
@@ -40,14 +40,14 @@ class UseOrder:
 
     def __init__(self, sizes: list[int] | None = None) -> None:
         self.sizes = [] if sizes is None else sizes
-        """Elements of each parameter."""
+        """The number of elements of each parameter."""
         self._recordings: dict[Hashable, _Recording] = {}
         self._kind: Hashable = None
         self._uses: list[int] = []
         self._followed = _Recording([], [])
         self._position = 0
         self._came: Counter[int] = Counter()
-        """The number of predicted uses of a parameter that came, less those that were skipped, within ``_SURE``."""
+        """For each parameter, the predicted uses that came minus the skipped ones, within ``_SURE``."""
 
     def begin(self, kind: Hashable) -> None:
         """Begin a round. Rounds of the same ``kind`` are expected to use parameters in the same order."""
@@ -64,7 +64,7 @@ class UseOrder:
         self._followed = _Recording([], [])
 
     def use(self, param: int) -> None:
-        """Note the use of a parameter."""
+        """Record the use of a parameter."""
         self._uses.append(param)
         at = self._followed.next(param, self._position)
         if at is not None:
@@ -74,12 +74,12 @@ class UseOrder:
             self._position = at + 1
 
     def distance(self, param: int) -> int | None:
-        """Elements of the uses before the parameter's next one; None if it is not expected in this round."""
+        """Return the number of elements used before the parameter's next use; None: this round has no predicted use."""
         at = self._followed.next(param, self._position)
         return None if at is None else self._followed.before[at] - self._followed.before[self._position]
 
     def upcoming(self, numel: int) -> Iterator[int]:
-        """The parameters that are used next, up to ``numel`` elements in all."""
+        """Yield the parameters that are used next, up to ``numel`` elements in all."""
         end = self._followed.before[self._position] + numel
         for i in range(self._position, len(self._followed.uses)):
             if self._followed.before[i + 1] > end:

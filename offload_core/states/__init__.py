@@ -1,4 +1,4 @@
-"""Stores of a shard's states: their memory and their format. Seam: store."""
+"""Stores: the memory and the formats of a process's optimizer states. Seam: store."""
 
 from .in_memory import StatesInMemory
 from .on_disk import StatesOnDisk
@@ -7,4 +7,4 @@ from .store import Store
 __all__ = ["STORES", "Store"]
 
 STORES: dict[str, type[Store]] = {"cpu": StatesInMemory, "nvme": StatesOnDisk}
-"""The stores by the values of ``OffloadConfig.offload_optimizer`` that ask for them."""
+"""The class of store for each value of ``OffloadConfig.offload_optimizer``."""

@@ -1,4 +1,4 @@
-"""Runs of optimizer states in the format in which they are kept."""
+"""Runs of optimizer states, in the format in which a store keeps them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -15,7 +15,7 @@ assert BLOCK == kernels.STATE_BLOCK, "Python and C differ in the elements of a b
 
 
 class StateRun(ABC):
-    """A one-dimensional run of a state, wherever a store has it. It may be read in any thread."""
+    """A one-dimensional run of a state, in memory or on disk. It may be read in any thread."""
 
     format: StateFormat
     size: int
@@ -23,12 +23,12 @@ class StateRun(ABC):
 
     @property
     def view(self) -> np.ndarray | None:
-        """The memory of values that lie there as they are, for as long as the store lasts; None: there is none."""
+        """A view of values that are in memory unencoded, valid as long as the store; None: they are not."""
         return None
 
     @property
     def upper(self) -> np.ndarray | None:
-        """The memory of the parameter that is kept with the state, to be read only; None: there is none."""
+        """A view of the parameter that is kept with the state, only for reading; None: there is no such memory."""
         return None
 
     @abstractmethod
@@ -40,7 +40,7 @@ class StateRun(ABC):
 
     @property
     def parameter_dtype(self) -> np.dtype:
-        """The element type in which :meth:`begin_parameter` gives the parameter."""
+        """The element type in which :meth:`begin_parameter` returns the parameter."""
         return self.format.values.numpy if self.format.upper is None else self.format.upper.numpy
 
     @property
@@ -49,19 +49,19 @@ class StateRun(ABC):
         return None
 
     def begin_parameter(self, memory: np.ndarray) -> Transfer | None:
-        """Begin to copy the whole parameter, in ``parameter_dtype``, to bytes that begin a page. The run is that of a
-        whole bucket.
+        """Begin to copy the whole parameter, in ``parameter_dtype``, to ``memory``, which is page-aligned. The run must
+        be a whole bucket's.
 
         Returns:
-            The end of it; None: it is done.
+            The transfer to wait for; None: the copy is complete.
         """
         out = memory[: self.size * self.parameter_dtype.itemsize].view(self.parameter_dtype)
         self.read_parameter(0, out)
         return None
 
     def read_parameter(self, at: int, out: np.ndarray) -> None:
-        """Copy elements of the parameter from ``at`` on to ``out``: the one that is kept with a master weight, or
-        what that is rounded to."""
+        """Copy elements of the parameter from ``at`` on to ``out``: the parameter that is kept with the master weights,
+        or the rounded master weights."""
         if (upper := self.upper) is not None:
             np.copyto(out, upper[at : at + out.size])
         else:
@@ -69,13 +69,13 @@ class StateRun(ABC):
 
     @abstractmethod
     def write(self, values: np.ndarray) -> None:
-        """Replace the whole run, which begins with a block, and ends with one or with its parameter.
+        """Replace the whole run, which begins with a block, and ends with a block or with its parameter.
 
-        Values are rounded to nearest. Those of :meth:`read` stay as they are.
+        Values are rounded to nearest. Values that came from :meth:`read` are stored exactly.
         """
 
     def values(self) -> np.ndarray:
-        """The values, in the format's own type: :attr:`view`, or a copy that cannot be written to."""
+        """Return the values in the format's own type: :attr:`view`, or a read-only copy."""
         if (view := self.view) is not None:
             return view
         copy = np.empty(self.size, self.format.values.numpy)
@@ -84,14 +84,14 @@ class StateRun(ABC):
         return copy
 
     def follow(self, values: np.ndarray, replaced: dict[int, np.ndarray]) -> None:
-        """Take the elements of ``values`` that differ from the run as it was last updated, rounded to their type.
+        """Take the elements of ``values`` that differ from the last update's values, rounded to the same type.
 
-        Other elements keep all their bits, and those that once differed get theirs back: weights that somebody
-        exchanges for others, and puts back, lose nothing.
+        All other elements get the last update's bits. So weights that somebody replaces and later puts back lose no
+        bits.
 
         Args:
-            replaced: the parts of the run that earlier calls have changed, in fp32 and as they were before, by their
-                start. This call adds to it and takes from it.
+            replaced: the last update's fp32 values of each part that earlier calls have changed, by the part's start.
+                This call adds and removes entries.
         """
         assert values.size == self.size
         bits = f"u{values.itemsize}"
@@ -108,7 +108,7 @@ class StateRun(ABC):
                 part.write(np.where(changed, theirs.astype(np.float32), mine))
             elif start in replaced:
                 part.write(mine)
-                del replaced[start]  # after the write, which an interrupt may cut off
+                del replaced[start]  # last: an interrupt may stop the write
 
 
 class Stored:
@@ -117,7 +117,7 @@ class Stored:
     Args:
         data: the elements as they are stored.
         beside: the bytes that blocks of elements share.
-        upper: the parameter whose lower bits ``data`` is; writing the state writes it, too.
+        upper: the parameter, if ``data`` has only the lower bits. Writing the state writes the parameter, too.
     """
 
     def __init__(self, data: np.ndarray, beside: np.ndarray | None = None, upper: np.ndarray | None = None) -> None:
@@ -127,7 +127,7 @@ class Stored:
 
 
 class StateArray(StateRun):
-    """A run in host memory: its values lie there as they are, or encoded."""
+    """A run in host memory, unencoded or encoded."""
 
     def __init__(
         self, format: StateFormat, memory: Stored, *, threads: int = 1, first: int = 0, size: int | None = None
@@ -140,7 +140,7 @@ class StateArray(StateRun):
 
     @classmethod
     def of(cls, array: np.ndarray) -> "StateArray":
-        """Values that lie in memory as they are."""
+        """Return a run of unencoded values in this memory."""
         return cls(FORMATS[str(array.dtype)], Stored(array))
 
     @classmethod
@@ -152,8 +152,8 @@ class StateArray(StateRun):
         allocate_upper: Callable[[int, np.dtype], np.ndarray],
         threads: int,
     ) -> "StateArray":
-        """So many elements, all 0; ``allocate(numel, dtype)`` makes arrays of zeros, the other one those of parameters
-        that are kept with their states."""
+        """Return ``numel`` elements, all 0. ``allocate(numel, dtype)`` makes arrays of zeros for states, and
+        ``allocate_upper`` for parameters that are kept with their states."""
         beside = allocate(-(-numel // format.block), np.dtype(np.uint8)) if format.encoded else None
         upper = None if format.upper is None else allocate_upper(numel, format.upper.numpy)
         return cls(format, Stored(allocate(numel, format.stored), beside, upper), threads=threads)
@@ -173,8 +173,8 @@ class StateArray(StateRun):
         return None if upper is None else upper[self._first : self._first + self.size]
 
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
-        """Have the kernel's rows point to these elements, each of which begins a block: of the master weight (None), or
-        of the moment of this number."""
+        """Have the kernel's rows point to the elements at these offsets, each the first of a block. ``moment`` is the
+        index of the state among the moments; None: this is the master weight."""
         at, memory = self._first + offsets, self._memory
         data, beside = (
             (rows["master"], rows["ties"])
@@ -189,7 +189,7 @@ class StateArray(StateRun):
 
     @property
     def stored(self) -> list[np.ndarray]:
-        """The memory of a run that begins with a block: its elements as they are stored, and what its blocks share."""
+        """The memory of a run that begins with a block: its stored elements, and the bytes that its blocks share."""
         first, stop = self._first, self._first + self.size
         block = self.format.block
         assert first % block == 0
@@ -232,7 +232,7 @@ class StateArray(StateRun):
         kernels.encode(self.format.name, values, **memory, threads=self._threads)
 
     def _arguments(self, start: int, stop: int) -> dict[str, Any]:
-        """The kernels' arguments for these elements of ``data``, the first of which begins a block."""
+        """The kernels' arguments for elements of ``data`` from ``start``, the first of a block, to ``stop``."""
         part = StateArray(self.format, self._memory, first=start, size=stop - start)
         data, beside = part.stored
         kinds = {"ties": beside} if self.format is SPLIT else {"scales": beside}
@@ -242,7 +242,7 @@ class StateArray(StateRun):
 
 
 _DECODED = 2**20
-"""Elements that are decoded at a time, whole blocks."""
+"""Elements that are decoded at a time: whole blocks."""
 
 
 def _as_float32(values: np.ndarray, threads: int) -> np.ndarray:

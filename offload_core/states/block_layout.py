@@ -1,4 +1,4 @@
-"""The places of a bucket's states in the block of bytes that a disk keeps."""
+"""The offsets of a bucket's states in the bucket's block of bytes on disk."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ _BYTE = np.dtype(np.uint8)
 
 
 class Span(NamedTuple):
-    """Bytes of a block."""
+    """A range of bytes of a block."""
 
     start: int
     n_bytes: int
@@ -26,7 +26,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One state's place: its elements as they are stored, and the bytes that blocks of elements share."""
+    """One state's bytes: the stored elements, and the bytes that blocks of elements share."""
 
     format: StateFormat
     numel: int
@@ -47,7 +47,7 @@ class StateLayout:
         return StateArray(self.format, Stored(data.view(self.format.stored), beside, upper), threads=threads)
 
     def array_of(self, start: int, stop: int, read: Callable[[Span], np.ndarray], threads: int) -> StateArray:
-        """Return elements from ``start``, which begins a block of the format, to ``stop``; ``read`` gives bytes."""
+        """Return elements from ``start``, the first of a block of the format, to ``stop``. ``read`` returns bytes."""
         block = self.format.block
         spans = (
             self.parameter(start, stop) if self.upper is not None else None,
@@ -73,12 +73,12 @@ def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
 
 
 class BlockLayout:
-    """The places of all states of a bucket, and of a parameter that is kept with them. Each begins at a multiple of
-    ``ALIGNMENT``.
+    """The bytes of all states of a bucket, and of a parameter that is kept with the states. Each begins at a multiple
+    of ``ALIGNMENT``.
 
     Args:
-        formats: by state.
-        numel: elements of each.
+        formats: the format of each state.
+        numel: the elements of each state.
     """
 
     def __init__(self, formats: Mapping[str, StateFormat], numel: int) -> None:
@@ -106,6 +106,6 @@ def padded_bytes(format: StateFormat, numel: int) -> int:
 
 
 def around(span: Span) -> Span:
-    """Return the least span of whole multiples of ``ALIGNMENT`` that holds this one."""
+    """Return the smallest span around this one whose ends are multiples of ``ALIGNMENT``."""
     start = span.start // ALIGNMENT * ALIGNMENT
     return Span(start, aligned(span.start + span.n_bytes) - start)

@@ -1,4 +1,4 @@
-"""Runs of states that lie in several places, as one."""
+"""Several runs of a state, in different stores, as one run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -8,7 +8,7 @@ from .arrays import StateRun
 
 
 class Chain(StateRun):
-    """Runs of one state, end to end.
+    """The concatenation of runs of one state.
 
     Args:
         runs: at least one, of one format; each begins with a block of the format.
@@ -24,7 +24,7 @@ class Chain(StateRun):
         return Chain([part for part, _ in self._parts(start, stop)] or [self._runs[0][:0]])
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[StateRun, slice]]:
-        """The runs of these elements, and the place of each among them."""
+        """The runs with elements from ``start`` to ``stop``, each with its slice of these elements."""
         begin = 0
         for run in self._runs:
             low, high = max(start, begin), min(stop, begin + run.size)

@@ -13,11 +13,11 @@ from .store import Extent, StateBlock, Store
 
 
 class StatesInMemory(Store):
-    """States in host memory, where updates change them in place.
+    """States in host memory, which updates change in place.
 
-    The shards of one (group, element type) lie end to end in one array a state, in bucket order, so that a
-    process's part of a parameter is contiguous even if the parameter straddles buckets. Master weights that are kept
-    split hold their parameters, too.
+    The shards of one (group, element type) are concatenated in bucket order, in one array for each state. So a
+    process's part of a parameter is contiguous even if the parameter straddles buckets. Split master weights (SPLIT)
+    include their parameters.
     """
 
     place = HOST

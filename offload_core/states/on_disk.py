@@ -1,4 +1,4 @@
-"""Optimizer states of a process's shards, on disk: as many as fit are kept in host memory."""
+"""Optimizer states of a process's shards on disk. States that fit are kept in host memory instead."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
@@ -20,10 +20,10 @@ from .store import Extent, StateBlock, Store
 
 
 class StatesOnDisk(Store):
-    """States of which a few buckets are in host memory at a time, in slots of a ring, besides those that always are.
+    """States of some buckets in host memory, and of the others on disk, which pass through the slots of a ring.
 
-    A bucket's states lie side by side on disk, so that an update is one sequential read and one sequential write. The
-    buckets that stay in host memory lie evenly among the others: the disk works while they are updated.
+    A bucket's states are contiguous on disk, so that an update is one sequential read and one sequential write. Buckets
+    in host memory and on disk alternate evenly, so that the disk works while a bucket in memory is updated.
     """
 
     place = DISK
@@ -36,7 +36,7 @@ class StatesOnDisk(Store):
         self._files = ScratchFiles(config.nvme_path)
         self._kept = StatesInMemory(config, memory, n_ranks)
         self._layouts: dict[int, BlockLayout] = {}
-        """Of the buckets on disk."""
+        """The layouts of the buckets on disk."""
         self._ring: Ring | None = None
 
     @classmethod
@@ -53,7 +53,7 @@ class StatesOnDisk(Store):
 
     @classmethod
     def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
-        """All if they fit; else of each kind the same part, to a bucket."""
+        """Keep all buckets if they fit. Otherwise keep the same fraction of each kind, rounded to whole buckets."""
         total = sum(size * n for size, n in blocks)
         if total <= budget:
             return [n for _, n in blocks]
@@ -145,7 +145,7 @@ class StatesOnDisk(Store):
 
 
 class RunOnDisk(StateRun):
-    """A run in one bucket's block. Each read is a copy."""
+    """A run in one bucket's block on disk. Each read is a copy."""
 
     def __init__(self, ring: Ring, bucket: int, name: str, format: StateFormat, first: int, size: int) -> None:
         self._ring = ring

@@ -1,18 +1,18 @@
-"""The blocks of states that are on their way between disk and host memory.
+"""The blocks of states in flight between disk and host memory.
 
-A ring has a few slots, each of one bucket's states. While one block is updated, those that come next are read and
-those before it are written. One thread alone changes what is recorded here, so that no interrupt and no other thread
-finds it half changed; four more for each disk move the bytes.
+A ring has a few slots, each for one bucket's states. While one block is updated, the next ones are read and the earlier
+ones are written. Only the ring's thread changes the ring's fields, so that no interrupt and no other thread finds them
+half changed. Four more threads for each disk move the bytes.
 
 ======  =================================================================================
 block   meaning
 ======  =================================================================================
-clean   it equals what lies on disk; its slot may be given to another
-newer   it was changed, and is yet to be written
-lent    an update changes it; what lies on disk counts until it is given back
+clean   it equals the block on disk, and its slot may be reused
+newer   it was changed, and is not yet written
+lent    an update changes it; until it is given back, the valid block is the one on disk
 ======  =================================================================================
 
-A block may be arriving (read) or leaving (written) besides. It is not changed before that has ended.
+A block may also be arriving (read) or leaving (written). It does not change until that transfer has ended.
 """
 
 from collections import deque
@@ -36,7 +36,7 @@ T = TypeVar("T")
 SLOTS = 4
 """Blocks in host memory: one is updated, one is written, and two are read. With three, a read waits for a write."""
 _READ_AT_A_TIME = 2**20
-"""Elements that are read for a reader of states that are not in a slot; whole blocks of every format."""
+"""Elements read from disk at a time, for states that are not in a slot: whole blocks of every format."""
 
 
 class Block:
@@ -51,14 +51,14 @@ class Block:
         self.newer = False
         self.lent = False
         self.failed: BaseException | None = None
-        """The error of its last write, if nobody has been told of it."""
+        """The error of its last write, until it is raised."""
 
 
 class Ring:
-    """Blocks of states, most of which lie on disk.
+    """Blocks of states on disk, and slots in host memory for a few of these blocks.
 
     Args:
-        threads: of decoding and encoding.
+        threads: the number of threads that decode and encode.
     """
 
     def __init__(self, files: ScratchFiles, memory: HostMemory, threads: int) -> None:
@@ -68,24 +68,24 @@ class Ring:
         self._thread = TaskThread("states on disk")
         self._layouts: dict[int, BlockLayout] = {}
         self._starts: dict[int, int] = {}
-        """The place of each bucket's block in the files."""
+        """The offset of each bucket's block in the files."""
         self._versions: dict[int, int] = {}
         self._stored: set[int] = set()
-        """Buckets that were written once; others are zeros."""
+        """Buckets that are on disk. Other buckets' states are still zeros."""
         self._blocks: dict[int, Block] = {}
         """The blocks in slots, least recently used first."""
         self._free: list[np.ndarray] = []
         self._slot_bytes = 0
         self._expected: deque[int] = deque()
         self._followers: dict[int, int] = {}
-        """By bucket, the one that was lent after it last."""
+        """By bucket, the bucket that was lent next after it, the last time."""
         self._last: int | None = None
         """The bucket that was lent last."""
 
     # --- called by any thread ------------------------------------------------------------------------
 
     def add(self, layouts: Mapping[int, BlockLayout]) -> None:
-        """Take on new buckets, whose states are zeros.
+        """Add new buckets, whose states are zeros.
 
         Raises:
             DiskError: the disk has no room.
@@ -99,11 +99,11 @@ class Ring:
         self._thread.submit(partial(self._expect, [*buckets]))
 
     def lend(self, bucket: int) -> dict[str, StateArray]:
-        """Return a bucket's states, to be changed and then given back. One that was lent and not given back is as it
-        was before.
+        """Return a bucket's states, to be changed and then given back. A block that was lent and not given back keeps
+        its old states.
 
         Raises:
-            DiskError: they cannot be read, or other ones could not be written; those are written again now.
+            DiskError: the states cannot be read, or an earlier block could not be written, which is tried again now.
         """
         block = self._do(partial(self._lend, bucket))
         if block.arriving is not None and (error := block.arriving.error()) is not None:
@@ -113,7 +113,7 @@ class Ring:
 
     def give_back(self, bucket: int) -> None:
         """Begin to write the new values of a bucket that was lent."""
-        self._do(partial(self._give_back, bucket))  # it waits: the version has changed when the update has ended
+        self._do(partial(self._give_back, bucket))  # returns after the version has changed
 
     def copy(self, bucket: int) -> dict[str, StateArray]:
         """Return a copy of a bucket's states."""
@@ -138,7 +138,7 @@ class Ring:
             done += n
 
     def read_parameter(self, bucket: int, name: str, at: int, out: np.ndarray) -> None:
-        """Copy elements of the parameter that is kept with this state, from ``at`` on, to ``out``."""
+        """Copy elements of this state's parameter, from ``at`` on, to ``out``."""
         state, start = self._layouts[bucket].states[name], self._starts[bucket]
         for done in range(0, out.size, _READ_AT_A_TIME):
             part = out[done : done + _READ_AT_A_TIME]
@@ -149,10 +149,10 @@ class Ring:
             np.copyto(part, found.view(state.parameter_dtype))
 
     def begin_parameter(self, bucket: int, name: str, memory: np.ndarray) -> Transfer | None:
-        """Begin to read the parameter that is kept with this state, or the state that it is rounded from, whole.
+        """Begin to read the whole parameter that is kept with this state, or the whole state that is rounded to it.
 
         Returns:
-            The end of it; None: it is done.
+            The transfer to wait for; None: the copy is complete.
         """
         span = self._layouts[bucket].states[name].parameter(0, self._layouts[bucket].states[name].numel)
         if self._do(partial(self._copy_bytes, bucket, span, memory)):
@@ -160,11 +160,11 @@ class Ring:
         return self._files.read(self._starts[bucket] + span.start, memory[: aligned(span.n_bytes)])
 
     def version(self, bucket: int) -> int:
-        """The number of changes of a bucket's states so far. Never blocks."""
+        """Return the number of changes of a bucket's states so far, without waiting."""
         return self._versions[bucket]
 
     def _bytes(self, start: int, span: Span) -> np.ndarray:
-        """Bytes of the block that begins at ``start``, from disk."""
+        """Read bytes of the block at offset ``start`` from disk."""
         whole = around(span)
         memory = self._memory.allocate(BLOCKS, whole.n_bytes, np.dtype(np.uint8))
         self._files.read(start + whole.start, memory).result()
@@ -175,7 +175,7 @@ class Ring:
         self._do(partial(self._write, bucket, name, at, values))
 
     def close(self) -> None:
-        """Return when nothing is on its way; the space is free then."""
+        """Wait for all transfers, and free the space on disk."""
         if self._thread.is_here:
             self._do(self._await_all)
         self._thread.close()
@@ -230,7 +230,7 @@ class Ring:
         self._begin_writing(block)
 
     def _copy(self, bucket: int, memory: np.ndarray) -> bool:
-        """Copy a bucket's states, unless they are to be read from disk: return False then."""
+        """Copy a bucket's states to ``memory``. Return False if they must be read from disk instead."""
         if (block := self._readable(bucket)) is not None:
             np.copyto(memory, block.slot[: memory.size])
             return True
@@ -246,7 +246,7 @@ class Ring:
         return True
 
     def _bytes_here(self, bucket: int, span: Span) -> np.ndarray | None:
-        """A copy of bytes of a block, unless they are to be read from disk: None then."""
+        """Return a copy of bytes of a block; None: they must be read from disk."""
         memory = np.zeros(span.n_bytes, np.uint8)
         return memory if self._copy_bytes(bucket, span, memory) else None
 
@@ -260,7 +260,7 @@ class Ring:
         return True
 
     def _readable(self, bucket: int) -> Block | None:
-        """The block, if its memory counts now. What lies on disk counts while one is lent or arrives."""
+        """Return the block in its slot if it is valid: not lent, not arriving. Else None: read the block on disk."""
         block = self._in_slot(bucket)
         if block is None or block.lent or (block.arriving is not None and not block.arriving.done()):
             return None
@@ -270,7 +270,7 @@ class Ring:
         self._drop_lent()
         block = self._in_slot(bucket) or self._fetch(bucket)
         self._await_arrived(block)
-        with suppress(DiskError):  # it will be written again, with these values
+        with suppress(DiskError):  # the block will be written again, with these values
             self._await_left(block)
         block.arrays[name][at : at + values.size].write(values)
         block.newer = True
@@ -279,7 +279,7 @@ class Ring:
         self._blocks[bucket] = self._blocks.pop(bucket)
 
     def _end(self) -> None:
-        """Write what is newer, and wait until nothing is on its way."""
+        """Write all newer blocks, and wait for all transfers."""
         for block in self._blocks.values():
             if block.newer and block.leaving is None:
                 self._begin_writing(block)
@@ -287,7 +287,7 @@ class Ring:
             self._settle(block)
 
     def _await_all(self) -> None:
-        """Wait until nothing is on its way; errors do not matter any more."""
+        """Wait for all transfers, and ignore their errors."""
         for block in self._blocks.values():
             for transfer in (block.arriving, block.leaving):
                 if transfer is not None:
@@ -296,7 +296,7 @@ class Ring:
     # --- slots ---------------------------------------------------------------------------------------
 
     def _in_slot(self, bucket: int) -> Block | None:
-        """The block, if it is in a slot or arrives there. One that was read ahead in vain is not."""
+        """Return the block if it is in a slot or arriving there. Drop it, and return None, if its read has failed."""
         block = self._blocks.get(bucket)
         if block is None or block.arriving is None or not block.arriving.done() or block.arriving.error() is None:
             return block
@@ -315,7 +315,7 @@ class Ring:
         return block
 
     def _slot(self) -> np.ndarray:
-        """A free slot, or that of the block that is needed last."""
+        """Return a free slot, or else the slot of the block whose next use is farthest."""
         if self._free:
             return self._free.pop()
         soon = {bucket: i for i, bucket in enumerate(reversed(self._upcoming()), 1)}
@@ -324,18 +324,18 @@ class Ring:
         if block.newer and block.leaving is None:
             self._begin_writing(block)
         if block.arriving is not None:
-            block.arriving.error()  # nobody needs what was read
+            block.arriving.error()  # nobody needs the block: ignore the error
         self._await_left(block)
         del self._blocks[block.bucket]
         return block.slot
 
     def _drop_lent(self) -> None:
-        """Forget blocks whose update broke off: one thread at a time updates, and asks for another one now."""
+        """Drop blocks that are still lent: their update broke off, because one thread at a time updates."""
         for block in [block for block in self._blocks.values() if block.lent]:
             self._drop(block)
 
     def _drop(self, block: Block) -> None:
-        """Forget what is in memory of a block. What lies on disk counts."""
+        """Free the block's slot. The valid block is then the one on disk."""
         for transfer in (block.arriving, block.leaving):
             if transfer is not None:
                 transfer.error()
@@ -344,7 +344,7 @@ class Ring:
             self._free.append(block.slot)
 
     def _settle(self, block: Block) -> None:
-        """Wait until the block is neither arriving nor leaving; raise its error."""
+        """Wait until the block is neither arriving nor leaving, and raise its error."""
         self._await_arrived(block)
         self._await_left(block)
 
@@ -358,7 +358,7 @@ class Ring:
         if block.leaving is not None:
             error, block.leaving = block.leaving.error(), None
             if error is not None:
-                raise error  # it stays newer: whoever needs its slot writes it again
+                raise error  # the block stays newer, and is written again when its slot is needed
             block.newer = False
             self._stored.add(block.bucket)
 
@@ -368,19 +368,19 @@ class Ring:
             block.leaving = self._files.write(self._starts[block.bucket], memory, partial(self._tell, block))
 
     def _tell(self, block: Block) -> None:
-        """In a thread that has written a block: have the ring's thread look at it."""
-        with suppress(StateError):  # the ring is closed, and has waited for it
+        """In a thread that has written a block: have the ring's thread handle the end of the write."""
+        with suppress(StateError):  # the ring is closed, and has waited for the write
             self._thread.submit(partial(self._after_write, block))
 
     def _after_write(self, block: Block) -> None:
         try:
-            self._await_left(block)  # the thread that has written it may be about to say so
+            self._await_left(block)  # the writing thread may not have recorded the end yet
         except BaseException as error:
             block.failed = error
         self._read_ahead()
 
     def _raise_failed(self) -> None:
-        """Raise the error of writes that nobody was told of, and begin those writes again."""
+        """Raise the error of a failed write that was not raised yet, and begin all failed writes again."""
         failed = [block for block in self._blocks.values() if block.failed is not None]
         errors = [block.failed for block in failed]
         for block in failed:
@@ -393,8 +393,8 @@ class Ring:
     # --- ahead ---------------------------------------------------------------------------------------
 
     def _upcoming(self) -> list[int]:
-        """The buckets that are lent next: those that are expected, then as they followed one another last time. So the
-        next step's first blocks are read as soon as this step's last one needs no slot."""
+        """The buckets that are lent next: first the expected ones, then the order of the last time. So the next step's
+        first blocks are read as soon as this step's last blocks leave slots free."""
         found = [*self._expected][:SLOTS]
         at = found[-1] if found else self._last
         while len(found) < SLOTS and at is not None and (at := self._followers.get(at)) is not None and at not in found:
@@ -402,7 +402,7 @@ class Ring:
         return found
 
     def _read_ahead(self) -> None:
-        """Begin to read the upcoming blocks for which there is a slot now."""
+        """Begin to read as many upcoming blocks as there are free slots."""
         upcoming = self._upcoming()
         for bucket in upcoming:
             if bucket not in self._blocks:
@@ -414,7 +414,7 @@ class Ring:
                 self._fetch(bucket, self._free.pop())
 
     def _spare(self, upcoming: list[int]) -> Block | None:
-        """A block that nothing needs in memory now."""
+        """Return a block that need not be in memory now."""
         for block in self._blocks.values():
             busy = block.lent or block.newer or block.leaving is not None or block.bucket in upcoming
             if not busy and (block.arriving is None or block.arriving.done()):

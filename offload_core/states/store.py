@@ -1,4 +1,4 @@
-"""The seam *store*: where the states of a process's shards live, and in which formats."""
+"""The seam *store*: the memory and the formats of the states of a process's shards."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from .arrays import StateArray, StateRun
 
 
 class Extent(NamedTuple):
-    """Elements ``[offset, offset + numel)`` of a process's shards of a bucket, which lie end to end."""
+    """Elements ``[offset, offset + numel)`` of a process's shards of a bucket, concatenated."""
 
     bucket: int
     offset: int
@@ -28,7 +28,7 @@ class StateBlock(NamedTuple):
 
     bucket: int
     arrays: dict[str, StateArray]
-    """By name, the shards end to end."""
+    """The process's shards of each state, concatenated, by the state's name."""
 
 
 class Store(ABC):
@@ -37,10 +37,10 @@ class Store(ABC):
     An update loads a bucket's block, changes it, and commits it. One thread at a time loads and commits.
     """
 
-    # ``testing/late_store.py`` has the model of a store whose memory does not stay; ``test_stores.py`` has the laws.
+    # ``testing/late_store.py`` models a store whose memory does not stay; ``test_stores.py`` has the laws.
 
     place: ClassVar[str]
-    """The place of the states in plans: ``"host"``, or a name that tells it from other memory."""
+    """The place of the states in plans: ``"host"``, or another name, such as a disk's."""
 
     keeps_blocks: ClassVar[bool] = False
     """True if the memory of :meth:`working_bytes` stays between steps."""
@@ -49,13 +49,13 @@ class Store(ABC):
         self.config = config
         self.memory = memory
         self.n_ranks = n_ranks
-        """The ranks whose shards this process holds."""
+        """The number of ranks whose shards this process holds."""
         self.threads = config.threads
         self._before_change: Callable[[], Callable[[Iterable[int]], None] | None] = lambda: None
         self._replaced: dict[int, dict[Extent, dict[int, np.ndarray]]] = {}
-        """By parameter: what :meth:`follow` has replaced since its states last changed."""
+        """By parameter: the values that :meth:`follow` has replaced since the parameter's states last changed."""
 
-    # --- for each store to say -------------------------------------------------------------------------
+    # --- each store implements -------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
@@ -69,7 +69,7 @@ class Store(ABC):
 
     @classmethod
     def host_budget(cls, config: OffloadConfig) -> int | None:
-        """Return the bytes of host memory that states may take besides ``place``; None: as many as are free."""
+        """Return the bytes of host memory that states may take besides ``place``; None: all free memory."""
         return 0
 
     @classmethod
@@ -77,8 +77,8 @@ class Store(ABC):
         """Return how many buckets of each kind have their states in host memory; the others have them in ``place``.
 
         Args:
-            budget: the bytes of host memory that they may take, besides :meth:`working_bytes`.
-            blocks: the kinds: the bytes of a bucket's states, and the number of buckets with so many.
+            budget: the bytes of host memory that states may take, besides :meth:`working_bytes`.
+            blocks: for each kind, the bytes of a bucket's states, and the number of such buckets.
         """
         return [0 for _ in blocks]
 
@@ -88,20 +88,20 @@ class Store(ABC):
         """Return the most bytes of host memory that blocks take during updates, besides ``place``.
 
         Args:
-            blocks: of the buckets with states in ``place``: the bytes of a bucket's states, and the number of buckets
-                with so many.
+            blocks: for each kind with states in ``place``, the bytes of a bucket's states, and the number of such
+                buckets.
         """
 
     @classmethod
     @abstractmethod
     def free_bytes(cls, config: OffloadConfig) -> int | None:
-        """Return the free bytes in ``place``; None: it is unknown, or the host's."""
+        """Return the free bytes in ``place``; None: unknown, or ``place`` is the host."""
 
     @abstractmethod
     def allocate(
         self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]], budget: int
     ) -> None:
-        """Make the states of new buckets, zeroed: those that ``formats`` names, the same for all buckets of a key.
+        """Make the states of new buckets, zeroed. ``formats`` names them, equal for all buckets with the same key.
 
         Args:
             budget: as :meth:`kept_on_host`.
@@ -109,14 +109,14 @@ class Store(ABC):
 
     @abstractmethod
     def expect(self, buckets: Iterable[int]) -> None:
-        """Announce that these buckets are loaded next, in this order, after those that were announced before.
+        """Announce that these buckets are loaded next, in this order, after the buckets that were announced before.
 
-        Some may be left out. One that is announced again has its new place alone.
+        The caller may skip some. A bucket that is announced again moves to its new place in the order.
         """
 
     @abstractmethod
     def read(self, bucket: int) -> StateBlock:
-        """Return the states of a bucket, to be read only."""
+        """Return the states of a bucket, only for reading."""
 
     @abstractmethod
     def commit(self, block: StateBlock) -> None:
@@ -124,8 +124,8 @@ class Store(ABC):
 
     @abstractmethod
     def run(self, extents: Sequence[Extent]) -> dict[str, StateRun]:
-        """Return the states of one parameter's extents, end to end, by name. The extents are neighbours in this
-        process's shards, in order."""
+        """Return the states of one parameter's extents, concatenated, by name. The extents are in order and adjacent in
+        this process's shards."""
 
     @abstractmethod
     def held(self) -> dict[str, int]:
@@ -133,13 +133,13 @@ class Store(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give back all that the states take. No other call may follow."""
+        """Free the states' memory and disk space. No other call may follow."""
 
     @abstractmethod
     def _load(self, bucket: int) -> StateBlock:
         """Return the states of a bucket, to be changed and then committed."""
 
-    # --- changes, and who is told of them --------------------------------------------------------------
+    # --- changes, and the call before them -------------------------------------------------------------
 
     def load(self, bucket: int, params: Iterable[int]) -> StateBlock:
         """Return the states of a bucket, to be changed for these parameters and then committed."""
@@ -153,10 +153,10 @@ class Store(ABC):
         self._announce(params)
 
     def follow(self, extent: Extent, param: int, values: np.ndarray) -> None:
-        """Have the master weights of a piece of a parameter follow values that were written from outside.
+        """Have the master weights of a piece of a parameter take over values that were written from outside.
 
-        Until its states change for good, the parameter may get earlier values back, and then has the master weights
-        that belong to them. This takes 4 bytes an element of host memory meanwhile, where anything differs.
+        If the parameter gets its earlier values back before its states change for good, it gets its earlier master
+        weights back, too. Until then this takes 4 bytes of host memory for each element of a part that differs.
         """
         self._announce([param])
         replaced = self._replaced.setdefault(param, {}).setdefault(extent, {})
@@ -167,7 +167,7 @@ class Store(ABC):
             del self._replaced[param]
 
     def forget_replaced(self) -> None:
-        """Forget what :meth:`follow` has replaced: all states get other values, and earlier ones count no longer."""
+        """Discard the values that :meth:`follow` has replaced, because all states get new values."""
         self._replaced.clear()
 
     def _announce(self, params: Iterable[int]) -> None:
@@ -178,6 +178,6 @@ class Store(ABC):
         """Call ``before_change(params)`` before states of parameters change, in the thread that changes them; None: no
         call.
 
-        The caller keeps the object of this method: it may hold what closes the store once it is gone.
+        The caller keeps the method's object alive. The store has only a weak reference, because the object may own it.
         """
         self._before_change = (lambda: None) if before_change is None else WeakMethod(before_change)

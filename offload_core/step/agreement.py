@@ -1,4 +1,4 @@
-"""The exchange of all ranks before an update: one sum of integers, from which each makes the same decision."""
+"""The exchange of all ranks before an update: one sum of integers, from which each rank makes the same decision."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,22 +15,22 @@ from .reduction import Reduction
 
 
 class Agreement(NamedTuple):
-    """The same on every rank."""
+    """The result of the exchange, the same on every rank."""
 
     squares: SumOfSquares | None
-    """Of all gradients; None where they are not examined."""
+    """The squares of all gradients; None: the update does not examine them."""
     present: frozenset[int]
-    """Parameters that have a gradient on any rank. One that has none keeps its value."""
+    """Parameters that have a gradient on any rank. The others keep their values."""
     any_gradient: bool
-    """A rank has a gradient of elements. This one may have none: other processes have parameters of their own."""
+    """True if any rank has a gradient with elements. This rank may have none, as processes may differ in parameters."""
     order: Sequence[LocalBucket]
     """The buckets in the order of rank 0's arrivals."""
     recalled: bool
-    """A rank has recalled parameters that it had sent early."""
+    """True if a rank has recalled parameters that it had sent early."""
     alike: bool
-    """All ranks gave the same terms."""
+    """True if all ranks gave the same terms."""
     save_asked: bool
-    """A rank was asked to save."""
+    """True if a rank was asked to save."""
 
 
 def agree(
@@ -43,12 +43,12 @@ def agree(
     terms: str,
     save_asked: bool,
 ) -> Agreement:
-    """Sum the squares, and agree on what is updated. The caller has claimed all buckets.
+    """Sum the squares, and agree on the parameters to update. The caller has claimed all buckets.
 
     Args:
-        recalled: this rank has recalled parameters that it had sent early.
-        terms: the arguments of this rank's update, as text; not read on one rank.
-        save_asked: this rank was asked to save.
+        recalled: True if this rank has recalled parameters that it had sent early.
+        terms: the arguments of this rank's update, as text. Not read if there is one rank.
+        save_asked: True if this rank was asked to save.
     """
     squares, device, order = SumOfSquares(), buckets.device, arrivals.order_of_arrival()
     mine = arrivals.since.present
@@ -57,7 +57,7 @@ def agree(
         if examines:
             reduction.add_squares(squares)
         return Agreement(squares if examines else None, frozenset(mine), has_gradient, order, False, True, save_asked)
-    exchanged = device.world_size > 1  # else each process has parameters of its own
+    exchanged = device.world_size > 1  # else each process has different parameters
     flags = np.zeros(len(buckets.params) if exchanged else 0, np.int64)
     flags[list(mine) if exchanged else []] = 1
     places = [work.bucket.index for work in order] if exchanged else []

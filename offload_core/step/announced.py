@@ -1,9 +1,9 @@
 """A step that is announced during backward, and the buckets that are sent for it.
 
 The step is announced with its arguments before the first gradient, and each bucket is sent as it is launched
-(:meth:`Announced.follow`). Parameters that an update writes where they are count as sent. The step comes as announced
-(:meth:`Announced.end`), or the parameters are recalled: the device then holds those of no step until they are sent
-again.
+(:meth:`Announced.follow`). Parameters that an update writes in place count as sent. The step comes as announced
+(:meth:`Announced.end`), or the parameters are recalled: then the device's values are of no step until the step sends
+the parameters again.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +23,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class Announcement:
-    """The step that ends this micro-step. It says what becomes of a bucket whose gradients have arrived.
+    """The step that ends this micro-step. It decides if a bucket is sent early once its gradients have arrived.
 
     ===========  =========================================================================
     after        the bucket
@@ -44,11 +44,11 @@ class Announcement:
     _until: WaitedOnce | None = None
 
     def close(self, until: WaitedOnce) -> None:
-        """Note that the step has come: buckets that the worker has not got to by the end of this event wait for it."""
+        """Record that the step has come. Buckets that the worker reaches after the end of ``until`` wait for it."""
         self._until = until
 
     def stop(self) -> None:
-        """Send nothing more; earlier buckets may be on their way."""
+        """Send no further bucket early. Earlier buckets may still be in flight."""
         self._stopped = True
 
     @property
@@ -58,35 +58,35 @@ class Announcement:
 
 
 class Announced:
-    """The announced step, if any, and the buckets that this rank was to send early for it."""
+    """The announced step, if any, and the buckets that this rank was asked to send early for that step."""
 
     def __init__(self, buckets: LocalBuckets, updates: Updates) -> None:
         self._buckets = buckets
         self._updates = updates
         self.step: Announcement | None = None
         self.asked: dict[LocalBucket, None] = {}
-        """Buckets that were to be sent for the next step, in the order in which they were launched."""
+        """Buckets that this rank was asked to send for the next step, in the order in which they were launched."""
         self.tensors: Sequence[Any] = ()
         """All parameters, as the last announcement or step gave them."""
 
     def begin_step(self, tensors: Sequence[Any], last: WaitedOnce) -> None:
-        """Begin the step: early sends stop at the end of ``last``, and the rest go in the order of the next forward.
+        """Begin the step. Early sends stop at the end of ``last``. The step sends the other buckets in forward's order.
 
         Args:
             last: the arrival of the last gradient.
         """
-        if self._buckets.terms.sends_early:  # else nothing needs them, and JAX's would be kept alive
+        if self._buckets.terms.sends_early:  # else nothing needs the tensors, and JAX's would be kept alive
             self.tensors = tensors
         if self.step is not None:
             self.step.close(last)
 
     def follow(self, work: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
-        """Have a launched bucket sent if a step was announced and all its gradients are there.
+        """Have a launched bucket sent early if a step was announced and all the bucket's gradients have arrived.
 
         Args:
-            present: the parameters that had a gradient here.
-            last: True if the others will have none for this step.
-            keep_states: leave the states to the step.
+            present: the parameters that had a gradient on this rank.
+            last: True if the bucket's other parameters get no gradient for this step.
+            keep_states: True if the step updates the states.
         """
         announced, full = self.step, last or present == work.members
         known = max(work.members) < len(self.tensors)  # a parameter may have been added since
@@ -106,7 +106,7 @@ class Announced:
             )
             if self._buckets.worker.behind:
                 send()
-            else:  # it updates at once: an interrupt must not leave half of it
+            else:  # this updates at once, and an interrupt must not leave half an update
                 uninterrupted(send)
 
     def differs(self, given: StepArguments) -> bool:
@@ -115,8 +115,7 @@ class Announced:
 
     @property
     def has_updated(self) -> bool:
-        """True if states may have been updated for a step that has not come: gradients are used, and nothing takes that
-        back."""
+        """True if states may have been updated for a step that has not come. Such an update cannot be undone."""
         return bool(self.asked) and self._buckets.terms.updates_early
 
     @property
@@ -127,14 +126,14 @@ class Announced:
         return any(work.publication.state is Publication.STALE for work in self._buckets.all)
 
     def recall(self) -> None:  # waits
-        """Treat parameters that were sent early as stale again; those that are on their way have arrived."""
+        """Treat parameters that were sent early as stale again. The caller has waited for all sends."""
         for work in self.asked:
             if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
                 work.fall_behind(work.members, PublicationEvent.RECALL)
         self.asked = {}
 
     def end(self) -> set[LocalBucket]:
-        """Forget the step, which has come or will not. Return the buckets whose states have been updated for it."""
+        """Forget the step, which has come or was cancelled. Return the buckets whose states were updated for it."""
         self.step = None
         self.asked = {}
         early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]

@@ -1,16 +1,16 @@
 """The gradients that came since the last update, and the order in which their buckets are launched.
 
 [Note: rounds] In a round every bucket is launched once. A micro-step is one round, or several where a parameter has
-another gradient after its bucket was launched. Among ranks each backward of an engine has a round of its own, unless
-parameters are sent early: which parameter had a gradient in the one before, only some ranks may know.
+another gradient after its bucket was launched. Among ranks each backward of an engine is a separate round, unless
+parameters are sent early: only some ranks may know which parameters had a gradient in the backward before.
 
-======  ======================================================================================
+======  ===============================================================================================================
 state   meaning for one parameter in one round
-======  ======================================================================================
+======  ===============================================================================================================
 open    a gradient may come
-aside   it came, and waits until all ranks are told that the parameter is settled
-closed  it came, was settled without one, or its bucket was launched: a further one is of the next round
-======  ======================================================================================
+aside   a gradient came, and waits until all ranks are told that the parameter is settled
+closed  it has its gradient, was settled without one, or its bucket was launched: the next gradient is of the next round
+======  ===============================================================================================================
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -25,7 +25,7 @@ from .buckets import LocalBuckets
 from .local_bucket import LocalBucket
 
 UNUSED = frozenset({Gradient.FILLING, Gradient.TRAVELLING, Gradient.LANDED})
-"""A bucket that has gradients which no update has used."""
+"""The states of a bucket whose gradients no update has used."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class _Round:
     filled: list[LocalBucket] = field(default_factory=list)
     """Buckets in the order in which they filled."""
     next: int = 0
-    """The place, in the order of launching, of the bucket to be launched next."""
+    """The index of the next bucket to launch, in the order of launching."""
     closed: set[int] = field(default_factory=set)
     """The closed parameters."""
 
@@ -45,60 +45,60 @@ class SinceUpdate:
     """The gradients that came since the last update."""
 
     present: set[int] = field(default_factory=set)
-    """Parameters that had one on this rank."""
+    """Parameters that had a gradient on this rank."""
     begun: bool = False
-    """A gradient came, or a bucket was launched; gradients may have been dropped since."""
+    """True if a gradient came or a bucket was launched. Gradients may have been dropped since."""
     backward: bool = False
-    """All ranks had a backward in this micro-step; this one may have no gradient."""
+    """True if all ranks had a backward in this micro-step. This rank may have no gradient."""
     micro_steps: int = 0
     """Micro-steps that have ended."""
     round: _Round | None = field(default_factory=_Round)
-    """The present round; None where it has ended and no gradient came since."""
+    """The present round; None: the last round has ended and no gradient came since."""
     aside: dict[int, Any] = field(default_factory=dict)
-    """Gradients of parameters that are yet to be settled."""
+    """Gradients that wait until their parameter is settled."""
 
 
 class Arrivals:
     """The gradients of one process since the last update, in rounds.
 
-    All ranks launch buckets in one order: that in which they filled on rank 0 in the step before.
+    All ranks launch buckets in one order: the order in which the buckets filled on rank 0 in the step before.
 
-    [Note: settled parameters] A rank that launches a bucket waits for the others. So a bucket is full at the same point
-    of backward on all ranks. A gradient that comes on some ranks alone, or earlier on some, must not decide that point:
-    it waits aside until all ranks are told, alike, that the parameter is settled. A gradient that comes later still is
-    of a second round, when the backward has ended: all ranks have it, or none. It may come so each time; therefore that
-    parameter is late from then on: it is settled at the end of a backward, and its bucket leaves there.
+    [Note: settled parameters] A rank that launches a bucket waits for the other ranks. So a bucket must be full at the
+    same point of backward on all ranks. A gradient that only some ranks have, or that some have earlier, must not
+    decide that point. It waits aside until all ranks are told that the parameter is settled. A gradient that comes
+    after that is of a second round, at the end of the backward: all ranks have it, or none. From then on the parameter
+    is late: it is settled at the end of each backward, and its bucket is launched there.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
         self.per_update = buckets.config.gradient_accumulation_steps
-        """The micro-steps of an update."""
+        """Micro-steps for each update."""
         self.order: list[LocalBucket] = []
-        """The buckets in the order in which ranks meet for them."""
+        """The buckets in the order in which all ranks launch them."""
         self.since = SinceUpdate()
-        """Replaced whole, so that an interrupt leaves one or the other."""
+        """Replaced as one object, so that an interrupt leaves the old or the new one."""
         self._filled_before: list[LocalBucket] = []
         """Buckets in the order in which they filled in the round before."""
         self._apart: set[int] = set()
-        """Parameters that are settled ([Note: settled parameters])."""
+        """Parameters whose gradients wait until they are settled ([Note: settled parameters])."""
         self._late: set[int] = set()
         """Parameters that are settled at the end of a backward."""
 
     # --- the order -----------------------------------------------------------------------------------
 
     def take_on(self, works: Sequence[LocalBucket]) -> None:
-        """Launch new buckets after the others."""
+        """Add new buckets, to be launched after the present ones."""
         self.order = [*self.order, *works]
         self._apart.update(i for i, spec in enumerate(self._buckets.params) if spec.settled_with is not None)
 
     def settle_separately(self, params: Collection[int]) -> None:
-        """Have these parameters be settled from now on, and no others ([Note: settled parameters]). No gradient has
-        come since the last update."""
+        """From now on, only gradients of ``params`` wait until they are settled ([Note: settled parameters]). No
+        gradient has come since the last update."""
         self._apart = set(params)
 
     def order_of_arrival(self) -> list[LocalBucket]:
-        """Return the buckets of the last round as they filled, then all others."""
+        """Return the buckets in the order in which they filled in the last round, then all other buckets."""
         filled = set(self._filled_before)
         return [*self._filled_before, *(work for work in self.order if work not in filled)]
 
@@ -120,24 +120,24 @@ class Arrivals:
         return self.since.micro_steps + 1 >= self.per_update
 
     def divisor(self, *, average: bool = True) -> float:
-        """The divisor of the sums that an update takes, which are averages over the ranks.
+        """Return the divisor of the gradients that an update reads, which are averages over the ranks.
 
         Args:
-            average: True averages over the micro-steps, too.
+            average: True: average over the micro-steps, too.
         """
         steps = float(self.per_update) if average else 1.0
         return steps if self._buckets.config.average_over_ranks else steps / self._buckets.device.world_size
 
     def has_left(self, params: Set[int]) -> bool:
-        """True if one of these parameters had its gradient of this round, or was settled or launched without it."""
+        """True if one of these parameters is closed in this round (see the table above)."""
         round = self.since.round
         return round is not None and not round.closed.isdisjoint(params)
 
     def fill(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> bool:
-        """Put gradients into their parameters' buckets. Return True if one of them is full, and so :meth:`ready`.
+        """Put gradients into their parameters' buckets. Return True if a bucket is full, and may be :meth:`ready`.
 
         Args:
-            without: parameters that are settled without one.
+            without: parameters that are settled without a gradient.
         """
         since, full = self.since, False
         if since.round is None:
@@ -164,13 +164,13 @@ class Arrivals:
         return full
 
     def _is_full(self, work: LocalBucket, round: _Round) -> bool:
-        """True if no gradient of this bucket, which was not launched in this round, is to come."""
+        """True if this bucket, not launched in this round, gets no further gradient."""
         return len(work.waiting) == len(work.members) or (bool(self._apart) and work.members <= round.closed)
 
     # --- parameters that are settled -----------------------------------------------------------------
 
     def put_aside(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Keep the gradients of parameters that are yet to be settled. Return the others, to be filled in now."""
+        """Keep the gradients that wait until their parameter is settled. Return the others, for :meth:`fill`."""
         if not self._apart or self._apart.isdisjoint(gradients):
             return gradients
         mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
@@ -182,18 +182,18 @@ class Arrivals:
         return {param: gradient for param, gradient in gradients.items() if param not in mine}
 
     def late(self, params: Collection[int]) -> Set[int]:
-        """Return those of these parameters that are settled at the end of a backward."""
+        """Return the parameters among ``params`` that are settled only at the end of a backward."""
         return self._late.intersection(params)
 
     def settled(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
-        """Return the gradients of these parameters that were put aside, and the parameters that have none."""
+        """Pop the gradients of these parameters that wait aside. Return them, and the parameters that have none."""
         mine, aside = self._apart.intersection(params), self.since.aside
         given = {param: aside.pop(param) for param in mine.intersection(aside)}
         return given, mine.difference(given)
 
     def out_of_aside(self, params: Collection[int] | None = None) -> dict[int, Any]:
-        """Return the gradients that were put aside, of these parameters or of all, which nobody has settled. Those that
-        come too late for this round are late from now on."""
+        """Pop the gradients, of these parameters or of all, that still wait to be settled. A parameter whose bucket was
+        already launched in this round is late from now on."""
         aside = self.since.aside
         if not aside:
             return {}
@@ -202,14 +202,14 @@ class Arrivals:
         return given
 
     def _works_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
-        """Return buckets among which are those of these parameters."""
+        """Return at least the buckets of these parameters."""
         return self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all
 
     def ready(self, *, ending: bool = False) -> Iterator[LocalBucket]:
         """Yield the buckets to launch now, in their order. Launch each before you take the next.
 
         Args:
-            ending: the micro-step ends: all that were not launched, full or not, even where no gradient came.
+            ending: True at the end of the micro-step: yield every bucket that was not launched, full or not.
         """
         since = self.since
         if since.round is None:
@@ -226,7 +226,7 @@ class Arrivals:
             full, round.next = round.filled[round.next :], len(round.filled)
             yield from (work for work in (self.order if ending else full) if work.gradient.state is Gradient.FILLING)
             return
-        # Each waits until it is full and those before it were launched, as on the other ranks.
+        # A bucket is launched once it is full and all earlier buckets were launched, as on the other ranks.
         while round.next < len(self.order) and (ending or self._is_full(self.order[round.next], round)):
             round.next += 1
             yield self.order[round.next - 1]
@@ -235,14 +235,14 @@ class Arrivals:
         """Record that all ranks have ended a backward.
 
         Args:
-            has_round: the round is this backward's, on ranks without a gradient, too.
+            has_round: True if this backward has a separate round, also on ranks without a gradient.
         """
         if has_round:
             self.since.round = self.since.round or _Round()
         self.since.backward = True
 
     def end_round(self) -> None:
-        """End the round: every bucket was launched."""
+        """End the round, in which every bucket was launched."""
         if self.since.round is not None:
             self._filled_before = self.since.round.filled
             self.since.round = None
@@ -262,7 +262,7 @@ class Arrivals:
         """Begin the next step, for which no gradient has come.
 
         Args:
-            order: to launch the buckets in; None: as before.
+            order: the order in which buckets are launched; None: unchanged.
         """
         self.since = SinceUpdate()
         if order is not None:
@@ -272,7 +272,7 @@ class Arrivals:
     # --- forgetting ----------------------------------------------------------------------------------
 
     def drop_all(self, order: Sequence[LocalBucket] | None = None) -> None:
-        """Forget all gradients that no update has used, also those that were lost. The next step begins."""
+        """Discard all gradients that no update has used, lost ones included. The next step begins."""
         unused = [work for work in self._buckets.all if work.gradient.state is not Gradient.USED]
         for work in unused:
             try:
@@ -284,8 +284,8 @@ class Arrivals:
             work.forget_gradients(GradientEvent.DROP)
 
     def drop(self, params: Sequence[int]) -> None:
-        """Forget the gradients of these parameters; raise the errors of those that share a bucket with them."""
-        # A gradient that only other ranks had stays with them.
+        """Discard the gradients of these parameters. Raise the errors of their buckets' tasks."""
+        # A gradient that only other ranks had is theirs to discard.
         params = [param for param in params if param in self.since.present]
         touched = dict.fromkeys(work for param in params for work in self._buckets.of[param])
         for work in touched:
@@ -303,7 +303,7 @@ class Arrivals:
             pieces = np.array([i for param in dropped for i in work.positions.get(param, ())], np.int64)
             if work.home is not None:
                 for piece in (work.pieces[i] for i in pieces.tolist()):
-                    work.home[piece.offset : piece.offset + piece.numel] = 0  # others stay, and later ones are added
+                    work.home[piece.offset : piece.offset + piece.numel] = 0  # later gradients are added to it
             work.hold(pieces, HostArrays.none(len(pieces)))
             work.squares = None
         for work in touched:

@@ -7,23 +7,23 @@ state       memory that is alive
 ==========  ===========================================================================
 ABSENT      no gradient
 FILLING     device gradients of some parameters; host gradients of earlier micro-steps
-TRAVELLING  the bucket on its way to its owners' host memory
+TRAVELLING  the bucket in flight to its owners' host memory
 LANDED      host gradients
-USED        host gradients, which an update reads; once an early update has read them, none
+USED        host gradients, which an update reads; none after an early update has read them
 ==========  ===========================================================================
 
-A rank without a gradient takes part in a bucket's reduction all the same. Gradients may be dropped until an update uses
-them. An early update (``early_publish.py``) leaves them USED until its step comes.
+A rank without a gradient also takes part in a bucket's reduction. Gradients may be dropped until an update uses them.
+An early update (``early_publish.py``) leaves them USED until its step comes.
 
-**Publication**: the device parameters, compared with the rounded master weights. Where a part of a bucket is sent
-early, ``LocalBucket.stale`` still names what is stale of the rest.
+**Publication**: the device parameters, compared with the rounded master weights. If some parameters of a bucket are
+sent early, ``LocalBucket.stale`` still names the stale ones among the others.
 
 ========  =============================================================================
 state     device parameters
 ========  =============================================================================
-CURRENT   are those of the master weights
-STALE     are of an older step, or of none: the master weights are to be sent
-SENT      are on their way, or have arrived without anybody having waited for them
+CURRENT   equal the rounded master weights
+STALE     are of an older step, or of no step: the master weights must be sent
+SENT      are in flight, or have arrived and nobody has waited for them
 EARLY     were sent for a step that has not come
 RELEASED  have no memory: nothing may be sent
 ========  =============================================================================
@@ -32,21 +32,21 @@ RELEASED  have no memory: nothing may be sent
 
 ======  ===============================================================================
 CALLER  the thread that calls the pipeline
-WORKER  the pipeline's own, until the caller has waited for the task that it gave
+WORKER  the pipeline's worker, until the caller has waited for the task that it gave
 ======  ===============================================================================
 
-Updates that send parameters are given to the worker all together: the caller waits for the last of them before it takes
-the first gradient of the next step, and they do not change the owner one by one.
+Updates that send parameters do not change the owner. The worker gets them all together, and the caller waits for the
+last one before it takes the first gradient of the next step.
 
-**On its way**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket``, because each is a thing to
-wait for, and not a state.
+**In flight**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket`` and not states, because each
+is an object to wait for.
 
 =======  ==============================================================================
 field    set from, until
 =======  ==============================================================================
-owed     the step begins, until the states are updated; after a failure the rest is updated without being sent
+owed     the step begins, until the states are updated; after a failure such states are updated, and nothing is sent
 written  the parameters are sent, until somebody has waited for their arrival
-arrived  the worker is asked to wait for their arrival, until somebody has waited for that
+arrived  the worker is asked to wait for the arrival, until somebody has waited for that task
 updated  an update that sends nothing is asked for, until somebody has waited for it
 =======  ==============================================================================
 """
@@ -59,7 +59,7 @@ from ..errors import StateError
 
 
 class _Named(Enum):
-    __hash__ = object.__hash__  # in C; that of an enum is Python's, and each gradient asks for two
+    __hash__ = object.__hash__  # in C; an enum's hash is in Python, and each gradient needs two
 
 
 class Gradient(_Named):
@@ -162,7 +162,7 @@ E = TypeVar("E", bound=Enum)
 
 
 class StateMachine(Generic[S, E]):
-    """A state of ``subject``; :meth:`on` moves it along its table."""
+    """The state of ``subject``; :meth:`on` moves it along its table."""
 
     def __init__(self, subject: str, start: S, table: Mapping[tuple[S, E], S]) -> None:
         self.subject = subject
@@ -170,7 +170,7 @@ class StateMachine(Generic[S, E]):
         self._table = table
 
     def on(self, event: E) -> None:
-        """Take ``event``, or raise :class:`StateError` and stay as it was."""
+        """Move to the state after ``event``. Raise :class:`StateError`, and keep the state, if it is not allowed."""
         following = self._table.get((self.state, event))
         if following is None:
             allowed = ", ".join(repr(e.value) for (s, e) in self._table if s is self.state)

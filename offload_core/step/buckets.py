@@ -1,4 +1,4 @@
-"""All buckets of a process: states, homes of gradients, staging, and the thread that may touch each."""
+"""All buckets of a process: their states, gradient memory and staging, and the thread that may touch each bucket."""
 
 import weakref
 from collections import deque
@@ -31,9 +31,9 @@ T = TypeVar("T")
 
 
 class LocalBuckets:
-    """The buckets of one process, their states and staging, and the worker that is given tasks on them.
+    """The buckets of one process, their states and staging, and the worker that does tasks on them.
 
-    A bucket that was given to the worker belongs to it until :meth:`claim`.
+    A bucket that was given to the worker belongs to the worker until :meth:`claim`.
     """
 
     def __init__(self, config: OffloadConfig, device: Device, *, scaled: bool = False) -> None:
@@ -48,26 +48,26 @@ class LocalBuckets:
         """The buckets that hold a part of each parameter."""
         self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
         self.planned: list[PlanRow] = []
-        """The planned memory of the host, for each time that parameters were taken on."""
+        """The planned rows of host memory, appended by each :meth:`add`."""
         self.gradient_memory = GradientMemory(self.memory, device, self.terms)
         self.staging: StagingRing | None = None
         self.directions: StagingRing | None = None
-        """Memory for matrices on their way through the device; None: no rule asks for any."""
+        """Memory for matrices in flight to and from the device; None: no rule needs any."""
         self._matrix_work = [0] * device.world_size
-        """The work of each rank with matrices, in an update of all parameters."""
+        """The matrix multiplications of each rank in an update of all parameters."""
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
-        """Buckets on their way to the host that may still hold staging, and the end of it, oldest first."""
+        """Buckets in flight to the host, oldest first, each with the task that ends its copy. Each may hold staging."""
         self.store = self.terms.store_kind(config, self.memory, len(device.ranks))
         self._end = weakref.finalize(self, clear_up, self.store.close)
         self._end.atexit = False  # tasks and saves may still need the states
         self.worker = self.terms.worker()
 
     def close(self) -> None:
-        """Give back all that the states take, and the memory that gradients and copies pass through. This object's end
-        does so, too: a front end without ``close()`` and a ``wrap`` that fails rely on it."""
+        """Free the states, the gradient memory and the staging. Garbage collection frees the states, too: a front end
+        without ``close()`` and a ``wrap`` that fails rely on it."""
         if self._end.detach() is not None:
             self.store.close()
-        self.device.synchronize()  # a step that broke off may have left copies on their way
+        self.device.synchronize()  # a step that broke off may have left copies in flight
         for work in self.all:
             work.give_back()
             work.lease = None
@@ -79,7 +79,7 @@ class LocalBuckets:
     def add(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], frozen: Sequence[ParamSpec] = ()
     ) -> list[LocalBucket]:
-        """Take on parameters, as :meth:`Pipeline.add_parameters`; the new buckets."""
+        """Add parameters, as :meth:`Pipeline.add_parameters`. Return the new buckets."""
         terms = self.terms
         planned = Planner(terms).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
@@ -115,7 +115,7 @@ class LocalBuckets:
         return self.all[-len(buckets) :] if buckets else []
 
     def _allocate(self, buckets: Sequence[Bucket], specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> None:
-        """Make the states of new buckets, and have rings that their copies fit into."""
+        """Allocate the states of new buckets, and staging rings that are large enough for their copies."""
         terms = self.terms
         self.store.allocate(buckets, terms.state_formats, terms.state_budget)
         terms.states_were_made(buckets)
@@ -134,8 +134,8 @@ class LocalBuckets:
             terms.directions_were_made(direction_bytes)
 
     def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
-        """Return the bytes of the host memory of first parameters that other engines lend in turn: :meth:`add` makes
-        no memory for them."""
+        """Return how many bytes of host memory for these first parameters other engines lend: :meth:`add` need not
+        allocate those bytes."""
         if self.all:
             return 0
         sizes = self.terms.working_sizes(self.terms.kinds(specs))
@@ -158,7 +158,7 @@ class LocalBuckets:
         )
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:
-        if self.device.world_size > 1 or self.device.collectives.world_size == 1:  # else processes have their own
+        if self.device.world_size > 1 or self.device.collectives.world_size == 1:  # else processes differ in parameters
             check_start(self.device.collectives, self.config, specs, [self._dtype(tensor).name for tensor in tensors])
         whole = [i for i, spec in enumerate(specs) if not spec.partitioned]
         self.device.start_alike([specs[i] for i in whole], [tensors[i] for i in whole])
@@ -169,7 +169,7 @@ class LocalBuckets:
     # --- who may touch a bucket ----------------------------------------------------------------------
 
     def claim(self, work: LocalBucket, what: str = "wait") -> None:  # waits
-        """Take the bucket back from the worker; raise the error of its tasks. ``what`` names a wait in traces."""
+        """Take the bucket back from the worker, and raise the error of its tasks. ``what`` names the wait in traces."""
         if work.task is None:
             return
         task = work.task
@@ -180,7 +180,7 @@ class LocalBuckets:
                 work.take()
 
     def wait(self, task: Task[T], bucket: int, what: str = "wait") -> T:  # waits
-        """Return the result of a task of the worker, on the bucket of this number."""
+        """Wait for a task of the worker on bucket number ``bucket``, and return its result."""
         try:
             return self._wait_for(task, what, bucket)
         except BaseException:
@@ -194,7 +194,7 @@ class LocalBuckets:
             return task.result()
 
     def recover(self) -> None:  # waits
-        """After a failure: let everything that was asked for end, and take it back."""
+        """After a failure: wait for the tasks of the worker and the device, and return all staging."""
         self.worker.recover()
         self.device.synchronize()
         self.in_staging.clear()
@@ -203,7 +203,7 @@ class LocalBuckets:
             work.release_direction()
 
     def run(self, task: Callable[[], T]) -> T:
-        """The result of a task that comes after all that was asked for."""
+        """Have the worker do a task after all earlier ones, and return its result."""
         try:
             return self._wait_for(self.worker.submit(task), "wait")
         except BaseException:
@@ -211,7 +211,8 @@ class LocalBuckets:
             raise
 
     def promote(self, work: LocalBucket) -> np.ndarray:
-        """The fp32 home of gradients that are summed; where a sum was not announced, what is held moves there."""
+        """Return fp32 memory in which the bucket's gradients are summed. If its home has another element type, allocate
+        an fp32 home and copy the gradients into it."""
         if work.home is None or work.home.dtype != FLOAT32.numpy:
             home = self.gradient_memory.allocate(work.bucket, FLOAT32)
             if work.home is not None and work.has_landed:
@@ -220,7 +221,7 @@ class LocalBuckets:
         return work.home
 
     def await_home(self, work: LocalBucket) -> None:
-        """Have memory for the bucket's gradients. Where all slots are lent, this waits for updates that free one."""
+        """Ensure that the bucket has memory for gradients. If all slots are lent, wait for updates that free one."""
         if work.home is None:
             self.gradient_memory.lend(work, lambda other: self.claim(other, "wait for gradient memory"))
 
@@ -236,27 +237,26 @@ class LocalBuckets:
         )
 
     def in_place(self, work: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
-        """The addresses of pieces of the parameters themselves, where they are host memory."""
+        """Return the addresses of pieces in the parameters' tensors, which are host memory."""
         arrays = self.device.host_arrays([tensors[param] for param in work.params[pieces].tolist()])
         return arrays.addresses + (work.in_tensor[pieces] * work.bucket.dtype.itemsize).astype(np.uintp)
 
     def load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
-        """Take the master weights of a piece from a parameter's tensor."""
-        source = self.read(work, piece, tensor)  # it holds the memory
+        """Copy a piece of a parameter's tensor to its master weights."""
+        source = self.read(work, piece, tensor)  # keeps the memory alive
         self.store.run([self.extent(work, piece)])[MASTER].write(source.view())
 
     def pieces_of(self, param: int) -> list[tuple[LocalBucket, int]]:
-        """This process's pieces of a parameter, in the order of its elements: each piece's bucket, and its number
-        there."""
+        """Return this process's pieces of a parameter, ascending, as ``(bucket, index of the piece in the bucket)``."""
         found = [(work, i) for work in self.of[param] for i in work.positions.get(param, ())]
         return sorted(found, key=lambda pair: pair[0].pieces[pair[1]].start)
 
     def extent(self, work: LocalBucket, piece: Piece) -> Extent:
-        """The place of a piece's states."""
+        """Return the bucket, offset and length of a piece's states in the store."""
         return Extent(work.bucket.index, piece.offset, piece.numel)
 
     def read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
-        """A piece of a parameter's tensor, or ``numel`` elements of it from ``at`` on; of its own element type."""
+        """Read a piece of a parameter's tensor, or ``numel`` elements from the piece's ``at`` on, in its dtype."""
         start = work.bucket.in_tensor(piece, len(self.device.ranks)) + at
         numel = piece.numel if numel is None else numel
         if isinstance(tensor, OnDisk):

@@ -1,4 +1,4 @@
-"""The number of updates that parameters have had, the kernel scalars of the next one, and the last change of each."""
+"""The updates that each parameter has had, the kernel scalars of the next update, and each parameter's last change."""
 
 import secrets
 from collections.abc import Collection, Iterable, Sequence
@@ -11,7 +11,7 @@ from .decision import StepArguments
 
 
 class Changes:
-    """The last change of each parameter, in a count of all changes that a load does not set back.
+    """Counts all changes of parameters, and keeps the count at each parameter's last change. A load does not reset it.
 
     An update changes the parameters that it updates. Changes from outside (a load, a write to a parameter or to its
     states) count, too.
@@ -19,25 +19,25 @@ class Changes:
 
     def __init__(self) -> None:
         self._source = secrets.randbits(63)
-        """Tells the marks of this object from those of others, also of other processes."""
+        """A random number that tells this object's marks from other objects' marks, also in other processes."""
         self.number = 0
-        """Changes so far."""
+        """The count of changes so far."""
         self.of_all_ranks = 0
-        """Updates and loads among them, which all ranks make alike."""
+        """The updates and loads among these changes. All ranks have the same count."""
         self._last = np.zeros(0, np.int64)
-        """The number of each parameter's last change."""
+        """The count at each parameter's last change."""
 
     @property
     def mark(self) -> tuple[int, int]:
-        """The present moment, for :meth:`number_of`."""
+        """This object's random number and its present count of changes, for a later :meth:`number_of`."""
         return self._source, self.number
 
     def number_of(self, mark: tuple[int, int]) -> int | None:
-        """Return the count of changes at this moment; None: the mark is another object's."""
+        """Return the count of changes at the moment ``mark``; None: the mark is another object's."""
         return mark[1] if mark[0] == self._source else None
 
     def since(self, number: int) -> np.ndarray:
-        """Return bool[parameters]: True for each that has changed after that count."""
+        """Return bool[parameters]: True for each parameter that has changed since the count was ``number``."""
         return self._last > number
 
     def note(self, params: Iterable[int]) -> None:
@@ -52,7 +52,7 @@ class Changes:
         self._last[:] = self.number
 
     def hold(self, n_params: int) -> None:
-        """Have so many parameters; those that are new count as changed."""
+        """Set the number of parameters. New parameters count as changed."""
         self.number += 1
         new = np.full(max(n_params - self._last.size, 0), self.number)
         self._last = np.append(self._last[:n_params], new)
@@ -62,8 +62,8 @@ class UpdateCounts:
     """Counts the updates of a pipeline's parameters.
 
     Args:
-        changes: learns of them.
-        rule: of parameters that name none.
+        changes: records each update as a change.
+        rule: the rule of parameters that name none.
     """
 
     def __init__(self, changes: Changes, rule: Rule) -> None:
@@ -72,17 +72,17 @@ class UpdateCounts:
         self.updates = 0
         """Updates made so far."""
         self.skipped = 0
-        """Updates that this object has seen skipped, because a gradient had an inf or a NaN."""
+        """Updates that this object has counted as skipped, because a gradient had an inf or a NaN."""
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self._memory: list[np.ndarray] = [np.zeros(0, np.float32)]
-        """The memory of ``steps``: an array for each :meth:`take_on`."""
+        """The memory of ``steps``: one array for each call of :meth:`take_on`."""
         self._rule = rule
         self._rules: list[Rule] = []
         self._matrices: dict[Matrix | None, int] = {None: 0}
-        """Numbers the shapes of the matrices that parameters consist of."""
+        """An index for each shape of the matrices that parameters consist of."""
         self._of_shape = np.zeros(0, np.int64)
-        """The number of each parameter's shape."""
+        """The index of each parameter's shape in ``_matrices``."""
 
     def take_on(self, specs: Sequence[ParamSpec]) -> None:
         """Add parameters, which have had no update."""
@@ -109,7 +109,7 @@ class UpdateCounts:
         return f"updates: {self.updates}, and {self.skipped} skipped"
 
     def scalars(self, given: StepArguments, params: Collection[int], grad_scale: float) -> Scalars:
-        """Return the kernel scalars of the next update of these parameters; ``grad_scale``: the factor on gradients."""
+        """Return the kernel scalars of the next update of these parameters. ``grad_scale`` multiplies the gradients."""
         steps = np.concatenate(self._memory)
         return Scalars(
             self._rules,

@@ -1,4 +1,4 @@
-"""The decision of a step: one frozen record, made once from the gradients of all ranks."""
+"""The decision of a step: one frozen object, made once from the gradients of all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ class StepArguments:
     """The arguments of one step, the same when it is announced and when it comes."""
 
     hypers: Sequence[Hyper]
-    """One for each parameter group."""
+    """The hyperparameters of each parameter group."""
     tensors: Sequence[Any] = ()
     """The device parameters to write, one for each parameter."""
     divisor: float = 1.0
-    """Of the summed gradients, besides the loss scale."""
+    """The divisor of the summed gradients, besides the loss scale."""
     groups: Sequence[int] = ()
-    """The parameter group of each parameter; none: as they were added."""
+    """The parameter group of each parameter; empty: the groups with which the parameters were added."""
     loss_scale: float = 1.0
     """Filled in by :meth:`complete`."""
 
     def complete(self, params: Sequence[ParamSpec], scaler: LossScaler | None) -> "StepArguments":
-        """Return a copy, with the groups and the loss scale filled in, that no later change of the lists reaches."""
+        """Return a copy with the groups and the loss scale filled in, and with copies of the lists."""
         groups = list(self.groups) or [spec.group for spec in params]
         scale = scaler.scale if scaler else 1.0
         return StepArguments(list(self.hypers), list(self.tensors), self.divisor, groups, scale)
@@ -42,14 +42,14 @@ class StepArguments:
         return self.loss_scale * self.divisor
 
     def matches(self, later: "StepArguments") -> bool:
-        """True if all but the tensors is equal; these are the same memory. ``later`` may have more parameters: those
-        that were frozen when the step was announced."""
+        """True if all arguments but the tensors are equal. ``later`` may have more parameters, which were frozen when
+        the step was announced."""
         known = len(self.groups)
         mine, theirs = ((g.hypers, g.divisor, g.groups[:known], g.loss_scale) for g in (self, later))
         return mine == theirs
 
     def terms(self, gathered: int) -> str:
-        """Return all that must be the same in every rank's step, as text."""
+        """Return as text all arguments that must be the same on every rank."""
         return f"{[hyper.numbers for hyper in self.hypers]} {[self.groups, self.divisor, self.loss_scale, gathered]}"
 
 
@@ -69,9 +69,9 @@ class StepReport:
     loss_scale: float = 1.0
     """The loss scale that these gradients carried."""
     lr: tuple[float, ...] = ()
-    """Learning rates of the parameter groups; none while gradients accumulate."""
+    """Learning rates of the parameter groups; empty while gradients accumulate."""
     step: int = 0
-    """The update that this was or would have been, counted from 1 on through checkpoints."""
+    """The number of this update (also if it was skipped), counted from 1 on, and on across checkpoints."""
     changes: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
     """The moment after this call, for ``Engine.named_weights(since=...)``."""
 
@@ -81,17 +81,17 @@ class Verdict:
     """The verdict on the gradients of all ranks: update or not, and the factor that clips them."""
 
     norm: float | None
-    """Of the averaged, unscaled gradients; None where they were not examined."""
+    """The norm of the averaged, unscaled gradients; None where they were not examined."""
     coefficient: float
-    """The factor that clips them."""
+    """The factor that clips the gradients."""
     skipped: str | None
-    """The reason not to update."""
+    """The reason not to update; None: update."""
     overflow: bool | None
     """True if there was an inf or a NaN; None where the gradients were not examined."""
 
     @property
     def interferes(self) -> bool:
-        """True if the gradients are clipped or not used: parameters that were sent early are then wrong."""
+        """True if the gradients are clipped or unusable, so that parameters sent early are wrong."""
         return self.coefficient != 1.0 or bool(self.overflow)
 
 
@@ -101,10 +101,10 @@ def examine(
     """Decide on the gradients of all ranks.
 
     Args:
-        squares: of the gradients as they were summed; None: they are not examined.
-        any_gradient: True if any rank has one.
+        squares: the squares of the summed gradients; None: they are not examined.
+        any_gradient: True if any rank has a gradient.
         unscale: the divisor of the summed gradients.
-        max_norm: the bound on their norm; None: they are not clipped.
+        max_norm: the bound on the norm; None: no clipping.
         scaled: True under loss scaling.
     """
     if not any_gradient:
@@ -120,13 +120,13 @@ def examine(
 
 @dataclass(frozen=True)
 class Decision:
-    """The update of a step, or the reason that there is none."""
+    """The update of a step, or the reason to skip it."""
 
     verdict: Verdict
     present: frozenset[int]
-    """The parameters to update: those that have a gradient on any rank."""
+    """The parameters to update: all with a gradient on any rank."""
     works: tuple[LocalBucket, ...]
-    """The buckets that hold a part of them, in the order in which the next forward needs them."""
+    """The buckets with pieces of these parameters, in the order in which the next forward needs them."""
     order: tuple[LocalBucket, ...]
     """All buckets in the order in which gradients arrive, the same on every rank."""
     scalars: Scalars
@@ -140,13 +140,13 @@ class Decision:
 
 
 class SkippedSteps:
-    """Watches over steps that are skipped in a row."""
+    """Counts steps that are skipped in a row."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def note(self, verdict: Verdict, *, scale_fell: bool) -> None:
-        """Warn once if several steps in a row were skipped, and no lower loss scale can help."""
+        """Warn at the third step in a row that was skipped without lowering the loss scale."""
         if not verdict.overflow or scale_fell:
             self._in_a_row = 0
             return

@@ -1,4 +1,4 @@
-"""The directions of an update: whole matrices, which the device computes with between the two passes of the kernel."""
+"""The directions of an update: whole matrices that the device transforms between the two passes of the kernel."""
 
 import numpy as np
 
@@ -12,16 +12,16 @@ from .local_bucket import Direction, LocalBucket
 
 
 class Directions:
-    """Computes them. No state changes, so that an update can be made again from its beginning."""
+    """Computes directions. This changes no state, so an update that failed can start again."""
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
 
     def start(self, work: LocalBucket, scalars: Scalars, among: frozenset[int] | None = None) -> None:
-        """Start with a bucket, unless it has none or was started. All processes call it in the same order.
+        """Start to compute a bucket's directions, once, if it has any. All processes call it in the same order.
 
         Args:
-            among: these parameters alone, the same on all processes.
+            among: only these parameters, the same on all processes.
         """
         buckets = self._buckets
         if work.matrices is None or work.direction is not None:
@@ -56,7 +56,7 @@ class Directions:
         """Return the address of each piece's direction; None: the bucket has none.
 
         Args:
-            then: the bucket to start with meanwhile.
+            then: the next bucket, started before this one is waited for.
         """
         self.start(work, scalars, among)
         if then is not None:
@@ -68,5 +68,5 @@ class Directions:
         except BaseException:
             work.release_direction()
             raise
-        work.direction.computed = Done()  # ranks exchange it in this wait: it is not waited for again
+        work.direction.computed = Done()  # the wait exchanges it between ranks, so it must not be repeated
         return work.direction.addresses(work.offsets)

@@ -40,8 +40,8 @@ class EarlyPublish:
     ) -> None:
         """Announce the arguments of the :meth:`Pipeline.step` that ends this micro-step, before its first gradient.
 
-        With ``update_in_backward`` parameters may then be written as soon as their gradients have arrived, all of
-        their bucket. An error after this is an error in mid-update, as :meth:`Pipeline.step` says.
+        With ``update_in_backward``, parameters may then be written as soon as all gradients of their bucket have
+        arrived. An error after this is an error in mid-update, as :meth:`Pipeline.step` says.
 
         Args:
             before_send: called in this thread with parameters before they are sent: their readers must wait from then
@@ -60,12 +60,12 @@ class EarlyPublish:
         self._announced.tensors = given.tensors
 
     def confirm_step(self, arguments: StepArguments) -> None:
-        """Confirm that the announced step has come, with these arguments: buckets that leave at the end of the
-        micro-step are updated and sent with them.
+        """Confirm that the announced step has come, with these arguments. Buckets that are launched at the end of the
+        micro-step use these arguments.
 
-        If parameters were sent with other arguments, and states are as they were, :meth:`Pipeline.step` recalls them.
+        If parameters were sent with other arguments, but no states updated, :meth:`Pipeline.step` recalls them.
 
-        Raises :class:`StateError` where states were updated with other arguments.
+        Raises :class:`StateError` if states were updated with other arguments.
         """
         announced = self._announced
         if announced.step is None:
@@ -76,9 +76,9 @@ class EarlyPublish:
             announced.step.given, announced.step.scalars, announced.tensors = given, scalars, given.tensors
 
     def check_expected(self, arguments: StepArguments) -> StepArguments:
-        """Return these arguments of :meth:`Pipeline.step` complete.
+        """Return these arguments of :meth:`Pipeline.step`, completed (:meth:`StepArguments.complete`).
 
-        Raises :class:`StateError` where states were updated with others.
+        Raises :class:`StateError` if states were updated with other arguments.
         """
         given, announced = arguments.complete(self._buckets.params, self._scaler), self._announced
         if announced.asked and not self._buckets.terms.examines and announced.differs(given):
@@ -92,8 +92,8 @@ class EarlyPublish:
         """Recall all early sends if any of these parameters was sent early: the step sends the parameters again.
 
         Args:
-            by_all: True if all ranks call this, so that one raises where another must. False for a rank that has had no
-                gradient, which others have.
+            by_all: True if all ranks call this: they then all raise, or none does. False: only a rank without a
+                gradient calls this.
 
         Raises :class:`StateError` if states have been updated, too.
         """
@@ -103,7 +103,7 @@ class EarlyPublish:
         terms = self._buckets.terms
         alike = by_all and params is None and self._buckets.device.world_size > 1
         if alike and announced.step is not None and terms.updates_early:
-            touched = touched or [work for work in self._arrivals.order if work.gradient.state in UNUSED]  # as others
+            touched = touched or [work for work in self._arrivals.order if work.gradient.state in UNUSED]  # all raise
         if not touched:
             return
         if not terms.examines:
@@ -119,7 +119,7 @@ class EarlyPublish:
         announced.recall()
 
     def call_off(self) -> None:
-        """Send nothing more before the step, and recall what was sent.
+        """Send no further parameter before the step, and recall parameters that were sent early.
 
         Raises :class:`StateError`, on all ranks alike, if a step was announced whose buckets update states, too.
         """

@@ -1,8 +1,8 @@
-"""Gradients for readers and writers between a backward and its update: what a program logs, clips or projects itself.
+"""Reads and writes gradients between a backward and its update, for programs that log, clip or project gradients.
 
-It lies on top of the pipeline. Values are those that the update would use before clipping: the mean over ranks, without
-the loss scale. They are read as ``sum / divisor`` and written as ``values * divisor``, each rounded once to fp32, where
-``divisor`` also contains the loss scale.
+This module uses the pipeline, which does not import it. A value is the gradient that the update would use before
+clipping: the mean over ranks, without the loss scale. It is read as ``sum / divisor`` and written as
+``values * divisor``, each rounded once to fp32, where ``divisor`` also contains the loss scale.
 """
 
 from functools import partial
@@ -25,8 +25,7 @@ class GradientAccess:
     Parameters are numbered as in the pipeline, and their elements are in its order. A method that returns or replaces a
     gradient first has all gradients that came so far reduced (:meth:`Gradients.reduce_now`): all ranks call it alike.
 
-    Each method takes ``divisor``, the divisor of the summed gradients besides the loss scale, as ``StepArguments`` has
-    it.
+    ``divisor`` is the divisor of the summed gradients besides the loss scale, as in ``StepArguments``.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -34,7 +33,7 @@ class GradientAccess:
         self._buckets = pipeline.buckets
 
     def has(self, param: int) -> bool:
-        """Return True if the parameter has had a gradient since the last update, on any rank.
+        """True if the parameter has had a gradient since the last update, on any rank.
 
         Raises:
             StateError: ``update_in_backward`` has updated states with gradients.
@@ -51,13 +50,13 @@ class GradientAccess:
         return bool(known.sums[0])
 
     def own(self, param: int, *, divisor: float = 1.0) -> list[tuple[int, np.ndarray]] | None:
-        """Return a copy of this process's part: ``(start, fp32 values)`` a piece, ascending; None: no rank has had a
-        gradient of it since the last update."""
+        """Return a copy of this process's part of the gradient: ``(start, fp32 values)`` a piece, ascending. None: no
+        rank has had a gradient of the parameter since the last update."""
         return self._own(param, divisor) if self.has(param) else None
 
     def whole(self, param: int, *, divisor: float = 1.0) -> np.ndarray | None:
-        """Return a copy of the whole gradient, in fp32 and one-dimensional, with the parts of all ranks; None: no rank
-        has had one since the last update."""
+        """Return a copy of the whole gradient, in fp32 and one-dimensional, with the parts of all ranks. None: no rank
+        has had a gradient since the last update."""
         if not self.has(param):
             return None
         spec, device = self._pipeline.params[param], self._pipeline.device
@@ -72,8 +71,8 @@ class GradientAccess:
     def load(self, param: int, values: np.ndarray, *, divisor: float = 1.0) -> None:
         """Overwrite this process's part of a gradient with the same elements of a whole fp32 array.
 
-        The caller's own tensor stays as it is. Norm, clipping and the search for an inf or a NaN follow the new values.
-        A gradient that comes before the update is added to them.
+        The caller's own gradient tensor does not change. The norm, clipping and the search for an inf or a NaN use the
+        new values. A gradient that comes before the update is added to the new values.
 
         Raises:
             StateError: no rank has had a gradient of the parameter since the last update.
@@ -116,8 +115,8 @@ class GradientAccess:
         return self._pipeline.loss_scale * divisor
 
     def _to_write(self, work: LocalBucket, i: int) -> np.ndarray:
-        """Return fp32 memory of the bucket's own that from now on holds the gradient of one of its pieces."""
-        if self._buckets.terms.direct:  # where it is, the caller may still use it
+        """Return private fp32 memory of the bucket that from now on holds the gradient of piece ``i``."""
+        if self._buckets.terms.direct:  # the gradient's present memory is the caller's
             memory = np.empty(work.pieces[i].numel, np.float32)
             work.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
             return memory

@@ -1,14 +1,14 @@
 """The host memory in which gradients wait for their update.
 
-Each bucket borrows memory of its size (*home*) from its launch until its update has read it, or its gradients are
-dropped: other engines of the process use it in between (``memory/working_memory.py``). Or all buckets pass through a
-few slots: where a bucket's update follows its arrival (``BucketTerms.lends_gradient_memory``). ``LocalBucket.home``
-alone says who has memory, and an interrupt can therefore lose none. Where nothing is moved (``BucketTerms.direct``),
-sums have memory of their own.
+Each bucket borrows memory of its size (its *home*) from its launch until its update has read the gradients, or they are
+dropped. At other times other engines of the process use that memory (``memory/working_memory.py``). If a bucket's
+update follows its arrival (``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only
+``LocalBucket.home`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
+(``BucketTerms.direct``), each bucket keeps separate memory for its sums.
 
-The update of a bucket may have to wait for ``step()`` after all: if nobody announced the step (a plain
-``loss.backward()``), or another rank does not take part. If such buckets hold all slots, waiting would be for ever, and
-the next bucket gets memory of its own, for good.
+A bucket's update may still have to wait for ``step()``: if nobody announced the step (a plain ``loss.backward()``), or
+another rank does not take part. If such buckets hold all slots, none would ever get free. Then the next bucket gets
+private memory, for good.
 """
 
 import weakref
@@ -30,11 +30,11 @@ from .local_bucket import LocalBucket
 @dataclass(eq=False)
 class _Slot:
     holder: LocalBucket | None = None
-    """The bucket that it was lent to last."""
+    """The bucket that the slot was lent to last."""
     lent: "weakref.ref[np.ndarray] | None" = None
-    """The memory that was lent last; to keep it alive is up to the bucket."""
+    """The memory that was lent last. The bucket keeps it alive."""
     turn: int = 0
-    """Slots that were lent before this one."""
+    """The number of this loan, in the order of all loans."""
 
     @property
     def held(self) -> bool:
@@ -50,14 +50,14 @@ class GradientMemory:
         self._device = device
         self._terms = terms
         self._homes: dict[int, Reservation] = {}
-        """By bucket, the memory in which it finds one of its size."""
+        """By bucket, the reservation from which it borrows memory of its size."""
         self._of_slots: Reservation | None = None
         self._slots: list[_Slot] = []
         self._turns = 0
         self._warned = False
 
     def take_on(self, buckets: Sequence[Bucket]) -> list[np.ndarray | None]:
-        """Reserve memory for new buckets. The memory that each has of its own; None: it borrows, or needs none."""
+        """Reserve memory for new buckets. Return each one's private memory; None: it borrows memory, or needs none."""
         terms = self._terms
         if terms.direct:
             return [self.allocate(b, terms.home_dtype(b)) if terms.has_home else None for b in buckets]
@@ -78,17 +78,17 @@ class GradientMemory:
         return [None] * len(buckets)
 
     def allocate(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
-        """Memory of a bucket's own."""
+        """Return private memory for a bucket's gradients."""
         numel = len(self._device.ranks) * bucket.shard_numel
         pinned = self._terms.may_arrive_as(bucket, dtype)
         return self._memory.allocate(GRADIENTS_ON_HOST, numel, dtype.numpy, pinned=pinned)
 
     def lend(self, work: LocalBucket, await_use: Callable[[LocalBucket], None]) -> None:
-        """Lend a bucket host memory for its gradients. Where it needs a slot and none gets free, it gets memory of its
-        own, for good.
+        """Lend a bucket host memory for its gradients. If it needs a slot and none gets free, it gets private memory,
+        for good.
 
         Args:
-            await_use: waits for the update of a bucket, which then holds its slot no longer, if the update was made.
+            await_use: waits for a bucket's task. If that was its update, the bucket's slot is free.
         """
         dtype = work.home_dtype
         numel = len(self._device.ranks) * work.bucket.shard_numel

@@ -1,8 +1,8 @@
 """The gradients of one process between two updates: from a backward to their owner's host memory.
 
-:meth:`Gradients.add` -> its bucket fills (``arrivals.py``) and is launched (``reduction.py``: the device reduces it
-over the ranks and brings it to its owner's host memory). There it waits, or is added to the gradients of earlier
-micro-steps.
+:meth:`Gradients.add` -> the gradient's bucket fills (``arrivals.py``) and is launched (``reduction.py``: the device
+reduces the bucket over the ranks and copies it to its owner's host memory). There the gradient waits, or is added to
+the gradients of earlier micro-steps.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -27,7 +27,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class Gradients:
-    """Takes gradients, and says which have come since the last update."""
+    """Takes gradients, and tells which parameters had a gradient since the last update."""
 
     _buckets: LocalBuckets
     _arrivals: Arrivals
@@ -41,7 +41,7 @@ class Gradients:
     _health: PipelineHealth
     _state_lock: StateLock
 
-    # --- what came -----------------------------------------------------------------------------------
+    # --- gradients since the last update -------------------------------------------------------------
 
     @property
     def are_waiting(self) -> bool:
@@ -54,7 +54,7 @@ class Gradients:
 
     @property
     def had_backward(self) -> bool:
-        """True if all ranks had a backward in this micro-step; this one may have had no gradient in it."""
+        """True if all ranks had a backward in this micro-step. This rank may have had no gradient."""
         return self._arrivals.since.backward
 
     @property
@@ -69,7 +69,7 @@ class Gradients:
 
     @property
     def are_read_in_place(self) -> bool:
-        """True if an update reads gradients where they are: they stay as they are until then, all at once."""
+        """True if an update reads gradients in place. All must then stay in memory, unchanged, until the update."""
         return self._buckets.terms.direct
 
     def divisor(self, *, average: bool = True) -> float:
@@ -83,34 +83,34 @@ class Gradients:
         self._reduction.check(param, gradient)
 
     def settle_separately(self, params: Collection[int]) -> None:
-        """Have these parameters, and no others, be settled by :meth:`settle` from now on. No gradient has come since
-        the last update."""
+        """From now on, only gradients of ``params`` wait for :meth:`settle`. No gradient may wait for an update now."""
         self._arrivals.settle_separately(params)
 
     def begin_backward(self) -> None:
-        """A backward begins, on all of several ranks alike. What came in the one before, in this micro-step, leaves."""
+        """Begin a backward, on all ranks alike. If each backward is a round, end the round of the one before."""
         assert self._state_lock.changing.locked()
         if self._arrivals.since.backward and self._backwards_are_rounds:
             self._take_late()
             self._begin_round()
-            self._arrivals.since.backward = False  # last: whoever is interrupted here and tries again ends the round
+            self._arrivals.since.backward = False  # last: a second call after an interrupt ends the round again
 
     def end_backward(self) -> None:
-        """A backward has ended, on all of several ranks alike; this one may have had no gradient in it."""
+        """End a backward, on all ranks alike. This rank may have had no gradient."""
         assert self._state_lock.changing.locked()
         self._begin_gradients()
         self._arrivals.end_backward(has_round=self._backwards_are_rounds)
 
     @property
     def _backwards_are_rounds(self) -> bool:
-        """True if each backward has a round of its own. Where parameters are sent early, those of a step share one."""
+        """True if each backward is a separate round. Where parameters are sent early, the last micro-step's backwards
+        share one round."""
         return not (self._buckets.terms.sends_early and self._arrivals.at_boundary)
 
     def add(self, gradients: Mapping[int, Any]) -> None:
-        """Take gradients of this micro-step, by parameter, which they fit (:meth:`Reduction.check`).
+        """Take gradients of this micro-step, by parameter, each checked by :meth:`Reduction.check`.
 
-        Further ones of a parameter before the next update are summed in fp32. Where the device is addressable they are
-        not copied: they must stay as they are until the update.
+        Later gradients of the same parameter before the next update are summed in fp32. If the device is addressable,
+        gradients are not copied: the caller must not change them until the update.
         """
         assert self._state_lock.changing.locked()
         self._begin_gradients()
@@ -120,16 +120,16 @@ class Gradients:
             self._take(now)
 
     def settle(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
-        """No gradient of these parameters is to come in this backward, besides those that came.
+        """Settle these parameters: they get no further gradient in this backward.
 
-        All ranks call it alike: at the same points of backward, with the same parameters. It concerns those whose
-        gradients may come on some ranks alone (:attr:`ParamSpec.settled_with`), and no others.
+        All ranks call it alike: at the same points of backward, with the same parameters. It affects only parameters
+        whose gradients may come on some ranks and not on others (:attr:`ParamSpec.settled_with`).
 
         Args:
             ended: the backward has ended.
 
         Returns:
-            Those of them that are not settled before the backward has ended: a gradient of theirs came too late once.
+            The late parameters, which are settled only at the end of a backward: a gradient once came too late.
         """
         assert self._state_lock.changing.locked()
         late = frozenset[int]() if ended else self._arrivals.late(params)
@@ -142,7 +142,7 @@ class Gradients:
         return late
 
     def _take(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> None:
-        """Fill in gradients, and launch what is full; ``without``: parameters that are settled without one."""
+        """Put gradients into buckets, and launch full buckets. ``without``: parameters settled without a gradient."""
         params = gradients.keys() | without if without else gradients.keys()
         arrivals = self._arrivals
         if self._announced.asked and self._buckets.device.world_size == 1:
@@ -157,7 +157,7 @@ class Gradients:
             raise
 
     def _begin_round(self) -> None:
-        """Gradients of another round come. All ranks call it alike; they exchange every bucket again."""
+        """End the present round, so that the next can begin. All ranks call it alike, and exchange every bucket."""
         if self._announced.asked and self._buckets.device.world_size > 1:
             self._early.recall()
         if self._arrivals.since.round is not None:
@@ -168,7 +168,7 @@ class Gradients:
                 raise
 
     def _begin_gradients(self) -> None:
-        """Before a step's first gradient, wait until parameters are written: ranks exchange one thing at a time."""
+        """Before a step's first gradient, wait until parameters are written: ranks do one exchange at a time."""
         present = self._arrivals.since.present
         if not present or self._health.state is Health.LOST:
             self._health.check(Use.STEP)
@@ -176,7 +176,7 @@ class Gradients:
             self._last_step.finish_publications()
 
     def _launch(self, *, ending: bool = False, boundary: bool = False) -> None:
-        """Launch the buckets whose turn it is; at the boundary, have their parameters sent early."""
+        """Launch the buckets that are ready. At the boundary, have their parameters sent early."""
         terms = self._buckets.terms
         for work in self._arrivals.ready(ending=ending):
             at_boundary = self._arrivals.at_boundary
@@ -187,7 +187,7 @@ class Gradients:
                 self._announced.follow(work, present, last=last, keep_states=self._buckets.terms.examines)
 
     def _take_late(self) -> None:
-        """Take what nobody has settled: all ranks have it, or none."""
+        """Take the gradients that still wait to be settled. All ranks have such a gradient, or none."""
         if left := self._arrivals.out_of_aside():
             self._take(left)
 
@@ -196,13 +196,13 @@ class Gradients:
         self._arrivals.end_round()
 
     def reduce_now(self) -> None:
-        """Launch all gradients that came so far. Those of a bucket may still be on their way when it returns.
+        """Launch all gradients that came so far. Buckets may still be in flight when it returns.
 
-        Gradients that come before the next update are added to them. Parameters that were sent early are recalled. All
-        ranks call it alike, after a backward that brought each of them a gradient, and all go on alike: with another
+        Later gradients are added to them until the next update. Parameters that were sent early are recalled. All
+        ranks call it alike, after a backward in which each rank had a gradient. All continue alike: with another
         backward, or with the end of the micro-step, which then finds nothing left to reduce.
 
-        Raises :class:`StateError` where ``update_in_backward`` has updated states.
+        Raises :class:`StateError` if ``update_in_backward`` has updated states.
         """
         assert self._state_lock.changing.locked()
         self._health.check(Use.STEP)
@@ -210,8 +210,8 @@ class Gradients:
         self._launch_rest()
 
     def _launch_rest(self) -> None:
-        """Launch every bucket that was not launched in this round, which goes on: a parameter that is taken on now may
-        still have its gradient in it."""
+        """Launch every bucket that was not launched in this round. The round goes on: a parameter that is added now may
+        still get a gradient in it."""
         try:
             self._take_late()
             self._launch(ending=True, boundary=self._buckets.terms.updates_early)
@@ -220,19 +220,19 @@ class Gradients:
             raise
 
     def reduce_first(self) -> None:
-        """Reduce the gradients that came, on all ranks alike, before anything else is exchanged or forgotten.
+        """Reduce the gradients that came, on all ranks alike, before another exchange or before they are discarded.
 
-        Where updates are made during backward, those of the buckets that are launched now are made, too.
+        With updates during backward, buckets that are launched here are also updated.
         """
         if self._buckets.device.world_size > 1 and self._arrivals.holds_gradients:
             reduce = self._launch_rest if self._buckets.terms.updates_early else self.reduce_now
             self._state_lock.change("an exchange between ranks", reduce)
 
     def drop(self, params: Sequence[int] | None = None) -> None:
-        """Forget the gradients of these parameters, or of all.
+        """Discard the gradients of these parameters, or of all.
 
-        If gradients of other parameters are kept and one was lost on its way, its error is raised and nothing is
-        forgotten. :meth:`EarlyPublish.withdraw` brings back parameters that were sent early.
+        With ``params``, raise the error of a gradient that was lost in flight, and discard nothing.
+        :meth:`EarlyPublish.withdraw` brings back parameters that were sent early.
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         if not self._arrivals.holds_gradients:
@@ -252,11 +252,11 @@ class Gradients:
             self._arrivals.drop_all()
 
     def discard_all(self) -> bool:  # waits
-        """Forget all gradients, on all ranks alike, and have parameters that were sent early as they were before. Ranks
-        that leave out other parameters reduce first: one has begun exchanges that the others have not.
+        """Discard all gradients, on all ranks alike, and bring back parameters that were sent early. Ranks first reduce
+        the gradients that came, because one rank may have begun exchanges that the others have not.
 
         Returns:
-            True if parameters are behind their states: :meth:`Pipeline.flush` sends them.
+            True if parameters are older than their states: :meth:`Pipeline.flush` sends them.
         """
         if self._health.usable:
             self.reduce_first()
@@ -267,12 +267,12 @@ class Gradients:
     def end_micro_step(
         self, *, reduce: bool = True, boundary: bool | None = None, arguments: StepArguments | None = None
     ) -> StepReport | None:
-        """End a micro-step. Return its report if no update follows; None at the boundary, where one is due.
+        """End a micro-step. Return its report if no update follows, and None at the boundary, where an update is due.
 
-        No gradient on the device is then needed any longer, if this was not the boundary.
+        Except at the boundary, the caller may then free the gradients on the device.
 
         Args:
-            reduce: False where no gradient was added, on any rank alike: the ranks need not meet.
+            reduce: False if no rank has added a gradient: the ranks then exchange nothing.
             boundary: True or False from a caller that counts itself; None: as ``gradient_accumulation_steps`` says.
             arguments: of a step that was announced (:meth:`EarlyPublish.expect_step`) and follows now.
         """
@@ -306,7 +306,7 @@ class Gradients:
     # --- the step ------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
+        """Wait until all gradients are on the host. Raise the error of a gradient that was lost, before any change."""
         if self._arrivals.since.round is not None:
             self._take_late()
             self._end_round(boundary=True)

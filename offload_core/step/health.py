@@ -1,4 +1,4 @@
-"""The health of a pipeline: what may still be done after a step or a load broke off.
+"""The health of a pipeline: the uses that are still allowed after a step or a load broke off.
 
 ======  ==========================================================  ======  =======  ====
 state   optimizer states and parameters                             read    publish  step
@@ -9,15 +9,15 @@ BEHIND  on the only rank: states are of a step that broke off,      yes     yes 
 APART   as BEHIND, but other ranks have their parameters and will   yes     no       no
         not send them again
 LOST    are of one step; another rank was lost between two steps    yes     yes      no
-TORN    a load broke off: they are partly of before, partly of      no      no       no
-        the checkpoint; or a step's update cannot be completed
+TORN    a load broke off: they are partly the old ones, partly the  no      no       no
+        checkpoint's; or a step's update cannot be completed
 GONE    another rank was lost, and they are of no step              no      no       no
 ======  ==========================================================  ======  =======  ====
 
-The next step or flush sends the parameters of BEHIND again. A load mends APART and TORN, for it replaces all states.
-Nothing mends LOST and GONE.
+From BEHIND, the next step or flush sends the parameters again. A load repairs APART and TORN, because it replaces all
+states. Nothing repairs LOST and GONE.
 
-In each state the device's parameters may be *released*: then states are read, and nothing is published or updated.
+In each state the device's parameters may be *released*: then only ``read`` is allowed.
 """
 
 from enum import Enum
@@ -82,22 +82,22 @@ REFUSED: dict[Use, frozenset[Health]] = {
 
 
 class PipelineHealth(StateMachine[Health, HealthEvent]):
-    """The health of one pipeline, and the reason why it is no better."""
+    """The health of one pipeline, and the reason why it is not SOUND."""
 
     def __init__(self) -> None:
         super().__init__("optimizer", H.SOUND, HEALTH)
         self._reason = ""
         self.released = ""
-        """The error message of what needs parameters on the device, while they have no memory there; else empty."""
+        """While parameters have no memory on the device, the error message of uses that need them; else empty."""
 
     def on(self, event: HealthEvent, reason: str = "") -> None:
-        """Take ``event``; ``reason``: the error message of what is refused from now on."""
+        """Move to the state after ``event``. ``reason``: the error message of uses that are refused from now on."""
         super().on(event)
         self._reason = reason or self._reason
 
     def check(self, use: Use) -> None:
-        """Raise :class:`CollectiveError` if a lost rank alone forbids this use, :class:`StateError` if anything else
-        does."""
+        """Raise an error if this use is refused: :class:`CollectiveError` if only a lost rank is the reason, else
+        :class:`StateError`."""
         if self.state in REFUSED[use]:
             raise (CollectiveError if self.state is H.LOST else StateError)(self._reason)
         if self.released and use is not Use.READ:
@@ -114,7 +114,7 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
 
     @property
     def lost_a_rank(self) -> bool:
-        """True if the exchange between ranks has ended."""
+        """True if another rank was lost, so that ranks can exchange nothing."""
         return self.state in (H.LOST, H.GONE)
 
     @property

@@ -1,4 +1,4 @@
-"""The end of a step: its updates are waited for, or it breaks off."""
+"""Waits for the last step's updates, or breaks the step off."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class LastStep:
-    """The last step that was asked for. Methods that wait for it raise the error of its updates."""
+    """The last step that was called. Methods that wait for it raise the error of its updates."""
 
     _buckets: LocalBuckets
     _arrivals: Arrivals
@@ -32,53 +32,50 @@ class LastStep:
     _health: PipelineHealth
     _state_lock: StateLock
     verdict: Verdict | None = None
-    """Its verdict; None before the first step."""
+    """The step's verdict; None before the first step."""
     published: Mapping[int, bool] = field(default_factory=dict)
-    """Parameters that the last step or flush wrote (with ``schedule="delayed"`` those of the step before); False where
-    it broke off before all of the parameter was written."""
+    """Parameters that the last step or flush wrote (with ``schedule="delayed"``, the parameters of the step before).
+    False: the step broke off before the parameter was completely written."""
     publications: int = 0
-    """Steps and flushes that have set ``published``. After an interrupt the caller sees here if its own was one."""
+    """Steps and flushes that have set ``published``: an interrupted caller sees here if its own call has."""
 
     def begin(self, params: Iterable[int]) -> None:
-        """Begin a step or a flush, which writes these parameters."""
+        """Begin a step or a flush that writes these parameters."""
         self.published = dict.fromkeys(params, True)
         self._health.on(HealthEvent.PUBLISH)
         self.publications += 1
 
     @property
     def behind(self) -> frozenset[int]:
-        """Parameters that are yet to get the value of their master weights."""
+        """Stale parameters, older than their master weights."""
         return frozenset().union(*(work.stale for work in self._buckets.all))
 
     # --- waiting -------------------------------------------------------------------------------------
 
     @property
     def is_running(self) -> bool:
-        """True if parameters or states may still be on their way."""
+        """True if parameters may still be in flight, or states may still change."""
         return not self._updates.finished
 
     @property
     def is_publishing(self) -> bool:
-        """True if parameters may still be on their way."""
+        """True if parameters may still be in flight."""
         return self._updates.publishes
 
     def finish(self) -> None:  # waits
-        """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
+        """Wait for all of the last step's updates and parameters, and raise their error."""
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         self._health.check(Use.READ)
         self.wait(self._updates.finish)
 
     def finish_publications(self) -> None:  # waits
-        """Wait until all parameters that the last step writes are written; states may still be on their way.
-
-        Raises what went wrong.
-        """
+        """Wait until the last step's parameters are written, and raise its error. States may still be updated."""
         assert self._state_lock.changing.locked()
         self._health.check(Use.READ)
         self.wait(self._updates.finish_publications)
 
     def flush(self, tensors: Sequence[Any]) -> None:  # waits
-        """Send all stale parameters, and wait for everything."""
+        """Send all stale parameters, and wait for their arrival and for all updates."""
         self._health.check(Use.PUBLISH)
         after = self._buckets.device.mark()
 
@@ -93,18 +90,18 @@ class LastStep:
 
     @property
     def returning(self) -> list[LocalBucket]:
-        """The buckets whose parameters a :meth:`restore` brings back: their memory is the device's alone."""
+        """The buckets whose parameters :meth:`restore` sends again: their only memory is on the device."""
         sent = [work for work in self._buckets.all if work.writes is Writes.STAGING]
         return [work for work in sent if work.master is not Master.PARAMETER]
 
     def release(self, reason: str) -> None:
-        """Parameters on the device lose their memory. All have been waited for, and are those of the master weights."""
+        """Record that parameters lose their memory on the device. All have arrived, and none is stale."""
         for work in self.returning:
             work.release_parameters()
         self._health.released = reason
 
     def restore(self, tensors: Sequence[Any]) -> None:
-        """Send all parameters that have memory on the device again, in forward's order. Readers may wait for each."""
+        """Send all released parameters, in forward's order: they have memory again. Readers may wait for each one."""
         after = self._buckets.device.mark()
 
         def publish() -> None:
@@ -120,7 +117,7 @@ class LastStep:
     # --- breaking off ----------------------------------------------------------------------------------
 
     def wait(self, act: Callable[[], None]) -> None:  # waits
-        """Do this; an error ends the step. An interrupt does not: what it cut off can be waited for again."""
+        """Call ``act``, which waits. An error breaks the step off. After an interrupt the wait can be repeated."""
         try:
             act()
         except BaseException as error:
@@ -129,7 +126,7 @@ class LastStep:
             raise
 
     def change(self, act: Callable[[], None]) -> None:
-        """Do this in one section that no signal cuts in two; after an error the step has broken off."""
+        """Call ``act`` in one section that no signal interrupts. An error breaks the step off."""
 
         def section() -> None:
             try:
@@ -141,25 +138,25 @@ class LastStep:
         uninterrupted(section)
 
     def abandon(self) -> bool:
-        """End an announced step that will not come. States that were updated for it stay updated, and it counts. Return
-        False if there is none, or no states were to be updated before it came."""
+        """End an announced step that will not come. States that were updated for it stay updated, and the step counts.
+        Return False if no states may have been updated for an announced step."""
         if not self._announced.has_updated:
             return False
         uninterrupted(partial(self._abort, StateError("the step that update_in_backward=True began does not come")))
         return True
 
     def lose_gradient(self, error: BaseException) -> None:
-        """Note that a gradient was lost. This ends a step that was announced, for it is an error in mid-update; and the
-        last step, if the error is that of its update, which gradients of the next step wait for."""
+        """Record that a gradient was lost. This breaks off an announced step, because it is an error in mid-update. It
+        breaks off the last step if an update of that step failed."""
         if self._announced.step is not None or self._updates.broke_off:
             uninterrupted(partial(self._abort, error))
         elif isinstance(error, CollectiveError) and not self._health.lost_a_rank:
             self._health.on(HealthEvent.LOSE_RANK, str(error))
 
     def _abort(self, error: BaseException) -> None:  # waits
-        """Break the step off: update the states that it still owes, and have lost parameters sent again."""
+        """Break the step off: complete its updates of states, and mark lost parameters as stale."""
         buckets, device, health = self._buckets, self._buckets.device, self._health
-        if isinstance(error, CollectiveError):  # other ranks went another way: there is no going on
+        if isinstance(error, CollectiveError):  # other ranks may not have made this update
             health.on(
                 HealthEvent.LOSE_RANK_IN_UPDATE,
                 f"the last update broke off ({error}): parameters and states are partly of one step, partly of "
@@ -194,12 +191,12 @@ class LastStep:
                 work.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
-            elif work.publication.state is Publication.EARLY:  # its master weights are the parameters that it wrote
+            elif work.publication.state is Publication.EARLY:  # its parameters are a part of their master weights
                 work.confirm()
             elif work in completed and work.writes is Writes.STAGING:
                 work.fall_behind(work.members)
         if health.lost_a_rank:
-            self.published = {}  # parameters stay those of the step before, where nothing was written in place
+            self.published = {}  # parameters are of the step before, except where they were written in place
         else:
             behind = self.behind
             self.published = {param: param not in behind for param in self.published}

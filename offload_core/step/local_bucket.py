@@ -1,4 +1,4 @@
-"""One bucket as one process sees it: its shards, their gradients in this step, and what it is in the middle of."""
+"""One bucket as one process sees it: its shards, their gradients in this step, and its tasks in flight."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
@@ -28,7 +28,7 @@ from .bucket_states import (
 
 
 class Writes(Enum):
-    """The memory that the kernel writes besides states, of which a parameter may be one."""
+    """The memory that the kernel writes besides states. (A parameter may be a state: its own master weight.)"""
 
     STATES = "none"
     IN_PLACE = "the parameters where they are"
@@ -37,10 +37,10 @@ class Writes(Enum):
 
 @dataclass(eq=False)
 class Direction:
-    """The direction of a bucket's update: what the device computes from whole matrices (``directions.py``)."""
+    """The direction of a bucket's update, which the device computes from whole matrices (``directions.py``)."""
 
     shards: np.ndarray
-    """In bfloat16, in the places of the process's shards."""
+    """The direction in bfloat16, with the same offsets as the process's shards."""
     lease: Lease
     computed: Event = field(default_factory=Done)
 
@@ -55,54 +55,55 @@ class LocalBucket:
 
     bucket: Bucket
     pieces: tuple[Piece, ...]
-    """The runs of parameters that this process's ranks own."""
+    """The ranges of parameters that this process's ranks own."""
     specs: InitVar[Mapping[int, ParamSpec]]
-    """Of each parameter."""
+    """The spec of each parameter."""
     rule: Rule
     """The update rule of its parameters."""
     wire: ElementType
     """The element type in which gradients travel."""
     arrival: Arrival
-    """The form in which the device delivers them."""
+    """The form in which the device delivers gradients."""
     home_dtype: ElementType
-    """The element type in which they wait: fp32 if they are summed here."""
+    """The element type in which gradients wait on the host: fp32 if they are summed there."""
     own: np.ndarray | None
-    """The host memory of the bucket's own in which gradients wait. None where memory is lent to the bucket, and where
-    gradients are read in the device's own memory."""
+    """The bucket's private host memory for gradients. None: the bucket borrows memory, or gradients are read in place.
+    """
     master: Master
-    """Parameters may lag behind master weights that lie apart. Others change with them."""
+    """The place of the master weights. A parameter can be stale only if it is APART."""
     writes: Writes
     """The memory of the parameters that a step updates."""
     matrices: Matrices | None = None
-    """The matrices that the device computes with in an update; None: its rule has no such part."""
+    """The matrices that the device computes with in an update; None: the rule computes nothing on the device."""
     direction: Direction | None = None
-    """That of the update that is under way, or comes next."""
+    """The direction of the present or the next update."""
     home: np.ndarray | None = field(init=False)
-    """Gradient: the memory in which gradients wait, its own or lent; None: it has none now."""
+    """Gradient: the memory in which gradients wait, private or borrowed; None: the bucket has none now."""
     waiting: dict[int, Any] = field(default_factory=dict)
     """Gradient: device gradients that arrived since the last launch, by parameter."""
     gradients: HostArrays = field(init=False)
-    """Gradient: the host gradient of each piece. It is replaced whole, so that an interrupt leaves one or the other."""
+    """Gradient: the host gradient of each piece, replaced as one object, so that an interrupt leaves the old or new."""
     squares: SumOfSquares | None = None
-    """Gradient: the sum of squares; None where it was not taken since the gradients changed."""
+    """Gradient: the sum of squares; None: not computed since the gradients changed."""
     stale: set[int] = field(default_factory=set)
     """Publication: the parameters that are STALE. :meth:`fall_behind`, :meth:`send` and :meth:`confirm` alone edit it.
     """
     sent_early: frozenset[int] = frozenset()
     """Publication: the parameters that were sent early last."""
     written: Task[Event] | None = None
-    """Publication: the start of the last one that nobody has waited for; its result orders reads after it."""
+    """Publication: the task that starts the last send; its result is the arrival's event. None: it has been waited for.
+    """
     arrived: Task[None] | None = None
-    """Publication: the wait for the last arrival, which the worker was given; None: somebody has waited for it."""
+    """Publication: the worker's task that waits for the last arrival. None: somebody has waited for it."""
     owed: tuple[Scalars, Sequence[Any], frozenset[int] | None] | None = None
-    """The scalars, the parameters and those to update (None: all) of the step that has yet to update the states; its
-    task takes them out."""
+    """The arguments of an update that has yet to change the states: the scalars, the device parameters, and the numbers
+    of the parameters to update (None: all). The update's task sets it to None."""
     task: Task[Any] | None = None
     """Ownership: the last task that the worker was given for this bucket."""
     updated: Task[None] | None = None
-    """Ownership: the last update of its states that sends nothing; None: somebody has waited for it."""
+    """Ownership: the last task that updates states and sends nothing. None: somebody has waited for it."""
     lease: Lease | None = None
-    """Staging memory of the bucket's last journey."""
+    """The staging memory of the bucket's last copy to or from the host."""
 
     def __post_init__(self, specs: Mapping[int, ParamSpec]) -> None:
         self.gradient = gradient_of(self.bucket.index)
@@ -120,14 +121,14 @@ class LocalBucket:
         self.numels = np.array([piece.numel for piece in self.pieces], np.int64)
         firsts = {param: specs[param].first or 0 for param in self.members}
         self.numbers = self.starts + np.array([firsts[piece.param] for piece in self.pieces], np.int64)
-        """The number of each piece's first element among the random numbers of its states."""
+        """The index of each piece's first element in the random numbers of its states."""
         seeds = {param: specs[param].seed for param in self.members}
         self.seeds = np.array([seeds[piece.param] for piece in self.pieces], np.uint64)
-        """Of the random numbers of each piece's states."""
+        """The seed of the random numbers of each piece's states."""
         self.counted = np.array([specs[piece.param].counted for piece in self.pieces], bool)
-        """The pieces whose gradients count in the norm."""
+        """True for each piece whose gradient counts in the norm."""
         self.positions: dict[int, list[int]] = {}
-        """The indices of a parameter's pieces: one, unless the process's ranks are not neighbours."""
+        """The indices of each parameter's pieces: one, unless the process's ranks are not consecutive."""
         for i, piece in enumerate(self.pieces):
             self.positions.setdefault(piece.param, []).append(i)
         self._no_gradients = HostArrays.none(len(self.pieces))
@@ -141,14 +142,14 @@ class LocalBucket:
         return bool(self.gradients.addresses.any())
 
     def at_home(self) -> HostArrays:
-        """The memory in which the gradient of each piece waits."""
+        """Return the host gradient of each piece, in the bucket's home."""
         assert self.home is not None
         addresses = kernels.address(self.home) + self.offsets * self.home.itemsize
         codes = np.full(len(self.pieces), BY_NUMPY[self.home.dtype].code, np.uint8)
         return HostArrays(addresses.astype(np.uintp), codes, [self.home] * len(self.pieces))
 
     def hold(self, pieces: np.ndarray, arrays: HostArrays) -> None:
-        """The host gradients of these pieces are these arrays."""
+        """Set the host gradients of these pieces to these arrays."""
         addresses, codes, owners = self.gradients
         addresses, codes, owners = addresses.copy(), codes.copy(), list(owners)
         addresses[pieces], codes[pieces] = arrays.addresses, arrays.codes
@@ -157,11 +158,11 @@ class LocalBucket:
         self.gradients = HostArrays(addresses, codes, owners)
 
     def held(self, among: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
-        """Return the chosen pieces (True) that have a host gradient, by its element type."""
+        """Return the pieces in the mask ``among`` that have a host gradient, by the gradient's element type."""
         return self.gradients.by_type((self.gradients.addresses != 0) & among)
 
     def forget_gradients(self, event: GradientEvent) -> None:
-        """Let go of all gradients, for this reason."""
+        """Discard all gradients. ``event`` is the reason."""
         self.waiting = {}
         self.squares = None
         self.give_back()
@@ -175,61 +176,61 @@ class LocalBucket:
     # --- publication -----------------------------------------------------------------------------------
 
     def fall_behind(self, params: Iterable[int], event: PublicationEvent = PublicationEvent.FALL_BEHIND) -> None:
-        """The master weights of these parameters are not on the device."""
+        """Mark these parameters as stale."""
         self.stale.update(params)
         self.publication.on(event)
 
     def send(self, params: Iterable[int]) -> None:
-        """These parameters are sent now."""
+        """Record that these parameters are sent now."""
         self.stale.difference_update(params)
         self.publication.on(PublicationEvent.SEND)
 
     def confirm(self) -> None:
-        """The step has come for which the parameters were sent early."""
+        """Record that the step has come for which parameters were sent early."""
         self.stale -= self.sent_early
         self.publication.on(PublicationEvent.CONFIRM)
-        if self.written is None:  # somebody has waited for them
+        if self.written is None:  # somebody has waited for their arrival
             self.publication.on(PublicationEvent.ARRIVE)
 
     def release_parameters(self) -> None:
-        """The parameters lose their memory on the device."""
+        """Record that the parameters lose their memory on the device."""
         self.publication.on(PublicationEvent.RELEASE)
 
     def restore_parameters(self) -> None:
-        """The parameters have memory on the device again, and no values."""
+        """Record that the parameters have memory on the device again, and no values yet."""
         self.fall_behind(self.members, PublicationEvent.RESTORE)
 
     def arrive(self) -> None:
-        """The last publication has been waited for."""
+        """Record that somebody has waited for the last send."""
         self.written = None
         self.publication.on(PublicationEvent.ARRIVE)
 
     # --- ownership -------------------------------------------------------------------------------------
 
     def give(self, task: Task[Any]) -> None:
-        """The bucket is the worker's until this task has ended."""
+        """Give the bucket to the worker until this task has ended."""
         self.task = task
         self.owner.on(OwnerEvent.GIVE)
 
     def take(self) -> None:
-        """The worker's task has ended: the bucket is the caller's."""
+        """Take the bucket back, after the worker's task has ended."""
         self.task = None
         self.owner.on(OwnerEvent.TAKE)
 
     def chosen(self, scalars: Scalars, among: frozenset[int] | None = None) -> np.ndarray:
-        """True for each piece that is updated with these scalars; ``among``: of these parameters alone."""
+        """Return True for each piece that is updated with these scalars; ``among``: only pieces of these parameters."""
         chosen = scalars.rows[self.params] >= 0
         if among is not None and among != self.members:
             chosen &= np.isin(self.params, list(among))
         return chosen
 
     def release(self) -> None:
-        """Give back the staging."""
+        """Return the staging memory."""
         if self.lease is not None:
             self.lease.release()
 
     def release_direction(self) -> None:
-        """Give back the memory of the direction."""
+        """Return the memory of the direction."""
         if self.direction is not None:
             self.direction.lease.release()
             self.direction = None

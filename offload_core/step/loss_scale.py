@@ -14,14 +14,14 @@ from ..support.checks import LARGEST, shown
 
 
 class LossScaler:
-    """A fixed (``window=None``) or dynamic loss scale. ``scale`` holds for all backwards until the next ``update``.
+    """A fixed (``window=None``) or dynamic loss scale. ``scale`` applies to all backwards until the next ``update``.
 
     Args:
         scale: the first scale.
-        window: updates without overflow after which it doubles.
-        least: it is not halved below this.
-        hysteresis: the overflow from which on each one halves it, counted from where it doubled last.
-        consecutive: count them from the last update without overflow.
+        window: updates in a row without overflow after which the scale doubles.
+        least: the scale is not halved below this.
+        hysteresis: with 3, the third overflow since the scale doubled, and each one after it, halves the scale.
+        consecutive: True: count overflows since the last update without overflow.
     """
 
     GROWTH = 2.0
@@ -38,10 +38,10 @@ class LossScaler:
         self.consecutive = consecutive
         self.good_steps = 0
         self.tolerated = hysteresis - 1
-        """Overflows that will still leave the scale as it is."""
+        """Overflows that the scale still ignores."""
 
     def update(self, *, overflow: bool) -> None:
-        """Account for one update, skipped because of an overflow or not."""
+        """Count one update, which was skipped if there was an overflow."""
         if self.window is None:
             return
         if overflow:
@@ -63,15 +63,15 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self.tolerated}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Raises as :func:`checked_state`; nothing has changed then."""
+        """Load a ``state_dict``, or raise as :func:`checked_state` and change nothing."""
         self.scale, self.good_steps, self.tolerated = checked_state(state)
 
 
 def checked_state(state: Mapping[str, Any]) -> tuple[float, int, int]:
-    """The numbers of a ``state_dict``: scale, good steps, tolerated overflows.
+    """Return the numbers of a ``state_dict``: scale, good steps, tolerated overflows.
 
     Raises:
-        ValueError, KeyError, TypeError, OverflowError: it is none.
+        ValueError, KeyError, TypeError, OverflowError: ``state`` is not a valid ``state_dict``.
     """
     scale, counts = float(state["scale"]), [int(state[name]) for name in ("good_steps", "tolerated")]
     if not 0 < scale < math.inf or any(not 0 <= n <= LARGEST for n in counts):
@@ -80,7 +80,7 @@ def checked_state(state: Mapping[str, Any]) -> tuple[float, int, int]:
 
 
 def scaler_for(config: OffloadConfig, dtypes: Iterable[ElementType]) -> LossScaler | None:
-    """The loss scaler that a configuration asks for, given the parameters' element types; None for no scaling."""
+    """Return the loss scaler for this configuration and these element types of parameters; None: no scaling."""
     scale = config.loss_scale
     if scale is None and FLOAT16 in dtypes:
         scale = "dynamic"

@@ -1,26 +1,25 @@
-"""The composer: gradients in, updated parameters out.
+"""Composes the parts of a training step: gradients in, updated parameters out.
 
-A gradient's way: :meth:`Gradients.add` (``gradients.py``) brings it to its owner's host memory ->
-:meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> ``update.py`` asks for one C
-pass, which unscales, clips, updates and casts (or for two, around a part that the device computes) -> the device
+The way of a gradient: :meth:`Gradients.add` (``gradients.py``) brings it to its owner's host memory ->
+:meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> ``update.py`` runs one pass
+in C, which unscales, clips, updates and casts (or two passes, around a part that the device computes) -> the device
 publishes the shards to every rank's parameters.
 
-``schedule="overlap"`` changes only who does it: the tasks that follow a launch are done by one thread, in the order in
-which they were asked for (``worker.py``), while the caller goes on. The caller claims a bucket back from that thread
-(:meth:`LocalBuckets.claim`) before it touches it. A reader waits only for the parameter that it reads
-(:meth:`Pipeline.await_param`).
+With ``schedule="overlap"`` one thread (``worker.py``) does the tasks that follow a launch, in the order in which they
+were submitted, while the caller goes on. The caller claims a bucket back from that thread (:meth:`LocalBuckets.claim`)
+before it touches the bucket. A reader waits only for the parameter that it reads (:meth:`Pipeline.await_param`).
 
 With ``update_in_backward`` a bucket's new parameters are published early (``early_publish.py``): during backward, as
-soon as its gradients are on the host. If no check of all gradients comes first, this updates its states, too. Otherwise
-the states stay as they are: the step updates them, or, after clipping or an overflow, sends the parameters again
-(:meth:`EarlyPublish.recall`). In the first case gradients need few buckets' memory on the host
-(``gradient_memory.py``).
+soon as the bucket's gradients are on the host. If the step need not examine all gradients first, the states are updated
+early, too; gradients then need the memory of only a few buckets on the host (``gradient_memory.py``). Otherwise the
+states do not change before the step. The step updates them. After clipping or an overflow it also sends the parameters
+again (:meth:`EarlyPublish.recall`).
 
-One rank whose tensors are host memory moves nothing (``BucketTerms.direct``): gradients are read and parameters written
-where they are. Only gradients that accumulate are copied, to fp32.
+One rank whose tensors are host memory copies nothing (``BucketTerms.direct``): kernels read gradients and write
+parameters in place. Only gradients that accumulate are copied, to fp32.
 
 An interrupt (``KeyboardInterrupt``) leaves the state before the step or the state after it: a step changes states in
-one section that no signal cuts in two (:meth:`LastStep.change`).
+one section that no signal interrupts (:meth:`LastStep.change`).
 """
 
 import os
@@ -69,14 +68,13 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """Composes the parts of one process's training steps, and decides in which order they act.
+    """Composes the parts of one process's training steps, and calls them in order.
 
-    Callers ask the part: ``gradients``, ``updates``, ``early`` (a step that is announced), ``last_step`` (waiting for
-    it), ``counts``, ``health`` (what may still be done), ``buckets``.
+    Callers use the parts: ``gradients``, ``updates``, ``early`` (an announced step), ``last_step`` (waits for it),
+    ``counts``, ``health`` (the uses that are still allowed), ``buckets``.
 
-    Parameters are numbered in the order in which they were added. The tensors that cross this interface are
-    the device's: one-dimensional and contiguous. An error in the last step's updates is raised by the next method that
-    waits for them.
+    Parameters are numbered in the order in which they were added. Tensors are passed in and out in the device's form:
+    one-dimensional and contiguous. The next method that waits for the last step's updates raises their error.
     """
 
     def __init__(
@@ -84,20 +82,20 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            rule: of parameters that name none; None: the configuration's.
+            rule: the rule of parameters that name none; None: the configuration's rule.
         """
         self.config = config
         self._rule = rule or config.rule()
         self.device = device
         self.scaler = scaler
         self.span: Callable[[str], AbstractContextManager[None]] = partial(device.trace.span, COMPUTE)
-        """Returns a context whose body a trace records, as code of the model or of the front end."""
+        """Returns a context. A trace records its body as code of the model or of the front end."""
         self.state_lock = StateLock()
-        """Front ends hold it while they change or save anything. Methods that change anything assert it."""
+        """Front ends hold it while they change or save states. Methods that change states assert it."""
         self.save_asked = False
-        """This rank was asked to save (by a signal); the next step tells the others."""
+        """True if this rank was asked to save (by a signal). The next step tells the other ranks."""
         self.save_agreed = False
-        """Up to the last step a rank was asked to save; the same on all ranks."""
+        """True if any rank was asked to save before the last step; the same on all ranks."""
         self.health = PipelineHealth()
         self._skipped = SkippedSteps()
         self.changes = Changes()
@@ -106,7 +104,7 @@ class Pipeline:
         self._begin()
 
     def _begin(self) -> None:
-        """Have no parameters."""
+        """Create all parts, without parameters."""
         self.buckets = buckets = LocalBuckets(self.config, self.device, scaled=self.scaler is not None)
         self._examines = buckets.terms.examines
         self.params = buckets.params
@@ -147,14 +145,14 @@ class Pipeline:
         return Planner(self.buckets.terms)
 
     def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
-        """Check, before parameters are added, that this machine has memory for them and its other processes' as many.
+        """Check, before parameters are added, that all processes of this machine have memory for as many.
 
         Args:
-            plan: of ``specs``.
-            again: makes the plan once more, after memory that is free was given to states.
+            plan: the plan of ``specs``.
+            again: makes the plan again, after free memory was given to states.
 
         Raises:
-            HostMemoryError, DeviceMemoryError, DiskSpaceError: it does not fit.
+            HostMemoryError, DeviceMemoryError, DiskSpaceError: the plan does not fit.
         """
         device = self.device
         check_memory(
@@ -170,9 +168,9 @@ class Pipeline:
     def add_parameters(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
     ) -> None:
-        """Take on parameters: allocate their states, master weights starting from ``tensors``.
+        """Add parameters: allocate their states, and copy ``tensors`` to the master weights.
 
-        The tensors may be of another element type than the specs (the model's own, before it is cast).
+        The tensors may have another element type than the specs (the model's own, before it is cast).
 
         Args:
             frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
@@ -184,7 +182,7 @@ class Pipeline:
         self.counts.take_on(specs)
 
     def start_over(self) -> None:
-        """Forget all parameters and their states, and free their memory. Others may be added then."""
+        """Remove all parameters and free their states. Then other parameters may be added."""
         assert self.state_lock.changing.locked()
         self.last_step.finish()
         self.gradients.drop()
@@ -192,16 +190,17 @@ class Pipeline:
         self._begin()
 
     def close(self) -> None:
-        """Free the states, and what exchanges with other ranks need."""
+        """Free the states, and the resources of exchanges with other ranks."""
         self.buckets.close()
         self.device.close()
 
     @contextmanager
     def replacing_states(self, *, masters: bool = True) -> Iterator[None]:
-        """Replace all states inside. After an error there every call raises until they have been replaced.
+        """Replace all states in the body. After an error there, every call raises until another load has replaced them.
 
         Args:
-            masters: False: master weights follow their parameters, which may still get earlier values back.
+            masters: False if master weights are not replaced and follow their parameters, which may still get
+                earlier values back.
         """
         self.check_present()
         self.health.on(HealthEvent.LOAD)
@@ -223,22 +222,22 @@ class Pipeline:
     # --- gradients ---------------------------------------------------------------------------------
 
     def exchange(self, task: Callable[[], T]) -> T:
-        """Return the result of a task that exchanges something with the other ranks, and is no part of a step.
+        """Return the result of a task that exchanges something with the other ranks, outside a step.
 
-        Between a backward and its update a bucket may be full, and launched, on some ranks alone: those that leave out
-        no parameter of it. So all ranks first reduce the gradients that came.
+        Between a backward and its update, only some ranks may have launched a bucket, because other ranks lack the
+        gradient of a parameter. So all ranks first reduce the gradients that came.
         """
         self.gradients.reduce_first()
         return self.buckets.run(task)
 
     def accumulate_over(self, micro_steps: int, *, waiting: bool) -> None:
-        """Have an update follow so many micro-steps from now on.
+        """From now on, update once every ``micro_steps`` micro-steps.
 
         Args:
-            waiting: True if gradients wait for an update elsewhere.
+            waiting: True if the front end has gradients that wait for an update.
 
         Raises:
-            StateError: gradients wait for an update; or there is no memory for sums.
+            StateError: gradients wait for an update, or there is no memory for sums.
         """
         assert self.state_lock.changing.locked()
         self.check_idle("gradient_accumulation_steps is to change", waiting=waiting)
@@ -267,7 +266,7 @@ class Pipeline:
         return bool(self.counts.updates or self.early.has_begun)
 
     def finish(self) -> None:  # waits
-        """Wait until all parameters and states are what the last step makes of them; raise what went wrong."""
+        """As :meth:`LastStep.finish`."""
         self.last_step.finish()
 
     def abandon(self) -> bool:
@@ -275,11 +274,11 @@ class Pipeline:
         return self.last_step.abandon()
 
     def conclude(self, flush: Callable[[], None]) -> None:
-        """Before the end, write to all parameters what the last step makes of them. A step that was begun in backward
-        does not come any more: it ends, and counts.
+        """Before ``close()``, write the last step's values to all parameters. A step that began in backward and has not
+        come is ended, and counts.
 
         Args:
-            flush: calls :meth:`flush` with the tensors, as they are then.
+            flush: calls :meth:`flush` with the present tensors.
         """
         if self.usable and self.buckets.terms.updates_early:
             self.gradients.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
@@ -288,12 +287,12 @@ class Pipeline:
             self.state_lock.change("close()", flush)
 
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
-        """Update every parameter that has a gradient, or none.
+        """Update every parameter that has a gradient, or skip the step.
 
         With ``schedule="overlap"`` it returns while updates go on; the next call that waits for them raises their
-        error. An error in mid-update (a device copy that fails) leaves the buckets before it updated and the others
-        not. The step counts for all parameters, the gradients are gone, and the next step goes on from there. After
-        the loss of another rank every call raises :class:`StateError`.
+        error. After an error in mid-update (a device copy that fails) only the earlier buckets are updated. The step
+        counts for all parameters, the gradients are discarded, and the next step continues from there. After the loss
+        of another rank every call raises :class:`StateError`.
 
         Args:
             gathered: stage 3: a fingerprint of the gathers and their order (``LiveParams.release_all``).
@@ -321,14 +320,13 @@ class Pipeline:
         return replace(decision.report, changes=self.changes.mark)
 
     def _collect(self, given: StepArguments) -> None:
-        """Have all gradients on the host; one that was lost on its way is an error here, before anything changes."""
+        """Wait until all gradients are on the host, and recall parameters that were sent early with other arguments."""
         self.gradients.collect()
         if self._announced.asked and self._announced.differs(given):
             self.early.recall()
 
     def _decide(self, given: StepArguments, gathered: int) -> Decision:
-        """Agree with all ranks on the update. This may recall parameters that were sent early, and changes nothing
-        else."""
+        """Agree with all ranks on the update. This changes nothing, but may recall parameters that were sent early."""
         agreed = agree(
             self.buckets,
             self.arrivals,
@@ -383,7 +381,7 @@ class Pipeline:
         )
 
     def _carry_out(self, decision: Decision, after: Event) -> None:
-        """Change everything that a step changes, and ask for the updates."""
+        """Start the step's updates, and change the counts, the loss scale and the order of buckets."""
         self.last_step.verdict = decision.verdict
         if self.scaler and decision.verdict.overflow is not None:
             self.scaler.update(overflow=decision.verdict.overflow)
@@ -411,7 +409,7 @@ class Pipeline:
         for work in set(buckets.all).difference(works, ahead):
             work.forget_gradients(GradientEvent.DROP)
         self.arrivals.begin(decision.order)
-        # A parameter that lies in no bucket (of no elements) is written at once.
+        # A parameter without elements is in no bucket, and counts as written at once.
         now = [param for param in present if not buckets.of[param]] if decision.delayed else present
         last_step.published = {**last_step.published, **dict.fromkeys(now, True)}
         if decision.delayed:
@@ -421,13 +419,13 @@ class Pipeline:
         early = [work for work in rest if work.publication.state is Publication.EARLY]
         self.updates.publish(reversed(decision.order), decision.tensors, after, but=present)
         self.updates.start([work for work in rest if work.publication.state is not Publication.EARLY], decision, after)
-        # In the order of backward: the next gradients overwrite those that these updates still read.
+        # In the order of backward, because the next gradients overwrite the ones that these updates read.
         self.updates.start_ahead(early[::-1], decision)
 
-    # --- what may be done, and by whom ---------------------------------------------------------------
+    # --- allowed uses, and ranks ---------------------------------------------------------------------
 
     def check(self, use: Use) -> None:
-        """Raise :class:`StateError` or :class:`CollectiveError` if a step or a load that broke off forbids this use."""
+        """Raise :class:`StateError` or :class:`CollectiveError` if this use is refused (``health.py``)."""
         self.health.check(use)
 
     @property
@@ -437,17 +435,17 @@ class Pipeline:
 
     @property
     def rank(self) -> int:
-        """This process's number among those that exchange something."""
+        """This process's rank in its collectives."""
         return self.device.collectives.rank
 
     @property
     def collectives(self) -> "OrderedCollectives":
-        """The collectives for what is no part of a step."""
+        """The collectives for exchanges outside a step."""
         return OrderedCollectives(self)
 
     @property
     def world_size(self) -> int:
-        """The ranks over which states are partitioned."""
+        """The number of ranks over which states are partitioned."""
         return self.device.world_size
 
     # --- parameters ----------------------------------------------------------------------------------
@@ -463,7 +461,8 @@ class Pipeline:
             raise StateError(self.health.released)
 
     def check_idle(self, what: str, *, waiting: bool) -> None:
-        """Raise :class:`StateError` if gradients wait for an update (``waiting``: elsewhere), or no step may follow."""
+        """Raise :class:`StateError` if no step may follow, or gradients wait for an update here or, if ``waiting``,
+        in the front end."""
         self.health.check(Use.STEP)
         if waiting or self.arrivals.holds_gradients:
             raise StateError(
@@ -472,7 +471,7 @@ class Pipeline:
             )
 
     def release(self, reason: str) -> None:
-        """Parameters lose their memory on the device now. :meth:`flush` came before, and nothing since.
+        """Record that parameters lose their memory on the device. Call :meth:`flush` immediately before.
 
         Args:
             reason: the message of the :class:`StateError` that each use of parameters raises until :meth:`restore`.
@@ -481,12 +480,12 @@ class Pipeline:
         self.last_step.release(reason)
 
     def restore(self, tensors: Sequence[Any]) -> None:
-        """Parameters have memory on the device again: send them. Each may be awaited (:meth:`await_param`)."""
+        """Send all parameters, which have memory on the device again. Readers :meth:`await_param` each one."""
         assert self.state_lock.changing.locked()
         self.last_step.restore(tensors)
 
     def flush(self, tensors: Sequence[Any]) -> None:  # waits
-        """Wait for everything, and write to the parameters what ``schedule="delayed"`` still holds back."""
+        """Send all stale parameters (with ``schedule="delayed"``, the last step's), and wait for all updates."""
         assert self.state_lock.changing.locked()
         if self.last_step.behind or self.buckets.terms.sends_early:  # ranks exchange parameters
             self.gradients.reduce_first()
@@ -494,17 +493,17 @@ class Pipeline:
         self.last_step.flush(tensors)
 
     def update_of(self, param: int) -> Event:
-        """Return the end of all updates of a parameter that were asked for so far."""
+        """Return an event: the end of all updates of a parameter that were started so far."""
         return self.updates.update_of(param)
 
     def await_param(self, param: int, *, on_host: bool = False) -> None:  # waits
-        """Order the device's work that this thread asks for from now on after the parameter's update.
+        """Make later device work of this thread wait for the parameter's update.
 
         Args:
-            on_host: wait until the parameter has been written, for readers on any stream.
+            on_host: wait here until the parameter has been written, for readers on any stream.
 
-        Raises the error of the updates, and :class:`StateError` where parameters are released, and among ranks where
-        it was sent early, for a step that is still to come.
+        Raises the error of the updates. Raises :class:`StateError` if parameters are released, or, with several ranks,
+        if the parameter was sent early for a step that has not come.
         """
         self.check_present()
         if self.early.holds(param):
@@ -525,7 +524,7 @@ class Pipeline:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record what is done inside to a file, as :meth:`Trace.to_file`; both its ends wait for the last update."""
+        """Record the body to a file, as :meth:`Trace.to_file`. Entering and leaving wait for the last update."""
         self.state_lock.change("trace()", self.last_step.finish)
         with self.device.trace.to_file(path):
             yield
@@ -549,7 +548,7 @@ class Pipeline:
         return told(title, *parts, *own, threads.where)
 
     def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
-        """Host memory planned and held now, and the front end's own, by ``(where, what)``."""
+        """Return the memory that is planned and in use. ``held`` is the front end's own, by ``(where, what)``."""
         numel = sum(spec.numel for spec in self.params)
         store = self.buckets.store
         own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
@@ -559,7 +558,7 @@ class Pipeline:
 
 
 class OrderedCollectives:
-    """A pipeline's collectives, called in order after all exchanges that the pipeline has started."""
+    """A pipeline's collectives. Each call runs after all exchanges that the pipeline has started."""
 
     def __init__(self, pipeline: "Pipeline") -> None:
         self._pipeline = pipeline

@@ -1,5 +1,5 @@
-"""The way of a bucket's gradients: from the device, through the reduction over the ranks, to where they wait for the
-update."""
+"""Brings a bucket's gradients from the device, through the reduction over the ranks, to the host memory in which they
+wait for the update."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -21,7 +21,7 @@ from .local_bucket import LocalBucket
 
 
 class Reduction:
-    """Brings the gradients of full buckets to the host, and keeps them there."""
+    """Brings the gradients of launched buckets to the host, and keeps them there."""
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
@@ -48,10 +48,10 @@ class Reduction:
         """Bring the gradients of this bucket to their owners' host memory and keep them there.
 
         Args:
-            examine: sum their squares when they have arrived, for the update looks at them.
+            examine: True: sum the squares of the gradients when they have arrived.
 
         Returns:
-            The parameters of it that had a gradient here.
+            The parameters of the bucket that had a gradient on this rank.
         """
         if work.task is not None:
             self._buckets.claim(work)
@@ -71,7 +71,7 @@ class Reduction:
         return frozenset(gradients)
 
     def _reduce(self, work: LocalBucket, gradients: Mapping[int, Any], *, examine: bool) -> None:
-        """Have the device reduce the bucket, and sum the arrivals with earlier micro-steps'."""
+        """Have the device reduce the bucket, and add the result to the gradients of earlier micro-steps."""
         buckets = self._buckets
         assert buckets.staging is not None
         buckets.await_home(work)
@@ -107,7 +107,7 @@ class Reduction:
             buckets.in_staging.append((work, landed))
 
     def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
-        """Sum each shard's parts in their order in fp32, divide once, and add to the gradients that wait."""
+        """Sum the parts of each shard in order in fp32, divide once, and add to the gradients that already wait."""
         add = work.has_landed
         home = self._buckets.promote(work)
         n_ranks, threads = len(self._buckets.device.ranks), self._buckets.threads
@@ -117,10 +117,10 @@ class Reduction:
             )
 
     def _keep(self, work: LocalBucket, gradients: Mapping[int, Any]) -> None:
-        """Keep first gradients where they are, unless more are to be added; sum further ones in fp32."""
-        pieces = np.array([work.positions[param][0] for param in gradients])  # all of a parameter is this process's
+        """Keep a parameter's first gradient in place if no gradient is to be added to it. Otherwise sum in fp32."""
+        pieces = np.array([work.positions[param][0] for param in gradients])  # this process has whole parameters
         arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(work.starts[pieces])
-        held = work.gradients  # it stays alive until it has been read
+        held = work.gradients  # keeps the arrays alive until they have been read
         waits = held.addresses[pieces] != 0
         if work.home is None and not self._buckets.terms.sums and not waits.any():
             work.hold(pieces, arrived)
@@ -148,7 +148,7 @@ class Reduction:
                 total.add(spans, dtype, threads=self._buckets.threads)
 
     def add_squares(self, total: SumOfSquares) -> None:
-        """Add the squares of all gradients; those that were summed on arrival are not read again."""
+        """Add the squares of all gradients to ``total``. Buckets whose squares were summed on arrival are not read."""
         for work in self._buckets.all:
             if work.squares is None:
                 self._square(work, total)

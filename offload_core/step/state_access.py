@@ -1,7 +1,7 @@
-"""Optimizer states for readers and writers outside the step: checkpoints, ``state_dict``, parameters that were changed.
+"""Reads and writes optimizer states outside the step: for checkpoints, ``state_dict`` and changed parameters.
 
-It lies on top of the pipeline. Methods that return or replace states wait for the last step's updates, and raise their
-errors.
+This module uses the pipeline, which does not import it. Methods that return or replace states wait for the last step's
+updates, and raise their errors.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -29,10 +29,10 @@ _PIECE = 2**18
 
 
 def checked_count(value: Any) -> int:
-    """A number of updates: an integer of at least 0, or a float or a one-element array of such a value.
+    """Return a number of updates as an int, from an int, a float or a one-element array: a whole number, at least 0.
 
     Raises:
-        ValueError, TypeError, OverflowError: it is none.
+        ValueError, TypeError, OverflowError: ``value`` is not such a number.
     """
     number = float(value)
     if not 0 <= number <= LARGEST or number != int(number):
@@ -46,11 +46,11 @@ class ParameterRun(NamedTuple):
     start: int
     numel: int
     arrays: dict[str, StateRun]
-    """By name, those of the parameter's rule."""
+    """The states of the parameter's rule, by name."""
     in_place: bool
     """True if the parameter is its own master weight: ``"master"`` is its memory."""
     read_parameter: Callable[[int, np.ndarray], None]
-    """``read_parameter(at, out)`` copies the device parameter's own elements, from the run's ``at`` on, to ``out``."""
+    """``read_parameter(at, out)`` copies elements of the device parameter, from the run's ``at`` on, to ``out``."""
 
 
 class StateAccess:
@@ -67,39 +67,39 @@ class StateAccess:
     # --- reading -------------------------------------------------------------------------------------
 
     def elements(self, param: int) -> Elements:
-        """The place of each of a parameter's elements in its tensor."""
+        """Return the offset of each of a parameter's elements in its tensor."""
         spec = self._pipeline.params[param]
         return spec.elements or InMemory((spec.numel,))
 
     def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
-        """This process's states of a parameter: ``(start, {name: values})`` a contiguous run, ascending.
+        """Return this process's states of a parameter: ``(start, {name: values})`` for each contiguous run, ascending.
 
-        Values in float32 and bfloat16 are the memory itself where the store has them in memory: call
-        :meth:`will_change` before you write to them. Others are copies that cannot be written to.
+        If the store keeps states in memory, float32 and bfloat16 values are views: call :meth:`will_change` before you
+        write to them. All other values are read-only copies.
         """
         self._pipeline.last_step.finish()
         return [(start, {name: run.values() for name, run in runs.items()}) for start, runs in self._states(param)]
 
     def extents(self, param: int) -> list[tuple[int, int]]:
-        """``(start, elements)`` of each run of :meth:`states`."""
+        """Return ``(start, number of elements)`` of each run of :meth:`states`."""
         return [(start, sum(extent.numel for extent in extents)) for start, extents in self._extents(param)]
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
-        """This process's part of a parameter's states, one-dimensional: the runs of :meth:`states`, end to end."""
+        """Return the runs of :meth:`states`, concatenated: one one-dimensional array for each state."""
         return {name: run.values() for name, run in self.local_runs(param).items()}
 
     def local_runs(self, param: int) -> dict[str, StateRun]:
-        """The runs of :meth:`local_states`. Call :meth:`will_change` before you write to them."""
+        """Return the states of :meth:`local_states` to read and write. Call :meth:`will_change` before you write."""
         self._pipeline.last_step.finish()
         return self._local_runs(param)
 
     def runs(self, param: int, tensor: Any) -> list[ParameterRun]:
-        """This process's states of a parameter, bucket after bucket."""
+        """Return this process's states of a parameter, one run for each piece."""
         self._pipeline.last_step.finish()
         return self._runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
-        """The memory of a parameter that is its own master weight, ``(start, memory)`` a run; else nothing."""
+        """Return ``(start, memory)`` of each run of a parameter that is its own master weight; else an empty list."""
         if not any(work.master is Master.PARAMETER for work in self._buckets.of[param]):
             return []
         if self._pipeline.params[param].partitioned:
@@ -107,8 +107,8 @@ class StateAccess:
         return [(0, self._pipeline.device.host_array(tensor).view())]
 
     def parameter_memory(self, param: int) -> np.ndarray | None:
-        """The memory of this process's part of a partitioned parameter whose master weight holds it, its padding
-        included; None: there is no such master weight, and the tensor is the caller's.
+        """Return the memory of this process's shard of a partitioned parameter, padding included, if it is the upper
+        half of the master weights (SPLIT). None: it is not, and the tensor is the caller's.
 
         Only the update and this class may write to it.
         """
@@ -120,8 +120,8 @@ class StateAccess:
         return None if master is None else master.upper
 
     def parameter_parts(self, param: int) -> list[tuple[Bucket, StateRun]] | None:
-        """The master weights of this process's part of a partitioned parameter that the store holds with it, by bucket;
-        None: it does not hold it."""
+        """Return, by bucket, the master weights of this process's shard of a partitioned parameter that is in the
+        store with its states. None: the parameter is not in the store."""
         if not all(self._buckets.terms.in_store(work.bucket) for work in self._buckets.of[param]):
             return None
         n_ranks = len(self._pipeline.device.ranks)
@@ -131,25 +131,25 @@ class StateAccess:
         return [(bucket, store.run([extent])[MASTER]) for bucket, extent in zip(buckets, whole, strict=True)]
 
     def step_count(self, param: int) -> np.ndarray:
-        """The updates that a parameter has had: float32 of no dimensions, in the memory in which they are counted."""
+        """Return the number of updates that a parameter has had: a zero-dimensional float32 view of the count."""
         return self._pipeline.counts.steps[param]
 
     def rule(self, param: int) -> Rule:
-        """A parameter's update rule."""
+        """Return a parameter's update rule."""
         return self._pipeline.buckets.terms.rule_of(self._pipeline.params[param])
 
     def whole_states(
         self, param: int, names: Collection[str] | None = None, *, tensor: Any = None, dtype: ElementType = FLOAT32
     ) -> dict[str, np.ndarray]:
-        """A copy of a parameter's whole states, with the parts of all ranks it is cut over: ``{name: array}``.
+        """Return a copy of a parameter's whole states, gathered from all ranks: ``{name: array}``.
 
-        One-dimensional, in the order of :meth:`states`. All processes call it alike.
+        Arrays are one-dimensional, in the order of :meth:`states`. All processes call it alike.
 
         Args:
-            names: of the states; None: all.
-            tensor: the device parameter; it is read where it is its own master weights.
-            dtype: of the arrays; values are rounded to nearest. Besides the arrays this takes the memory of one fp32
-                piece.
+            names: the names of the states; None: all.
+            tensor: the device parameter, which is read if it is its own master weights.
+            dtype: the arrays' element type; values are rounded to nearest. Besides the arrays this takes the memory of
+                one fp32 piece.
         """
         self._pipeline.health.check(Use.READ)
         wanted = self.rule(param).state_names if names is None else names
@@ -158,16 +158,16 @@ class StateAccess:
     # --- writing -------------------------------------------------------------------------------------
 
     def will_change(self, params: Collection[int]) -> None:
-        """Call this before you write to states of these parameters. Parameters that were sent early are recalled: they
-        came from the states as they were."""
+        """Call this before you write to states of these parameters. It recalls parameters that were sent early, because
+        they came from the old states."""
         self._pipeline.last_step.finish()
         self._pipeline.early.recall(params)
         self._pipeline.changes.note(params)
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
-        """Have this method called, in any thread, before states of parameters change; None removes it. The caller keeps
-        its object."""
+        """Register a bound method that is called, in any thread, before states of parameters change; None removes it.
+        The caller keeps the method's object alive."""
         self._buckets.store.watch(before_change)
 
     def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
@@ -188,14 +188,14 @@ class StateAccess:
                 self._buckets.load_master(work, piece, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
-        """Follow a change made to a device parameter from outside: an element that differs from its rounded master
+        """Take over a change made to a device parameter from outside: an element that differs from its rounded master
         weight replaces it. The other master weights keep their low bits.
 
         A parameter that gets its last published values back before the next update gets its master weights back, too.
 
         Args:
-            tensor: the parameter as it is, or as it is about to become. Memory of :meth:`parameter_memory` gets these
-                values here, and ``tensor`` must not lie there: what it was before tells which elements differ.
+            tensor: the parameter's values, now or soon. They are copied to the memory of :meth:`parameter_memory`.
+                ``tensor`` must be other memory, because the old values there tell which elements differ.
         """
         self._pipeline.last_step.finish()
         self._pipeline.early.recall([param])
@@ -206,19 +206,19 @@ class StateAccess:
                 self._buckets.store.follow(self._buckets.extent(work, piece), param, source.view())
 
     def publish_later(self, params: Iterable[int]) -> None:
-        """Have the next ``flush`` write these master weights, which were replaced, to the device parameters."""
+        """Mark these parameters as stale, because their master weights were replaced: the next ``flush`` sends them."""
         for param in params:
             for work in self._buckets.of[param]:
                 if work.master is Master.SEPARATE:
                     work.fall_behind([param])
 
-    # --- where states lie ----------------------------------------------------------------------------
+    # --- offsets of states ---------------------------------------------------------------------------
 
     def _pieces_of(self, param: int) -> list[tuple[LocalBucket, Piece]]:
         return [(work, work.pieces[i]) for work, i in self._buckets.pieces_of(param)]
 
     def _extents(self, param: int) -> list[tuple[int, list[Extent]]]:
-        """``(start, extents)`` of each run of elements that follow one another."""
+        """Return ``(start, extents)`` of each contiguous run of elements."""
         found: list[tuple[int, list[Extent]]] = []
         end = None
         for work, piece in self._pieces_of(param):
@@ -246,7 +246,7 @@ class StateAccess:
         return found
 
     def _read_as(self, dtype: ElementType, run: StateRun, out: np.ndarray) -> None:
-        """Copy a run to ``out``, of this element type."""
+        """Copy a run to ``out``, whose element type is ``dtype``."""
         if dtype is FLOAT32:
             run.read(0, out)
             return

@@ -1,13 +1,14 @@
 """The lock of a pipeline's states: one thread at a time, and no save in the middle of a change.
 
-A save that another thread asks for waits until the change (a step, a gradient's arrival, a load) has ended, and the
-next change waits for the save. A signal handler runs in the main thread in the middle of whatever that thread does; if
-that is a change, waiting for its end would last for ever, so that a save there raises :class:`StateError`.
+A save in another thread waits until the change (a step, a gradient's arrival, a load) has ended, and the next change
+waits for the save. A signal handler interrupts the main thread. If that thread is in the middle of a change, waiting
+for the end of the change would be a deadlock, so a save in the handler raises :class:`StateError`.
 
-The lock is taken once, at the border: by the calls that users make, by autograd's hooks, by readers of pending
-parameters and by checkpoints. The methods inside only assert that a change is going on (``changing.locked()``). If
-several interrupts at once separate a section from its caller, the section goes on without the lock, and whoever takes
-the lock waits for it. So methods that a load calls in its section also accept that one runs (``RUNNING_SECTIONS``).
+The lock is taken once, by the outermost caller: the calls that users make, autograd's hooks, readers of pending
+parameters, and checkpoints. Inner methods only assert that a change is in progress (``changing.locked()``). Several
+interrupts at once can separate a section from its caller. Then the section continues without the lock, and the next
+holder of the lock waits for it. So methods that a load calls in its section also accept a running section
+(``RUNNING_SECTIONS``).
 """
 
 import os
@@ -25,26 +26,26 @@ T = TypeVar("T")
 
 
 class StateLock:
-    """The lock of one pipeline. It is held during calls only; threads without it wait.
+    """The lock of one pipeline. It is held only during calls; other threads wait.
 
-    Both locks are C code's, held in ``with``, so that no interrupt leaves them taken.
+    Both locks are implemented in C and held in ``with``, so that no interrupt leaves them locked.
     """
 
     def __init__(self) -> None:
         self._of_thread = threading.RLock()
         self.changing = threading.Lock()
-        """Taken, inside the other one, while states change."""
+        """Held, inside ``_of_thread``, while states change."""
         self._change = ""
-        """The change, as users call it."""
+        """The name of the change, for error messages."""
         self._tears = False
         """True if a snapshot taken during this change would mix two steps."""
         self._torn = ""
-        """In a forked process: the change that another thread was in the middle of."""
+        """In a forked process: the change that another thread had not finished at the fork."""
         _LOCKS.add(self)
 
     def run(self, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do this while no other thread uses the states."""
-        if RUNNING_SECTIONS and runs_for_another():  # this thread's caller has the lock
+        """Call ``act`` while no other thread uses the states."""
+        if RUNNING_SECTIONS and runs_for_another():  # this thread's caller holds the lock
             return act(*args, **kwargs)
         with self._of_thread:
             if self._torn:
@@ -61,11 +62,11 @@ class StateLock:
         return self.changing.locked() and self._of_thread._is_owned() and not RUNNING_SECTIONS  # type: ignore[attr-defined]
 
     def change(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do this, which changes states; it may be a part of another change."""
+        """Call ``act``, which changes states. It may be a part of another change."""
         return self.run(self._alone, what, True, act, *args, **kwargs)
 
     def use(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do this, which changes no states, and in whose middle no signal handler may use them either."""
+        """Call ``act``, which changes no states. A signal handler may not use them meanwhile."""
         return self.run(self._alone, what, False, act, *args, **kwargs)
 
     def _alone(self, what: str, tears: bool, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -76,7 +77,7 @@ class StateLock:
             return act(*args, **kwargs)
 
     def whole(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do this, which needs states that are whole.
+        """Call ``act``, which needs consistent states.
 
         Raises:
             StateError: this thread is in the middle of a change.
@@ -84,7 +85,7 @@ class StateLock:
         return self.run(self._checked, what, act, *args, **kwargs)
 
     def begin(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Do this, which changes states that are whole; it is no part of another change.
+        """Call ``act``, which changes consistent states. It may not be a part of another change.
 
         Raises:
             StateError: as :meth:`whole`.
@@ -106,7 +107,7 @@ class StateLock:
         return f"call: {self._change if self.changing.locked() else 'none that changes anything'}"
 
     def after_fork(self) -> None:
-        """In a forked process: the other threads, with what they held, are not there."""
+        """In a forked process, which has no other threads: replace locks that other threads held."""
         if self._of_thread.acquire(blocking=False):  # free, or this thread's own
             self._of_thread.release()
             if RUNNING_SECTIONS and not self.changing.locked():  # a change may have been separated from its caller
@@ -133,22 +134,22 @@ Method = Callable[Concatenate[Any, P], T]
 
 
 def changes(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """A method, of an object with a ``_state_lock``, that changes states: see :meth:`StateLock.change`."""
+    """Decorate a method that changes states, of an object with a ``_state_lock``: see :meth:`StateLock.change`."""
     return partial(_locked, StateLock.change, what)
 
 
 def uses(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """A method, of an object with a ``_state_lock``, that may not be in its own middle: see :meth:`StateLock.use`."""
+    """Decorate a method that must not be interrupted by another use of the states: see :meth:`StateLock.use`."""
     return partial(_locked, StateLock.use, what)
 
 
 def whole(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """A method, of an object with a ``_state_lock``, that needs whole states: see :meth:`StateLock.whole`."""
+    """Decorate a method that needs consistent states: see :meth:`StateLock.whole`."""
     return partial(_locked, StateLock.whole, what)
 
 
 def begins(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """A method, of an object with a ``_state_lock``, that changes whole states: see :meth:`StateLock.begin`."""
+    """Decorate a method that changes consistent states: see :meth:`StateLock.begin`."""
     return partial(_locked, StateLock.begin, what)
 
 

@@ -1,4 +1,4 @@
-"""A step's updates: one C pass over each bucket's shards, and the new parameters on their way to the device."""
+"""A step's updates: one C pass over each bucket's shards, and the new parameters' way to the device."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,21 +26,21 @@ from .local_bucket import LocalBucket, Writes
 
 
 class Updates:
-    """Does the updates of each step, from their start until :meth:`finish`.
+    """Runs the updates of each step, from their start until :meth:`finish`.
 
-    Parameters may be sent before the step, as gradients arrive (:meth:`send_early`); the step then confirms them.
+    Parameters may be sent before the step, as gradients arrive (:meth:`send_early`). The step then confirms them.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
         self._directions = Directions(buckets)
         self._travelling: deque[LocalBucket] = deque()
-        """Buckets that were sent; no task waits for their arrival yet. Oldest first."""
+        """Buckets that were sent and whose arrival no task waits for yet, oldest first."""
 
-    # --- what a step asks for ------------------------------------------------------------------------
+    # --- the tasks of a step -------------------------------------------------------------------------
 
     def owe(self, works: Iterable[LocalBucket], decision: Decision) -> None:
-        """Begin the step in which these buckets are updated."""
+        """Record that the step must update these buckets."""
         for work in works:
             work.owed = decision.scalars, decision.tensors, None
 
@@ -48,7 +48,7 @@ class Updates:
         """Update buckets and send their parameters, bucket after bucket.
 
         Args:
-            after: parameters are written after this mark of the device's work.
+            after: device work before this mark ends before parameters are written.
         """
 
         def update(work: LocalBucket) -> Event:
@@ -65,7 +65,7 @@ class Updates:
         for work in works:
             work.gradient.on(GradientEvent.USE)
             work.send(decision.present)
-            if self._buckets.terms.direct:  # nothing travels
+            if self._buckets.terms.direct:  # nothing is copied
                 update(work)
                 work.publication.on(PublicationEvent.ARRIVE)
             else:
@@ -73,7 +73,7 @@ class Updates:
         self.land()
 
     def start_ahead(self, works: Sequence[LocalBucket], decision: Decision) -> None:
-        """Update states only. The parameters were sent early, or :meth:`publish` sends them later."""
+        """Update only the states. The parameters were sent early, or :meth:`publish` sends them later."""
 
         def update(work: LocalBucket) -> None:
             self._run(work, decision.scalars, Writes.STATES)
@@ -98,7 +98,7 @@ class Updates:
         *,
         but: frozenset[int] = frozenset(),
     ) -> None:
-        """Send the master weights of stale parameters, but not of those that an update sends."""
+        """Send the rounded master weights of stale parameters; ``but``: parameters that an update sends."""
         for work in works:
             if stale := frozenset(work.stale - but):
                 work.send(stale)
@@ -115,21 +115,21 @@ class Updates:
         *,
         keep_states: bool,
     ) -> None:
-        """Send a bucket's new parameters, or write them where they are, as soon as its gradients are on the host, if
-        ``is_open()`` then.
+        """Send a bucket's new parameters, or write them in place, as soon as its gradients are on the host, if
+        ``is_open()`` is then true.
 
-        All ranks call it alike, and nothing is sent unless all agree.
+        All ranks call it alike. Nothing is sent unless ``is_open()`` is true on all ranks.
 
         Args:
             present: the parameters that had a gradient on this rank.
-            scalars: None: this rank does not agree.
-            keep_states: leave the states as they are.
+            scalars: the kernel scalars; None: ``is_open()`` is false.
+            keep_states: True: do not change the states.
         """
 
         def start() -> Event:
             sent = self._all_ranks(is_open(), present, work)
             if not sent:
-                if sent is not None:  # no rank has a gradient of it: there is nothing to update, and nothing to send
+                if sent is not None:  # no rank has a gradient in this bucket: there is nothing to update or send
                     work.give_back()
                 return Done()
             assert scalars is not None
@@ -152,8 +152,8 @@ class Updates:
         work.give(self._send(work, start))
 
     def _all_ranks(self, send: bool, present: frozenset[int], work: LocalBucket) -> frozenset[int] | None:
-        """The parameters that have a gradient on any rank, if this process and all others would send the bucket early;
-        else None."""
+        """Return the parameters that have a gradient on any rank if all processes would send the bucket early, else
+        None."""
         if self._buckets.device.world_size == 1:
             return present if send else None
         what, members = f"bucket {work.bucket.index}: sent early or not", sorted(work.members)
@@ -163,7 +163,7 @@ class Updates:
             return None
         return frozenset(param for param, n in zip(members, known.sums, strict=True) if n)
 
-    # --- the way of a bucket -------------------------------------------------------------------------
+    # --- one bucket ----------------------------------------------------------------------------------
 
     def _run(
         self,
@@ -178,13 +178,13 @@ class Updates:
     ) -> np.ndarray | None:
         """Update the pieces that have a gradient and scalars. Return the staging that was written, if any.
 
-        A parameter that is its own master weight, or its upper half, is always written.
+        A parameter that is its own master weight, or the upper half of one, is always written.
 
         Args:
             writes: where other parameters are written.
-            tensors: the device parameters; not needed where only states are written.
-            among: these parameters alone.
-            then: the bucket that is updated next: the device computes with its matrices meanwhile.
+            tensors: the device parameters. Not needed if only states are written.
+            among: only these parameters.
+            then: the next bucket to update: the device computes with its matrices meanwhile.
         """
         store = self._buckets.store
         out = self._borrow(work) if writes is Writes.STAGING else None
@@ -199,7 +199,7 @@ class Updates:
         match writes, work.master:
             case (Writes.STAGING, _) | (Writes.IN_PLACE, Master.SEPARATE):
                 param_dtype = work.bucket.dtype
-            case _:  # states alone, and a parameter may be one of them
+            case _:  # only states, which may include a parameter
                 param_dtype = None
         for dtype, pieces in work.held(chosen):
             segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
@@ -231,7 +231,7 @@ class Updates:
     def _addresses(
         self, work: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: np.ndarray | None
     ) -> np.ndarray:
-        """The addresses of these pieces of the parameters in staging; without staging, where they are."""
+        """Return the addresses to write these pieces of parameters to: in staging, or in place without staging."""
         if out is None:
             return self._buckets.in_place(work, pieces, tensors)
         return kernels.address(out) + work.offsets[pieces] * out.itemsize
@@ -240,7 +240,7 @@ class Updates:
         self, work: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
     ) -> Event:
         pieces = np.array([i for i, piece in enumerate(work.pieces) if piece.param in stale], np.int64)
-        states = self._buckets.store.read(work.bucket.index)  # it holds the memory
+        states = self._buckets.store.read(work.bucket.index)  # keeps the memory alive
         master = states.arrays[MASTER].view
         assert master is not None
         out = self._borrow(work) if work.writes is Writes.STAGING else None
@@ -254,17 +254,17 @@ class Updates:
         return self._buckets.device.publish(work.bucket, out, tensors, set(stale), self._lease(work), after)
 
     def _send(self, work: LocalBucket, start: Callable[[], Event]) -> Task[Event]:
-        """Ask for a bucket's update and its way to the device. At most ``depth`` travel, so that staging suffices."""
+        """Submit a bucket's update and send. At most ``depth`` buckets are in flight, so that staging suffices."""
         if len(self._travelling) == self._buckets.worker.depth:
             self._await_arrival()
         try:
             work.written = self._buckets.worker.submit(start)
-        finally:  # one that fails at once is lost on its way, too
+        finally:  # a task that fails at once counts as in flight, and lost
             self._travelling.append(work)
         return work.written
 
     def land(self) -> None:
-        """Ask for a task that waits for each bucket's arrival."""
+        """Submit tasks that wait for each bucket's arrival."""
         for _ in range(len(self._travelling)):
             self._await_arrival()
 
@@ -278,10 +278,10 @@ class Updates:
             work.release()
 
         work.arrived = self._buckets.worker.submit(arrived)
-        self._travelling.popleft()  # last: one that fails at once is lost on its way
+        self._travelling.popleft()  # last: a task that fails at once counts as in flight, and lost
 
     def _borrow(self, work: LocalBucket) -> np.ndarray:
-        """Staging for the process's shards of a bucket."""
+        """Borrow staging memory for the process's shards of a bucket."""
         assert self._buckets.staging is not None
         work.lease = Lease(self._buckets.staging)
         numel = len(self._buckets.device.ranks) * work.bucket.shard_numel
@@ -291,7 +291,7 @@ class Updates:
         assert work.lease is not None
         return work.lease
 
-    # --- its end ---------------------------------------------------------------------------------------
+    # --- waiting for the end ---------------------------------------------------------------------------
 
     def await_param(self, param: int, *, on_host: bool) -> None:  # waits
         """As :meth:`Pipeline.await_param`.
@@ -309,7 +309,7 @@ class Updates:
                         arrived.order()
 
     def update_of(self, param: int) -> Event:
-        """The end of the parameter's updates that were asked for so far."""
+        """Return an event: the end of the parameter's updates that were started so far."""
         written = [work.written for work in self._buckets.of[param] if work.written is not None]
 
         def order() -> None:  # waits
@@ -320,26 +320,26 @@ class Updates:
 
     @property
     def publishes(self) -> bool:
-        """True if parameters may still be on their way."""
+        """True if parameters may still be in flight."""
         return bool(self._travelling) or any(work.arrived is not None for work in self._buckets.all)
 
     @property
     def finished(self) -> bool:
-        """True if nothing may still be on its way."""
+        """True if no parameter may be in flight, and no state may still change."""
         return not self.publishes and all(work.updated is None for work in self._buckets.all)
 
     def finish_publications(self) -> None:  # waits
-        """Wait until parameters have been written; raise the error of one that was not."""
+        """Wait until parameters have been written, and raise the error of a failed update or send."""
         self.land()
         for work in self._buckets.all:
             if work.arrived is not None:
-                # The bucket itself may be on its way to the next update.
+                # The bucket's next gradients may already be in flight, so do not claim the bucket.
                 self._buckets.wait(work.arrived, work.bucket.index)
                 work.arrive()
-                work.arrived = None  # last: an interrupt before it has the bucket waited for again
+                work.arrived = None  # last: after an interrupt, wait for the bucket again
 
     def finish_states(self) -> None:  # waits
-        """Wait until buckets with nothing to send have been updated; raise the error of one that was not."""
+        """Wait until buckets with nothing to send have been updated, and raise the error of a failed update."""
         for work in self._buckets.all:
             if (task := work.updated) is not None:
                 self._buckets.wait(task, work.bucket.index)
@@ -348,21 +348,21 @@ class Updates:
                 work.updated = None
 
     def finish(self) -> None:  # waits
-        """Wait until all has ended; raise the first error."""
+        """Wait for all updates and sends, and raise the first error."""
         self.finish_publications()
         self.finish_states()
 
     @property
     def broke_off(self) -> bool:
-        """True if a task has failed; otherwise it may be waited for again."""
+        """True if a task has failed. If not, an interrupted wait can be repeated."""
         asked = [task for work in self._buckets.all for task in (work.arrived, work.updated) if task is not None]
         return any(task.done() and task.exception() is not None for task in asked)
 
     def complete(self) -> list[LocalBucket]:
-        """After a failure on the way to the device: update the states that the step still owes. Return their buckets.
+        """After a failure in a send: complete the step's updates of states. Return the buckets updated here.
 
-        Raises the error of an update, or :class:`StateError` if matrices would be exchanged again, for which other
-        processes do not come. The states of its bucket and of those after it are then of the step before.
+        Raises the error of an update, or :class:`StateError` if ranks would have to exchange matrices again, which the
+        other processes will not do. This bucket and later ones then have the states of the step before.
         """
         owing = [work for work in self._buckets.all if work.owed is not None]
         device = self._buckets.device
@@ -381,8 +381,7 @@ class Updates:
         return owing
 
     def forget(self) -> set[LocalBucket]:
-        """After a failure: nothing is on its way any more. Return the buckets whose parameters may not have been
-        written."""
+        """After a failure: clear all tasks in flight. Return the buckets whose parameters may not have been written."""
         lost = {work for work in self._buckets.all if work.arrived is not None and work.arrived.exception() is not None}
         lost.update(self._travelling)
         self._travelling.clear()

@@ -1,1 +1,1 @@
-"""What a tensor is: which elements of it this process owns, where they live, whether it may be read now."""
+"""For each tensor: the elements that this process owns, their memory, and whether the tensor may be read now."""

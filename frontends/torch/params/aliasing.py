@@ -1,4 +1,4 @@
-"""Finds tensors that share memory. Training one of them would leave the others with old values."""
+"""Finds tensors that share memory. Training one such tensor would leave the others with old values."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
@@ -13,11 +13,11 @@ from ..internals.private import no_read
 
 Named = tuple[str, torch.Tensor]
 _TRIED = 100_000
-"""Steps of the exact search between two tensors with gaps; after that many they count as overlapping."""
+"""The maximal steps of the exact search between two tensors with gaps. After these they count as overlapping."""
 
 
 def tensors_of(model: nn.Module | None) -> Iterator[Named]:
-    """The model's parameters and buffers, and tensors that its modules have as plain attributes, with their names."""
+    """Yield the model's parameters and buffers, and tensors that are plain attributes of its modules, with names."""
     for prefix, module in () if model is None else model.named_modules():
         own = {**module._parameters, **module._buffers, **module.__dict__}
         for name, tensor in own.items():
@@ -60,7 +60,7 @@ def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Set[to
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """The address of its storage; None if no element lies there."""
+    """Return the address of the tensor's storage; None: it has no elements there."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
         return None
     try:
@@ -71,7 +71,7 @@ def _storage_of(tensor: torch.Tensor) -> int | None:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
+    """Return the bytes from the tensor's first element to the end of its last element."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (last + 1) * tensor.element_size()
 
@@ -84,7 +84,7 @@ def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class _Places:
-    """The places of a tensor's elements, as a NumPy array whose memory is never read."""
+    """The addresses of a tensor's elements, as a NumPy array whose memory is never read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         itemsize = tensor.element_size()

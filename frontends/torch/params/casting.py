@@ -24,10 +24,10 @@ class Casts:
     """The element types that a configuration gives to the tensors of a model.
 
     Layers with running statistics in float32 (BatchNorm) keep their parameters in float32, too. Torch computes such a
-    layer for an input of any type; on the CPU it refuses one whose statistics and parameters are of two types.
+    layer for an input of any type. On the CPU it refuses a layer with statistics and parameters of different types.
 
     Args:
-        model: None for an optimizer alone, which has parameters only.
+        model: None for an optimizer without a model.
     """
 
     def __init__(self, config: OffloadConfig, model: nn.Module | None) -> None:
@@ -44,11 +44,11 @@ class Casts:
         return BY_NAME.get(self._config.buffer_dtype or "")
 
     def of_param(self, param: torch.Tensor) -> ElementType | None:
-        """The element type that a parameter is cast to; None: it keeps its own."""
+        """Return the element type that a parameter is cast to; None: it keeps its own."""
         return FLOAT32 if param in self._wide else self._config.target_dtype
 
     def n_bytes(self, tensor: torch.Tensor) -> int:
-        """Bytes of a parameter or buffer after casting."""
+        """Return the bytes of a parameter or buffer after casting."""
         return bytes_as(tensor, self.of_param(tensor) if isinstance(tensor, nn.Parameter) else self._of_buffers)
 
     def would_change(self, tensor: torch.Tensor) -> bool:
@@ -57,8 +57,8 @@ class Casts:
         return target is not None and _is_cast(tensor) and tensor.dtype != TORCH_DTYPES[target]
 
     def cast(self, params: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor]) -> None:
-        """Cast a model's parameters and buffers in place. Frozen parameters meet the trained ones in the same
-        operations, and are cast like them."""
+        """Cast a model's parameters and buffers in place. Frozen parameters are cast like trained ones, because the
+        same operations use both."""
         of_buffers = self._of_buffers
         for tensor, target in [*((p, self.of_param(p)) for p in params), *((b, of_buffers) for b in buffers)]:
             if target is not None and _is_cast(tensor):
@@ -82,7 +82,7 @@ def frozen_for_now(params: Iterable[torch.Tensor]) -> Iterator[None]:
 def built_as(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
     """A context in which modules are built in an element type, on a device."""
     before = torch.get_default_dtype()
-    try:  # an interrupt after the next line has its effect undone, too
+    try:  # so that the next line is undone after an interrupt
         torch.set_default_dtype(dtype)
         with torch.device(device):
             yield
@@ -101,8 +101,8 @@ def round_to_types(model: nn.Module, config: OffloadConfig) -> None:
 
 
 def cast_inputs(config: OffloadConfig, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Return the arguments of a forward, with floating-point tensors in ``param_dtype`` (``cast_inputs=False``: as they
-    are)."""
+    """Return the arguments of a forward, with floating-point tensors cast to ``param_dtype``, unless
+    ``cast_inputs=False``."""
     if config.target_dtype is None or not config.cast_inputs:
         return args, kwargs
     dtype = TORCH_DTYPES[config.target_dtype]

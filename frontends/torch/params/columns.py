@@ -1,8 +1,7 @@
-"""The properties of all parameters that a step reads, a list for each property: torch's own functions run down a list
-in C.
+"""The properties of all parameters that a step reads, in one list for each property.
 
-A Python loop over thousands of parameters takes longer than their update. So the common case of each check is one
-comparison of lists. Only if that fails does a loop look for the parameter.
+A Python loop over thousands of parameters takes longer than their update. So each check first compares whole lists,
+which runs in C. Only if the lists differ does a loop look for the parameter.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -35,7 +34,7 @@ class Likeness:
     def learn(self, tensors: Collection[torch.Tensor], of: Sequence[int] = ()) -> None:
         """Record that these tensors have passed the check; ``of``: the numbers of their parameters."""
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        self.forget()  # an interrupt between the next two lines leaves nothing that belongs to others
+        self.forget()  # so that an interrupt between the next two lines leaves no mixed fields
         self._of = of
         self._guards = guards
 
@@ -44,7 +43,7 @@ class Likeness:
         self._guards = None
 
     def holds(self, tensors: Collection[Any], of: Sequence[int] = ()) -> bool:
-        """True if these tensors, of the same parameters, have the properties of those that passed."""
+        """True if these tensors, of the same parameters, have the properties of the tensors that passed."""
         return self._guards is not None and self._of == of and self._guards.check(*tensors)
 
 
@@ -100,7 +99,7 @@ class Columns:
         return {i: placed[i].own(g) if i in placed else g for i, g in given.items()} if placed else given
 
     def unchanged(self) -> bool:
-        """True if each parameter has the size, type, device and memory order that it had."""
+        """True if each parameter still has its size, type, device and memory order."""
         params = self.values
         with no_read():
             if not all(placed.holds(self.params[i]) for i, placed in self._placed.items()):
@@ -120,7 +119,7 @@ class Columns:
     # --- gradients -----------------------------------------------------------------------------------
 
     def gradients(self) -> list[torch.Tensor | None]:
-        """``p.grad`` of each."""
+        """Return ``p.grad`` of each parameter."""
         with no_read():
             return list(map(_GRADIENT, self.params))
 
@@ -201,7 +200,7 @@ class Columns:
         self._versions[index] = -inf
 
     def changed(self) -> list[int]:
-        """The parameters that somebody else wrote to since :meth:`note`, as far as torch counts."""
+        """Return the parameters that other code wrote to since :meth:`note`, as far as torch counts writes."""
         versions, addresses = self._as_they_are()
         if versions == self._versions and addresses == self._addresses:
             return []
@@ -215,7 +214,7 @@ class Columns:
             return list(map(_VERSION, self.params)), list(map(torch.Tensor.data_ptr, self.params))
 
     def _version(self, index: int) -> int:
-        """A number that grows with each write. Torch counts a write to a DTensor there, and not at its local tensor."""
+        """A number that grows with each write. Torch counts a write to a DTensor there, not at its local tensor."""
         param = self.params[index]
         return param._version + (local_of(param)._version if index in self._placed else 0)
 

@@ -2,7 +2,7 @@
 
 ``p.data`` gives another tensor in the parameter's memory. This tensor has a separate version counter, which counts the
 writes through it and through its views. A tensor that is assigned to ``p.data`` becomes such a tensor, too. A watched
-parameter keeps these tensors until it is asked for writes, and those that other code holds for longer.
+parameter keeps these tensors until it is asked for writes, and longer if other code holds them.
 """
 
 import functools
@@ -18,15 +18,15 @@ from .managed import manage, managed
 
 _DATA: Any = torch.Tensor.data
 _MANY = 16
-"""The number of tensors of one parameter after which those that only this module holds are released."""
+"""At this number of tensors of one parameter, the tensors that no other code holds are released."""
 
 
 class DataWrites:
-    """Reports writes through ``param.data``, from now on. It keeps the parameter alive.
+    """Detects writes through ``param.data``, from now on. It keeps the parameter alive.
 
     Args:
-        used: gets this object when ``param.data`` is used; :meth:`seen` removes it when no tensor that could write is
-            left.
+        used: this object is added to the set when ``param.data`` is used. :meth:`seen` removes it when no tensor is
+            left through which other code could write.
         replaced: called when the parameter gets other memory.
     """
 
@@ -49,7 +49,7 @@ class DataWrites:
     def add(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that the parameter's ``data`` gave or got."""
         if tensor.is_inference():
-            return  # it has no counter
+            return  # the tensor has no version counter
         if len(self._tensors) >= self._many:
             self._look()
             self._many = _MANY + 2 * len(self._tensors)
@@ -79,7 +79,7 @@ class DataWrites:
         return bool(self._tensors)
 
     def forget(self) -> None:
-        """Forget the writes that were seen: the caller has handled them."""
+        """Treat the writes until now as handled."""
         self._written = False
 
     def _look(self) -> None:
@@ -106,8 +106,8 @@ def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
 
 @functools.cache
 def _watch(kind: Any) -> None:
-    """Have parameters of a class (``nn.Parameter``, DTensor) tell of the use of their ``data``, once there is one to
-    watch."""
+    """Replace ``data`` of a class of parameters (``nn.Parameter``, DTensor) by a property that reports its use. This is
+    done at the first parameter to watch."""
     kind.data = property(_read, _assign)
 
 

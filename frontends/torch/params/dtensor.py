@@ -1,9 +1,9 @@
-"""Parameters that somebody else has placed on a mesh (DTensor): the part of each that this process holds, and the
-processes that decide updates together.
+"""Parameters that other code has placed on a mesh (DTensor): the part that this process holds, and the processes that
+decide updates together.
 
-FSDP2 (``fully_shard``), tensor parallelism (``parallelize_module``) and expert parallelism place parameters so. Each
-process has master weights and states for its own part, its *local* tensor. A part may lie on several processes
-(``Replicate``, HSDP): each of them updates it, to the same bits, and one of them counts it in the norm and saves it.
+FSDP2 (``fully_shard``), tensor parallelism (``parallelize_module``) and expert parallelism make such parameters. Each
+process has master weights and states for its own part, its *local* tensor. Several processes may have the same part
+(``Replicate``, HSDP): each updates it, to the same bits, and one process counts it in the norm and saves it.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ _DIGEST_BYTES = 5
 
 
 def dtensor_class() -> Any:
-    """Return the class of placed tensors; None: nobody has imported it, so there are none."""
+    """Return torch's class ``DTensor``; None: it was not imported, so no tensor is placed."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else getattr(module, "DTensor", None)
 
@@ -53,8 +53,8 @@ def is_here(param: Any) -> bool:
 
 
 def shards_to_come() -> bool:
-    """True if Accelerate shards models by FSDP2 in this process: ``prepare(model, optimizer)`` then puts the shards
-    into the groups of an optimizer that was made of whole parameters."""
+    """True if Accelerate shards models by FSDP2 in this process. Then ``prepare(model, optimizer)`` replaces the
+    optimizer's whole parameters by their shards."""
     accelerate = sys.modules.get("accelerate.state")
     return (
         accelerate is not None
@@ -73,22 +73,22 @@ class Part(Box):
 
 
 class Placement:
-    """Which elements of a parameter its tensor has on this process: here, all of them. Those of a DTensor are
-    :class:`Placed`."""
+    """The elements of a parameter that its tensor has on this process: here, all. For a DTensor see :class:`Placed`."""
 
     is_cut = False
-    """True if processes may hold different elements: the same on all of them."""
+    """True if processes may hold different elements. The value is the same on all processes."""
     can_grow = True
     """True if the parameter may get more elements, and states for them."""
     read_on_other_streams = False
-    """True if it may be read on streams that follow the reader's only at the beginning of a forward, as FSDP2 does."""
+    """True if it may be read on streams that wait for the caller's stream only when a forward begins, as FSDP2 does.
+    """
 
     def __init__(self) -> None:
         self.part: Part | None = None
         """The elements; None: all, in their order in memory."""
 
     def holds(self, param: Any) -> bool:
-        """True if the parameter still lies as it did."""
+        """True if the parameter still has this placement."""
         return True
 
     def own(self, value: Any) -> Any:
@@ -96,10 +96,10 @@ class Placement:
         return value
 
     def around(self, local: torch.Tensor, kind: Callable[[], Any] | None = None) -> torch.Tensor:
-        """Return a tensor, placed as the parameter, of this process's part of it.
+        """Return a tensor, placed as the parameter, whose part on this process is ``local``.
 
         Args:
-            kind: returns the class of one that is not ``local`` itself.
+            kind: returns the class of the tensor, if it is not ``local`` itself.
         """
         return local
 
@@ -107,15 +107,15 @@ class Placement:
         """Raise :class:`ParameterError` if the parameter cannot be cast to another element type."""
 
     def fingerprints(self, rank: int) -> tuple[int, int]:
-        """Return two numbers: of the elements, and of the processes that have them by the mesh's word."""
+        """Return two fingerprints: of the elements, and of the processes that have them according to the mesh."""
         return 0, rank
 
     def words(self, param: Any) -> str:
-        """Return how the parameter lies, for errors."""
+        """Return the words for this placement, for errors."""
         return f"DTensor on {param.device_mesh}, which this process is not on" if is_dtensor(param) else "plain"
 
     among_others = "a plain tensor beside DTensors"
-    """What the parameter is where other processes have other values of it."""
+    """The words for this parameter in an error, if other processes have other values."""
 
 
 UNDIVIDED = Placement()
@@ -123,12 +123,12 @@ UNDIVIDED = Placement()
 
 @dataclass(frozen=True, eq=False)
 class Placed(Placement):
-    """A placed parameter, as it lay when its states were made.
+    """The placement of a DTensor when its states were made.
 
     Attributes:
         like: the parameter's placement on its mesh, in torch's words.
         part: this process's elements.
-        ranks: of torch's default group, the ranks that the parameter lies on.
+        ranks: the ranks of torch's default group that have parts of the parameter.
     """
 
     mesh: Any
@@ -186,8 +186,8 @@ class Placed(Placement):
     def own(self, value: Any) -> Any:
         """Return this process's part of a value that belongs to the parameter.
 
-        It is a DTensor, which is redistributed if it lies otherwise (a ``Partial`` gradient is summed); or a whole
-        tensor; others are returned as they are.
+        ``value`` may be a DTensor, which is redistributed if its placement differs (a ``Partial`` gradient is summed),
+        or a whole tensor. Any other value is returned unchanged.
         """
         if is_dtensor(value):
             if not self.holds(value):
@@ -198,7 +198,7 @@ class Placed(Placement):
         return value
 
     def around(self, local: torch.Tensor, kind: Callable[[], Any] | None = None) -> torch.Tensor:
-        """Return a DTensor, placed as the parameter, with this local tensor; it may be in another memory."""
+        """Return a DTensor, placed as the parameter, with this local tensor, which may be in other memory."""
         placed = around(local, self.like)
         if kind is not None:
             placed.__class__ = kind()
@@ -222,9 +222,10 @@ class Placed(Placement):
 
 
 def placement_of(name: str, param: Any, order: Sequence[int] | None) -> Placement:
-    """Read which elements of a parameter its tensor has here; the arguments and errors of :meth:`Placed.of`.
+    """Return the placement of a parameter on this process. The arguments and errors are :meth:`Placed.of`'s.
 
-    All of them, if it is on a mesh that this process is not on: :func:`count_once` raises on all processes then.
+    If this process is not on the parameter's mesh, the placement has all elements. :func:`count_once` then raises on
+    all processes.
     """
     return Placed.of(name, param, order) if is_dtensor(param) and is_here(param) else UNDIVIDED
 
@@ -265,11 +266,11 @@ def _box(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) 
 
 
 def ranks_of(params: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
-    """Return the ranks of torch's default group that these parameters lie on, of which this process is one; None: none
-    of them is placed.
+    """Return the ranks of torch's default group on which these parameters are placed, including this process. None: no
+    parameter is placed.
 
     Raises:
-        ParameterError: parameters lie on meshes that have no mesh in common, or this process is on none of them.
+        ParameterError: the parameters' meshes have no mesh in common, or do not include this process.
     """
     meshes = {id(param.device_mesh): param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
     if not meshes:
@@ -299,7 +300,7 @@ def _ranks_on(mesh: Any) -> frozenset[int]:
 
 
 def this_process() -> tuple[int, ...]:
-    """Return this process's rank in torch's default group; none: there is no such group."""
+    """Return this process's rank in torch's default group, as a tuple; empty: there is no such group."""
     return (dist.get_rank(),) if dist.is_available() and dist.is_initialized() else ()
 
 
@@ -308,7 +309,7 @@ _GROUPS: dict[tuple[int, ...], Any] = {}
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return a process group of these ranks; None: this process alone. All of them must call this."""
+    """Return a process group of these ranks, which must all call this; None: only this process."""
     if len(ranks) == 1:
         return None
     if tuple(ranks) == tuple(range(dist.get_world_size())):
@@ -328,7 +329,7 @@ def _is_alive(group: Any) -> bool:
 
 
 def check_alone(params: Iterable[torch.Tensor], config: OffloadConfig, *, process_group: Any) -> None:
-    """Raise :class:`ConfigError` if an argument would partition what is placed already, or reduce it otherwise."""
+    """Raise :class:`ConfigError` if an argument would partition or reduce placed parameters a second time."""
     if not any(map(is_dtensor, params)):
         return
     if not config.average_over_ranks:
@@ -349,10 +350,10 @@ def check_alone(params: Iterable[torch.Tensor], config: OffloadConfig, *, proces
 
 
 def check_within(name: str, param: torch.Tensor, members: Collection[int]) -> None:
-    """Raise :class:`ParameterError` if a parameter lies on processes that do not decide the updates.
+    """Raise :class:`ParameterError` if a parameter is placed on processes that do not decide the updates.
 
     Args:
-        members: the ranks of torch's default group that decide them, each for its own parts.
+        members: the ranks of torch's default group that decide the updates, each for its own parts.
     """
     if is_dtensor(param) and not (ranks := _ranks_on(param.device_mesh)) <= frozenset(members):  # type: ignore[attr-defined]
         raise ParameterError(
@@ -363,20 +364,20 @@ def check_within(name: str, param: torch.Tensor, members: Collection[int]) -> No
 
 
 def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor, Placement]]) -> list[bool]:
-    """Agree which of the processes that hold the same elements counts them.
+    """Agree which process counts the elements that several processes hold.
 
     Args:
-        held: the name, the tensor and the placement of each parameter that is taken on, in one order on all processes.
-            None of them is pending.
-            One that is undivided is the same on all processes, as a part that all of them hold; or it is a DTensor on
-            a mesh that this process is not on, which is an error on all.
+        held: the name, the tensor and the placement of each new parameter, in the same order on all processes. No
+            parameter is pending.
+            An undivided parameter is equal on all processes, and counts as a part that every process holds. Or it is a
+            DTensor on a mesh without this process, which is an error on all processes.
 
     Returns:
         True for each parameter whose elements this process counts.
 
     Raises (on all processes):
-        ParameterError: processes have different parameters, one of them has placed a parameter that is plain on
-            another, or elements that lie on no mesh in common have different values.
+        ParameterError: processes have different parameters; or a parameter is placed on one process and plain on
+            another; or processes have different values of the same elements, and no common mesh.
     """
     kinds, boxes, meshes = [], [], []
     for name, param, known in held:
@@ -421,12 +422,12 @@ def _check_copies(
     mesh_of: np.ndarray,
     what: str,
 ) -> None:
-    """Raise on all processes if some have different values of the same elements, though no mesh says that they have the
-    same: plain parameters, and those of submeshes beside each other.
+    """Raise on all processes if some have different values of the same elements. This checks values that no mesh
+    replicates: plain parameters, and parameters of parallel submeshes.
 
     Args:
         box_of: int64[processes, parameters]: fingerprints of the elements that each process has.
-        mesh_of: the same of the mesh that they lie on.
+        mesh_of: int64[processes, parameters]: fingerprints of each parameter's mesh.
     """
     apart = np.flatnonzero((mesh_of != mesh_of[0]).any(axis=0)).tolist()
     values_of = combine(collectives, what, of_each=[_digest(held[i][1]) for i in apart]).of_each
@@ -443,8 +444,10 @@ def _check_copies(
 
 
 def _digest(param: torch.Tensor) -> int:
-    """A fingerprint of this process's values of a parameter."""
+    """Return a fingerprint of this process's values of a parameter."""
     values = local_of(param).detach().to("cpu").contiguous().view(-1)
-    run = values.view(torch.uint8).numpy() if values.numel() else b""  # NumPy has no bfloat16, of no elements either
+    run = (
+        values.view(torch.uint8).numpy() if values.numel() else b""
+    )  # NumPy has no bfloat16, not even without elements
     digest = hashlib.blake2b(run, digest_size=_DIGEST_BYTES)  # type: ignore[arg-type]
     return int.from_bytes(digest.digest())

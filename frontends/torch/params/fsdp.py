@@ -1,5 +1,5 @@
-"""The engine's ways with FSDP2 (``fully_shard``). It gathers parameters from its own view of their memory, where torch
-shows no read, so each gathering waits for the updates of its parameters."""
+"""The engine's support for FSDP2 (``fully_shard``). FSDP2 gathers parameters through its own view of their memory, so
+torch shows no read. Therefore each gathering waits for the updates of its parameters."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,8 +21,8 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def have_gathering_wait(model: nn.Module) -> bool:
-    """Have each gathering of parameters wait for their updates. Return False if this version of torch gathers in a way
-    that is not known; then every update must have ended before a forward."""
+    """Have each gathering of parameters wait for their updates. Return False if this version of torch gathers in an
+    unknown way. Then every update must end before a forward."""
     for module in fsdp_modules(model):
         groups = _groups(module)
         if groups is None:
@@ -47,8 +47,8 @@ def _groups(module: Any) -> list[Any] | None:
 
 
 def named_sharded(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name. In place of one that FSDP2 has gathered stands the sharded one, which it puts back
-    into its module when it releases the other."""
+    """Return the parameters by name. For a gathered parameter of FSDP2, return the sharded parameter, which FSDP2 puts
+    back into the module when it releases the gathered one."""
     sharded = {}
     for module in fsdp_modules(model):
         for group in _groups(module) or ():
@@ -70,7 +70,7 @@ def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def gradients_stay(modules: list[Any]) -> Iterator[None]:
-    """Keep the gradients of the backwards inside whole on each rank; the next backward outside reduces all of them."""
+    """Keep gradients whole on each rank in backwards in the body. The next backward outside reduces all gradients."""
     for module in modules:
         module.set_requires_gradient_sync(False, recurse=False)
     try:

@@ -1,8 +1,8 @@
-"""The elements of a trained parameter that this process owns, and the ways to them.
+"""Access to the elements of a trained parameter that this process owns.
 
-They lie in the parameter's own memory, or in that of a DTensor's local tensor (:class:`ElementsInPlace`); or they are
-this rank's shards, apart from the tensor that modules read (``ElementsInShards`` in ``stage3/parameters.py``). Whether
-shards lie on the device, on the host or on disk is another question: ``stage3/shards.py``.
+These elements are the parameter's own memory, or the memory of a DTensor's local tensor (:class:`ElementsInPlace`). Or
+they are this rank's shards, separate from the tensor that modules read (``ElementsInShards`` in
+``stage3/parameters.py``). ``stage3/shards.py`` has shards on the device, on the host and on disk.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from .tensors import flat
 
 
 class LocalElements(ABC):
-    """The ways to the elements of one trained parameter that this process owns.
+    """Access to the elements of one trained parameter that this process owns.
 
     Attributes:
         param: the parameter.
@@ -33,11 +33,11 @@ class LocalElements(ABC):
 
     @abstractmethod
     def memory(self) -> torch.Tensor | OnDisk:
-        """Return what the pipeline reads start values from and publishes to, one-dimensional."""
+        """Return the one-dimensional memory that the pipeline reads start values from and publishes to."""
 
     @abstractmethod
     def copy(self) -> torch.Tensor | None:
-        """Return a copy of the values, if they stay when other states are loaded; None: they follow the states."""
+        """Return a copy of the values if a load of states does not change them; None: they follow the states."""
 
     # --- readers -------------------------------------------------------------------------------------
 
@@ -52,8 +52,7 @@ class LocalElements(ABC):
 
     @abstractmethod
     def stay(self, leaving: Collection[int]) -> None:
-        """Record that readers need not wait for a parameter that has been written, unless its memory is about to leave
-        the device.
+        """Clear the pending mark of a parameter that has been written, unless its memory is about to leave the device.
 
         Args:
             leaving: the numbers of the storages that will leave.
@@ -61,17 +60,17 @@ class LocalElements(ABC):
 
     @abstractmethod
     def let_go(self) -> None:
-        """Wait for what an update still writes. Nobody follows the parameter any longer."""
+        """Stop following the parameter, after waiting for an update that still writes it."""
 
     # --- writes by others ----------------------------------------------------------------------------
 
     @abstractmethod
     def was_written(self, changed: bool, used: Collection[DataWrites]) -> bool:
-        """True if other code wrote to the parameter, whose master weight then follows.
+        """True if other code wrote to the parameter, so that its master weight must take over the values.
 
         Args:
-            changed: torch counted a change of it.
-            used: the watches that have seen writes through ``param.data``.
+            changed: True if torch counted a change of the parameter.
+            used: the watches that have seen uses of ``param.data``.
         """
 
     @abstractmethod
@@ -111,7 +110,7 @@ class ElementsInPlace(LocalElements):
             arrive(self.param)
 
     def let_go(self) -> None:
-        with suppress(StateError):  # it was sent early, for a step that is never made
+        with suppress(StateError):  # the parameter was sent early, for a step that is never made
             await_values_of_garbage(self.param)
         if not self._is_released:
             arrive(self.param)

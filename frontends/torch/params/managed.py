@@ -1,9 +1,9 @@
-"""The tensors that engines manage: one object for each, and the one table in which it is found.
+"""The tensors that engines manage: one ``ManagedTensor`` for each, and the table of these objects.
 
-An object lives as long as somebody has something recorded in it. Who trains a tensor, watches its ``data`` or has it in
-shards holds the object, and the tensor. A tensor that waits, or has shards from ``init()``, may be held by nobody: its
-object is kept here until the tensor is deleted, which takes a weak reference to the tensor. At other times there is
-none, because torch swaps no tensor that has one, as ``Module.to()`` of a DTensor does.
+An object exists as long as it records something. Code that trains a tensor, watches its ``data`` or has it in shards
+holds both the object and the tensor. A pending tensor, or one with shards from ``init()``, may have no such holder. Its
+object is kept here, with a weak reference to the tensor, until the tensor is deleted. At other times there is no weak
+reference, because torch cannot swap a tensor that has one (``Module.to()`` of a DTensor swaps).
 """
 
 import weakref
@@ -16,11 +16,11 @@ import torch
 from .residency import Residency
 
 Wait = Callable[[torch.Tensor], None]
-"""To be called before a read, with the tensor that is read."""
+"""A function that is called before a read, with the tensor that is read."""
 
 
 class _Weak:
-    """An attribute whose value is not kept alive by it: None once it is gone."""
+    """An attribute with a weak reference to its value; None once the value was deleted."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = f"_{name}"
@@ -34,25 +34,25 @@ class _Weak:
 
 
 class ManagedTensor:
-    """What the engines of this process know of one tensor: a parameter, trained or frozen, a buffer, or a tensor inside
-    a quantised parameter.
+    """The records that the engines of this process have of one tensor: a trained or frozen parameter, a buffer, or a
+    tensor inside a quantised parameter.
 
     Attributes:
-        residency: whether it may be read now (``residency.py``). Only ``pending.py`` sets it and ``wait``.
-        wait: to be called before a read; None: it may be read.
-        shards: its ``InitShards`` from ``init()``, until an engine has them; else None.
+        residency: whether the tensor may be read now (``residency.py``). Only ``pending.py`` sets it and ``wait``.
+        wait: called before a read; None: the tensor may be read.
+        shards: the ``InitShards`` from ``init()``, until an engine takes them; else None.
     """
 
     __slots__ = ("__weakref__", "_data_writes", "_gathering", "_of", "_record", "_slot", "residency", "shards", "wait")
 
     slot = _Weak()
-    """Its ``Slot``, if an open optimizer has states of it; else None."""
+    """The tensor's ``Slot``, if an open optimizer has its states; else None."""
     data_writes = _Weak()
-    """The ``DataWrites`` that watch its ``data``; else None."""
+    """The ``DataWrites`` that watch the tensor's ``data``; else None."""
     record = _Weak()
-    """Its ``PartitionedParameter``, if an engine has it, or what it is inside, in shards; else None."""
+    """The ``PartitionedParameter``, if an engine has the tensor, or the parameter around it, in shards; else None."""
     gathering = _Weak()
-    """The ``Gathering`` of the engine of stage 3 whose model it belongs to; else None."""
+    """The ``Gathering`` of the stage 3 engine whose model has the tensor; else None."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[torch.Tensor] | None = None
@@ -62,20 +62,20 @@ class ManagedTensor:
         self.slot = self.data_writes = self.record = self.gathering = None
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Stay until :meth:`end_keeping`, or until the tensor is deleted: it waits, or has shards."""
+        """Keep this object until :meth:`end_keeping`, or until the tensor is deleted."""
         if self not in _KEPT:
             self._of = weakref.ref(tensor, partial(_forget, id(tensor)))
             _KEPT.add(self)
 
     def end_keeping(self) -> None:
-        """Stay only as long as others hold this object, once nothing is recorded that belongs to none of them."""
+        """Keep this object only while other code holds it, if the tensor is neither pending nor in shards."""
         if self.wait is None and self.shards is None:
             _KEPT.discard(self)
             self._of = None
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor of an object that is kept; None once it is gone."""
+        """The tensor, if this object is kept; None once the tensor was deleted."""
         tensor = None if self._of is None else self._of()
         if tensor is not None:
             tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ code alone may hold it
@@ -83,23 +83,23 @@ class ManagedTensor:
 
 
 _MANAGED: "weakref.WeakValueDictionary[int, ManagedTensor]" = weakref.WeakValueDictionary()
-"""By the tensor's ``id``. Who keeps an entry keeps its tensor, or removes the entry before another has this ``id``."""
+"""By the tensor's ``id``. The holder of an entry holds the tensor, or removes the entry before the ``id`` is reused."""
 _KEPT: set[ManagedTensor] = set()
 AWAITED: set[ManagedTensor] = set()
-"""Those of tensors that an update writes, or that are released. Modules that have one wait before their forward."""
+"""The tensors that an update writes, or that are released. A module with such a tensor waits before its forward."""
 WHEN_DELETED: list[Callable[[], None]] = []
-"""To be called when a tensor of :data:`AWAITED` was deleted."""
+"""Functions that are called when a tensor of :data:`AWAITED` was deleted."""
 _UNKNOWN = ManagedTensor()
 
 
 def manage(tensor: torch.Tensor) -> ManagedTensor:
-    """Return the tensor's object, for somebody who records something in it, and holds it."""
+    """Return the tensor's object, or a new one, for a caller that records something in it and holds it."""
     found = _MANAGED.get(id(tensor))
     return _MANAGED.setdefault(id(tensor), ManagedTensor()) if found is None else found
 
 
 def managed(tensor: torch.Tensor) -> ManagedTensor:
-    """Return the tensor's object, to ask it; one that knows nothing if nothing is recorded."""
+    """Return the tensor's object, only for reading; an empty one if nothing is recorded."""
     return _MANAGED.get(id(tensor), _UNKNOWN)
 
 
@@ -111,7 +111,7 @@ def _forget(
     awaited: set[ManagedTensor] = AWAITED,
     then: list[Callable[[], None]] = WHEN_DELETED,
 ) -> None:
-    """A tensor is deleted; at the end of the interpreter the names of this module may be gone before it."""
+    """Remove a deleted tensor. The arguments are defaults, because at exit this module's names may be gone before."""
     gone = known.pop(number, None)
     if gone is None:
         return

@@ -1,14 +1,14 @@
 """Tensors whose values are missing for now (``residency.py``), and the doors through which they are read.
 
 A module that is called first waits for its own pending parameters, because torch may not see how its code reads them:
-TorchScript, or an extension in C++. It does not wait for those of modules inside it, so the first layer of the next
-forward starts while the last one is being updated. A compiled module also waits for those inside it, before its graph.
+TorchScript, or an extension in C++. It does not wait for parameters of modules inside it, so the first layer of the
+next forward starts while the last layer is being updated. A compiled module also waits for the parameters inside it.
 
-Outside of modules a pending parameter's class tells: it is :class:`PendingParameter`. A torch function that could see
-its values first waits for this one parameter, or gathers it, and restores its class. Functions that only see shape,
-gradient and the like do not wait. So state_dict(), evaluation or a read by hand see finished values, too.
+Outside of modules, a pending parameter has the class :class:`PendingParameter`. A torch function that could see its
+values first waits for this parameter, or gathers it, and restores its class. Functions that only see shape, gradient
+and the like do not wait. So state_dict(), evaluation and reads by hand also see finished values.
 
-Every door calls :func:`await_values`, the one wait; what comes while garbage is collected calls its body alone:
+Every door calls :func:`await_values`. Calls during garbage collection use :func:`await_values_of_garbage`:
 
 ===============================================  ==========================================
 a read by                                        waits in
@@ -91,8 +91,8 @@ class _Pending:
     own_class: type = nn.Parameter
     """The tensor's own class."""
     breaks_graphs = False
-    """True if a graph that is being traced breaks before it reads the tensor: in shards its values come only for a
-    while, and tensors of other classes than parameters are not known to a finished graph."""
+    """True if a graph that is being traced must break before it reads the tensor. A tensor in shards has values only
+    for a time, and a finished graph does not recognise pending tensors that are not parameters."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         await_values(cast(torch.Tensor, self))
@@ -150,7 +150,7 @@ _PENDING: dict[type, type] = {nn.Parameter: PendingParameter}
 
 
 _BREAKING: dict[type, type] = {}
-"""The class that pending tensors have which graphs break before, by their own class."""
+"""The class of pending tensors before whose read graphs break (``breaks_graphs``), by their own class."""
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
@@ -182,16 +182,15 @@ def _before_forward(module: nn.Module, args: Any) -> None:
 
 
 def await_all(params: Iterable[torch.Tensor | None]) -> None:
-    """Wait for those of these parameters that an update still writes."""
+    """Wait for each of these parameters that an update still writes."""
     for param in params:
         if param is not None and managed(param) in AWAITED:
             await_values(param)
 
 
 class AwaitsInside(Around):
-    """Runs a compiled module when no update writes a parameter inside it ([Note: compiled modules] in ``compiled.py``).
-
-    While it runs there is no hook on all modules, for which torch would make another graph.
+    """Runs a compiled module after waiting for updates of parameters inside it ([Note: compiled modules] in
+    ``compiled.py``). While it runs there is no hook on all modules, for which torch would make another graph.
     """
 
     def needed(self) -> bool:
@@ -212,15 +211,15 @@ class AwaitsInside(Around):
 _in_compiled_code = 0
 """The number of forwards of compiled modules that are running."""
 _NUMBER = RemovableHandle(OrderedDict()).id
-"""The number of the hook on all modules, always the same: graphs are made for the numbers of hooks."""
+"""The number of the hook on all modules. It is always the same, because torch makes a graph for a hook's number."""
 
 
 def _watch_modules() -> None:
-    """Have every module that is called wait for its parameters, while an update writes any.
+    """While an update writes any parameter, have every called module wait for its own parameters.
 
     Another thread may call this at the same time. At worst the hook stays, and finds nothing to wait for. It also stays
-    while code is being compiled: the compiler looks at the hooks twice, and garbage that is collected in between may
-    have been the last pending parameter.
+    while code is being compiled: the compiler reads the hooks twice, and in between garbage collection may delete the
+    last pending parameter.
     """
     if (watch := bool(AWAITED and not _in_compiled_code)) and _NUMBER not in _global_forward_pre_hooks:
         allow_hooks()  # the second call finds nothing to wait for
@@ -239,9 +238,8 @@ def await_for_compiled_code(param: torch.Tensor) -> bool:
     """Wait for a parameter that a graph reads, while the graph is made. It stays pending: the graph is for its class.
 
     The finished graph calls nothing before it reads. So :data:`compiled_code_reads` tells later steps to wait for their
-    updates. Parameters of other models are not awaited: they may have been sent early, and then refuse to be read
-    before their step. Only where the compiler passes a tensor without values in the parameter's place, this waits for
-    all.
+    updates. This does not await parameters of other models, because parameters that were sent early raise before their
+    step. Only if the compiler passes a tensor without values in place of the parameter, this waits for all parameters.
     """
     global compiled_code_reads
     compiled_code_reads = True
@@ -257,13 +255,13 @@ compiled_code_reads = False
 
 
 def can_wait(param: torch.Tensor) -> bool:
-    """Return whether readers of the parameter can be made to wait."""
+    """True if readers of the parameter can be made to wait."""
     own = own_class_of(param)
     return own is nn.Parameter or own is dtensor_class()
 
 
 def residency_of(tensor: torch.Tensor) -> Residency:
-    """Return whether the tensor may be read, as far as it is recorded here."""
+    """Return the tensor's recorded residency: whether it may be read."""
     return managed(tensor).residency if isinstance(tensor, _Pending) else Residency.RESIDENT
 
 
@@ -274,7 +272,7 @@ def where(tensors: Iterable[torch.Tensor]) -> str:
 
 
 def update(param: torch.Tensor, wait: Wait) -> None:
-    """An update writes the parameter. ``wait`` is called before its next read, or now if it has a class of its own.
+    """Record that an update writes the parameter: call ``wait`` before its next read, or now if its class cannot wait.
 
     If ``wait`` raises, the parameter stays pending.
     """
@@ -285,36 +283,37 @@ def update(param: torch.Tensor, wait: Wait) -> None:
 
 
 def release(tensor: torch.Tensor, wait: Wait) -> None:
-    """The tensor loses its memory: ``wait`` raises until it has values again. It may be of any class that holds them
-    itself."""
+    """Record that the tensor loses its memory: ``wait`` raises until it has values again. The tensor may be of any
+    class that holds values itself."""
     _move(tensor, ResidencyEvent.RELEASE, wait)
 
 
 def restore(tensor: torch.Tensor, wait: Wait) -> None:
-    """A tensor that was released with this ``wait`` gets its values back; another engine may have released it since."""
+    """Record that a tensor released with this ``wait`` gets its values back, unless another engine has released it."""
     if managed(tensor).wait is wait:
         _move(tensor, ResidencyEvent.RESTORE, wait)
 
 
 def shard(tensor: torch.Tensor, wait: Wait) -> None:
-    """The tensor is in shards: call ``wait`` before its next read. It may be of any class that holds values itself."""
+    """Record that the tensor is in shards: call ``wait`` before its next read. The tensor may be of any class that
+    holds values itself."""
     _move(tensor, ResidencyEvent.SHARD, wait)
 
 
 def arrive(tensor: torch.Tensor) -> None:
-    """The tensor has its values."""
+    """Clear the pending mark: the tensor has its values."""
     _move(tensor, ResidencyEvent.ARRIVE, None)
 
 
 def end_wait(tensor: torch.Tensor, wait: Wait) -> None:
-    """The tensor has its values, unless its readers call another function by now."""
+    """Clear the pending mark if ``wait`` is still the tensor's wait. Other code may have set another one."""
     if managed(tensor).wait is wait:
         arrive(tensor)
 
 
 def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Wait | None) -> None:
-    """Take an event, or raise :class:`StateError` and change nothing. The class is set last: a signal handler may read
-    the tensor before that."""
+    """Move the tensor's residency by an event, or raise :class:`StateError` and change nothing. The class is set last,
+    because a signal handler may read the tensor before."""
     before = residency_of(tensor)
     after = RESIDENCY.get((before, event))
     if after is None:
@@ -359,7 +358,7 @@ _CLASS_IN: dict[Residency, Callable[[type], type]] = {
     Residency.RELEASED: _class_awaited,
     Residency.SHARDED: _class_that_breaks_graphs,
 }
-"""Returns the class that a tensor has in this state, by its own class."""
+"""For each state, a function that returns the pending class for a tensor's own class."""
 
 
 def _new_class(bases: tuple[type, ...], own: type, **members: Any) -> type:
@@ -370,7 +369,7 @@ def _new_class(bases: tuple[type, ...], own: type, **members: Any) -> type:
 
 @untraced
 def await_values(param: Any) -> None:  # waits
-    """Wait for the parameter, if it is a pending one."""
+    """Wait for the parameter, if it is pending."""
     await_values_of_garbage(param)
 
 
@@ -378,7 +377,7 @@ def await_values_of_garbage(param: torch.Tensor) -> None:  # waits
     """Wait for a pending parameter without importing the compiler: for calls while garbage is collected."""
     if isinstance(param, _Pending):
         wait = managed(param).wait
-        if wait is not None:  # None: a signal handler has waited for it just now
+        if wait is not None:  # None: a signal handler has just waited for the parameter
             wait(param)
         arrive(param)
 
@@ -394,6 +393,6 @@ def is_moving_model() -> bool:
 
 
 def have_been_written(params: Iterable[torch.Tensor]) -> None:
-    """An update has written these parameters: readers no longer need to wait. Graphs are made for their own class."""
+    """Clear the pending mark of parameters that an update has written. New graphs are made for their own class."""
     for param in [param for param in params if managed(param) in AWAITED] if AWAITED else ():
         arrive(param)

@@ -1,8 +1,8 @@
-"""May a tensor be read now? The residency of each tensor that an engine moves: one table.
+"""The residency of each tensor that an engine moves: one table of its states and of the allowed moves.
 
-It says which moves are allowed. A reader is told by the function that the last move has left to be called
-(``ManagedTensor.wait``): it waits, gathers or raises. What is released raises in ``DeviceMemory.await_values``, as long
-as ``Health.released`` has the words; ``restore()`` ends these first, and then moves the tensors to WRITING.
+Before a read, the tensor's function ``ManagedTensor.wait`` is called, which the last move has set: it waits, gathers or
+raises. For released tensors ``DeviceMemory.await_values`` raises as long as ``Health.released`` has a message.
+``restore()`` first clears that message, and then moves the tensors to WRITING.
 
 ===========  =========================  ===============================================  ==============================
 state        values on the device       a reader                                         where it is recorded
@@ -19,17 +19,17 @@ UNSHARDED    whole for a while          reads                                   
 RELEASED     none                       is an error                                      in its ``ManagedTensor``
 ===========  =========================  ===============================================  ==============================
 
-What moves a tensor: ``LocalElements.have_readers_wait`` (UPDATE), ``DeviceMemory.release`` and ``restore``,
-``WholeParameters.guard`` and ``InitShards.release`` (SHARD); and what has waited for it or gathered it (ARRIVE). Each
-calls the function of ``pending.py`` of that name, which alone changes a tensor's class and asks this table. Parameters
-of stage 3 stay SHARDED through a release: their shards leave.
+These methods move a tensor: ``LocalElements.have_readers_wait`` (UPDATE), ``DeviceMemory.release`` and ``restore``,
+``WholeParameters.guard`` and ``InitShards.release`` (SHARD), and code that has waited for or gathered it (ARRIVE). Each
+calls the function of ``pending.py`` with the event's name. Only ``pending.py`` changes a tensor's class and uses this
+table. Parameters of stage 3 stay SHARDED in a release: their shards leave the device.
 """
 
 from enum import Enum
 
 
 class _Named(Enum):
-    __hash__ = object.__hash__  # in C; each step asks for two of each parameter
+    __hash__ = object.__hash__  # in C; each step computes two hashes for each parameter
 
 
 class Residency(_Named):
@@ -52,10 +52,10 @@ RESIDENCY: dict[tuple[Residency, ResidencyEvent], Residency] = {
     (R.RESIDENT, RE.UPDATE): R.WRITING,
     (R.WRITING, RE.UPDATE): R.WRITING,
     (R.RESIDENT, RE.RELEASE): R.RELEASED,
-    (R.WRITING, RE.RELEASE): R.RELEASED,  # another engine that uses it brings it back still
-    (R.RELEASED, RE.RELEASE): R.RELEASED,  # by another engine that uses it
+    (R.WRITING, RE.RELEASE): R.RELEASED,  # another engine that uses the tensor is still restoring it
+    (R.RELEASED, RE.RELEASE): R.RELEASED,  # by another engine that uses the tensor
     (R.RELEASED, RE.RESTORE): R.WRITING,
     (R.RESIDENT, RE.SHARD): R.SHARDED,
     (R.SHARDED, RE.SHARD): R.SHARDED,
-    **{(state, RE.ARRIVE): R.RESIDENT for state in R},  # its wait has returned: the values are there
+    **{(state, RE.ARRIVE): R.RESIDENT for state in R},  # the tensor's wait has returned: it has values
 }

@@ -14,11 +14,11 @@ from .tensors import TakenGradient
 
 
 class Owner(Protocol):
-    """An optimizer, as another one sees it that is given its parameters."""
+    """An optimizer, as seen by a second optimizer that is given the same parameters."""
 
     @property
     def names(self) -> Mapping[torch.Tensor, str]:
-        """Names of parameters in groups without names."""
+        """The names of parameters whose groups have no names."""
         ...
 
     def keeps_from(self, other: Any) -> str | None:
@@ -37,17 +37,17 @@ class Slot:
     index: int
     taken: TakenGradient
     stand_in: torch.Tensor
-    """What stands in ``p.grad`` for a gradient that has left: ``taken``, or a DTensor of which it is the local tensor.
+    """The tensor in ``p.grad`` in place of a gradient on the host: ``taken``, or a DTensor with local tensor ``taken``.
     """
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
     owner: "weakref.ref[Owner]"
     local: LocalElements
-    """The ways to the elements that this process owns."""
+    """Access to the elements that this process owns."""
     placed: Placement
-    """Which elements of the parameter its tensor has on this process."""
+    """The elements of the parameter that its tensor has on this process."""
     managed: ManagedTensor
-    """What engines know of the parameter: it leads to this slot."""
+    """The parameter's ``ManagedTensor``, which refers to this slot."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -55,7 +55,7 @@ class Slot:
         return local_of(self.param)
 
     def replace_stand_in(self) -> None:
-        """Make another stand-in; autograd has attached a graph to the one that was."""
+        """Make a new stand-in, because autograd has attached a graph to the old one."""
         self.taken = TakenGradient(self.values, self.name)
         self.stand_in = self.placed.around(self.taken)
 
@@ -66,11 +66,11 @@ class Slot:
 
 
 def slot_of(param: torch.Tensor) -> Slot | None:
-    """Return the place of a parameter in the open optimizer that has states of it; None: there is none."""
+    """Return the slot of a parameter in the open optimizer that has its states; None: there is none."""
     return managed(param).slot
 
 
 def owner_of(param: torch.Tensor) -> Owner | None:
-    """Return the open optimizer that has states of a parameter; None: there is none."""
+    """Return the open optimizer that has a parameter's states; None: there is none."""
     slot = slot_of(param)
     return None if slot is None else slot.owner()

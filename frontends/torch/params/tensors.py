@@ -80,7 +80,7 @@ def shaped_like(run: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
 
 
 def shaped(run: torch.Tensor, elements: InMemory) -> torch.Tensor:
-    """Return a view of a one-dimensional tensor that lists these elements, with their shape and order."""
+    """Return a view of a one-dimensional tensor of ``elements``, with their shape and memory order."""
     if elements.order is None:
         return run.view(elements.shape)
     inverse = sorted(range(len(elements.order)), key=elements.order.__getitem__)
@@ -102,9 +102,9 @@ def spec_of(
     """Return the core's description of a parameter.
 
     Args:
-        param: the tensor that holds its values here.
+        param: the tensor that holds the parameter's values on this process.
         target: the element type that it will be cast to; None: its own.
-        elements: of the parameter that ``param`` has; None: all, in their order in memory.
+        elements: the elements that ``param`` has; None: all elements, in their order in memory.
     """
     dtype = target or ELEMENT_TYPES[param.dtype]
     plain = _WRAPPERS.sub("", name)
@@ -219,13 +219,13 @@ def memory_of_all(tensors: Iterable[torch.Tensor]) -> int:
     storages = {}
     with no_read():
         for tensor in chain.from_iterable(map(tensors_in, map(local_of, tensors))):
-            if tensor.layout is not torch.strided:  # values, and int64 indices of each
+            if tensor.layout is not torch.strided:  # sparse: values, and int64 indices
                 storages[-id(tensor)] = tensor._nnz() * (tensor.element_size() + 8 * tensor.dim())
                 continue
             try:
                 storage = tensor.untyped_storage()
                 storages[storage._cdata] = storage.nbytes()
-            except NotImplementedError:  # a class of its own that does not tell what is inside
+            except NotImplementedError:  # a wrapper class that does not show the tensors inside
                 storages[-id(tensor)] = tensor.nbytes
     return sum(storages.values())
 

@@ -1,8 +1,8 @@
 """The tensors that hold a parameter's values: the parameter itself, or all tensors of a frozen quantised one.
 
 A quantised parameter is packed elements and their scales. The scales are attributes of the parameter or of its module
-(bitsandbytes: ``quant_state``, ``SCB``), or tensors inside a wrapper subclass (torchao). In shards all of them are one
-run of bytes.
+(bitsandbytes: ``quant_state``, ``SCB``), or tensors inside a wrapper subclass (torchao). In shards all tensors together
+are one run of bytes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,7 @@ from .pending import own_class_of
 from .tensors import flat, is_offloadable, shaped_like, spec_of, tensors_in
 
 _SMALLEST = 2048
-"""Bytes of the smallest tensor beside packed elements that is moved; smaller ones are tables of their library."""
+"""Bytes of the smallest tensor beside packed elements that is moved. Smaller tensors are tables of the library."""
 _ALIGNMENT = 64
 
 
@@ -35,18 +35,18 @@ class Values:
 
     def __init__(self, param: torch.Tensor) -> None:
         self.tensors = [param]
-        """The tensors that hold them."""
+        """The tensors that hold the values."""
 
     def spec(self, name: str, target: ElementType | None) -> ParamSpec:
-        """The parameter's description; ``target``: the element type that it will be cast to."""
+        """Return the parameter's description; ``target``: the element type that it will be cast to."""
         return spec_of(name, self.tensors[0], 0, target, partitioned=True)
 
     def run(self) -> torch.Tensor:
-        """The values as one dimension, in the memory of the parameter or in a copy."""
+        """Return the values as one dimension, in the memory of the parameter or in a copy."""
         return flat(self.tensors[0])
 
     def point(self, run: torch.Tensor) -> None:
-        """Have the tensors refer to this memory, one-dimensional and from its storage's beginning."""
+        """Have the tensors refer to the memory of ``run``, which is one-dimensional and begins its storage."""
         [param] = self.tensors
         set_data(param, shaped_like(run, param))
 
@@ -55,7 +55,7 @@ class PackedValues(Values):
     """The bytes of a frozen quantised parameter.
 
     Args:
-        tensors: all that hold values, in an order that is equal on all ranks; several may share memory.
+        tensors: all tensors that hold values, in the same order on all ranks. They may share memory.
     """
 
     fixed = True
@@ -68,7 +68,7 @@ class PackedValues(Values):
             known = extents.get(_storage(tensor), (start, end))
             extents[_storage(tensor)] = min(start, known[0]), max(end, known[1])
         self._at: dict[int, int] = {}
-        """For each storage, the place of its byte 0 in the run; the run may begin after it."""
+        """For each storage, the offset of its byte 0 in the run. It is negative if the run begins later."""
         self.n_bytes = 0
         for storage, (start, end) in extents.items():
             before = start % _ALIGNMENT
@@ -100,8 +100,8 @@ class PackedValues(Values):
 
 
 def named_memory(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return a model's parameters, under all their names, each followed by the tensors that hold its values where it is
-    a wrapper, or beside it where it is quantised."""
+    """Return a model's parameters, under all their names. Each one is followed by the tensors inside it if it is a
+    wrapper, or beside it if it is quantised."""
     found = []
     with no_read():  # it may be in shards
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -116,7 +116,7 @@ def named_memory(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def packed_values(model: nn.Module) -> dict[torch.Tensor, PackedValues]:
-    """The values of a model's frozen quantised parameters, as far as each parameter's lie in memory of its own."""
+    """Return the values of a model's frozen quantised parameters, without memory that several parameters share."""
     with no_read():  # it may be in shards
         return _packed_values(model)
 
@@ -170,7 +170,7 @@ def _library(param: torch.Tensor) -> str:
 
 
 def _beside(values: Iterable[Any], library: str, seen: set[int]) -> Iterator[torch.Tensor]:
-    """The tensors among these values, and in objects of the library among them."""
+    """Yield the tensors among these values, and the tensors in the library's objects among them."""
     for value in values:
         if id(value) in seen:
             continue

@@ -1,1 +1,1 @@
-"""Stage 3: parameters in shards, made whole for the modules that use them."""
+"""Stage 3: parameters in shards, which are gathered for the modules that use them."""

@@ -1,11 +1,11 @@
 """``init()`` builds a model in shards (stage 3), so that it may be larger than one rank's memory.
 
 [Note: what is whole while a model is built] A parameter becomes whole when a module registers it, or when a torch
-function reads it in shards. It stays whole until another one becomes whole. Then it is cut into shards of rank 0's
-values and its memory is freed, unless the running function has it as an argument, its module is still registering
+function reads it in shards. It stays whole until the next parameter becomes whole. Then it is cut into shards of rank
+0's values and its memory is freed, unless the running function has it as an argument, its module is still registering
 parameters, or another tensor refers to its memory (``w = layer.weight.data``). So constructors that change their
 children's weights, ``apply(fn)``, ``nn.init`` and ``load_state_dict`` work as on a whole model, in the memory of a few
-parameters. All ranks must run the same code; before each exchange they check that they do.
+parameters. All ranks must run the same code, which they check before each exchange.
 """
 
 import threading
@@ -64,8 +64,8 @@ def init(
     """A context in which modules are built in shards: ``with init(): model = GPT()``, then ``wrap(model, stage=3)``.
 
     Code inside may read and change parameters as usual. All ranks must run it, and rank 0's values are used. Changes on
-    one rank alone belong in ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type in which
-    they are built (``param_dtype`` is for ``wrap``, whose master weights start from them). Parameters of fewer than
+    only one rank belong in ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type in which
+    they are built. (``param_dtype`` is for ``wrap``, whose master weights start from them.) Parameters of fewer than
     ``param_persistence_threshold`` elements stay whole. On one rank parameters are cut only with ``offload_param``.
 
     Args:
@@ -126,7 +126,7 @@ class InitShards(Cut):
         """The number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
     def release(self, param: torch.Tensor) -> None:
-        """Free the parameter's memory; memory that other tensors refer to stays theirs."""
+        """Free the parameter's memory. Other tensors keep memory that they refer to."""
         if _refers_to_memory_of(param) or not param.untyped_storage().resizable():
             param.data = torch.empty_like(param.data)
         param.untyped_storage().resize_(0)
@@ -143,7 +143,7 @@ class InitShards(Cut):
         param.data = shaped_like(self._gathered(param.device), param)
 
     def _gathered(self, on: torch.device) -> torch.Tensor:
-        """The whole parameter, one-dimensional, on this device. Collective."""
+        """Return the whole parameter, one-dimensional, on this device. Collective."""
         whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=on)
         shards = self.shard.source(self._lent)
         after, what = self.device.mark(), f"parameter {self.spec.name!r}: gathering of its shards"
@@ -157,14 +157,14 @@ class InitShards(Cut):
         return self.device.host_array(values) if values.device.type == "cpu" else values
 
     def for_engine(self, cut: Cut, on: torch.device) -> Shard:
-        """Return the shard for an engine that cuts the parameter the same way, or the same but for matrices that it
-        keeps whole. Collective in the second case.
+        """Return the shard for an engine whose cut is the same, or differs only by matrices that it keeps whole. In the
+        second case this is collective.
 
         Args:
             on: the device of the whole parameter.
 
         Raises:
-            ConfigError: it cuts the parameter otherwise.
+            ConfigError: the cuts differ in another way.
             StateError: inside ``gathered_parameters``.
         """
         if self.holds:
@@ -195,14 +195,14 @@ def in_shards(param: torch.Tensor) -> bool:
 
 
 def hand_over(param: torch.Tensor) -> None:
-    """Forget the parameter's shards: an engine has them now."""
+    """Discard the record of the parameter's shards, which an engine has taken."""
     this = manage(param)
     this.shards = None
     this.end_keeping()
 
 
 def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadConfig) -> None:
-    """Raise :class:`StateError` if parameters are in shards; for an engine that partitions none."""
+    """Raise :class:`StateError` if parameters are in shards. For an engine that does not partition parameters."""
     name = next((name for name, param in named if in_shards(param)), None)
     if name is not None:
         got = f"stage={config.stage}, offload_param={config.offload_param!r}"
@@ -220,7 +220,7 @@ def check_finished() -> None:
 
 @contextmanager
 def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """Make parameters whole that no engine has, as ``gathered_parameters`` does."""
+    """Make parameters without an engine whole, as ``gathered_parameters`` does."""
     active = _active()
     with grad_mode_kept(), torch.no_grad(), no_torch_function():
         if active is not None:
@@ -297,7 +297,7 @@ class _Construction:
         self.config = config
         self.whole: list[_Whole] = []
         self.note: Callable[[torch.Tensor, bool], None] = lambda param, cut: None
-        """It is told of each parameter that a module registers or copies, and whether it will be cut."""
+        """Called for each parameter that a module registers or copies, with True if the parameter will be cut."""
         self._group = group
         self._devices: dict[torch.device, HostRanks] = {}
         self._freed = 0
@@ -317,9 +317,9 @@ class _Construction:
         return self._devices[device]
 
     def keep(self, cut: Cut, run: torch.Tensor) -> Shard:
-        """Copy this rank's part of a whole parameter, which is one-dimensional, to the place of its shards.
+        """Copy this rank's part of a whole, one-dimensional parameter to new memory or disk space for its shards.
 
-        On the host they are mappings of their own, so that they do not fragment the heap.
+        On the host this memory is a separate mapping, so that it does not fragment the heap.
         """
         if run.device.type == "cpu" or self.config.offload_param is not None:
             values = as_torch(self._memory.allocate(PARAMETER_SHARDS, cut.shard_numel, ELEMENT_TYPES[run.dtype].numpy))
@@ -382,10 +382,10 @@ class _Construction:
                     self.whole.append(_Whole(param, shards.spec.name))
 
     def cut(self, entries: Sequence[_Whole], *, for_good: bool = False) -> None:
-        """Cut these parameters, except those to whose memory another tensor refers on any rank.
+        """Cut these parameters. Skip a parameter if on any rank another tensor refers to its memory.
 
         Args:
-            for_good: True cuts those, too.
+            for_good: True: skip none.
         """
         entries = [entry for entry in entries if self._takes(entry.param)]
         if not entries:
@@ -412,7 +412,7 @@ class _Construction:
             )
 
     def spread(self, params: Sequence[torch.Tensor], source: int) -> None:
-        """Give all ranks one rank's values of these parameters, which are whole."""
+        """Give all ranks the values of these whole parameters on rank ``source``."""
         for param in params:
             before = shards_of(param)
             if before is None:
@@ -424,7 +424,7 @@ class _Construction:
     # --- modules that exist --------------------------------------------------------------------------
 
     def take(self, module: nn.Module, init_fn: Callable[[nn.Module], Any] | None) -> None:
-        """Cut the parameters of a module; those on the meta device are given memory and values first."""
+        """Cut the parameters of a module. Parameters on the meta device first get memory and values."""
         device = torch.get_default_device()
         for name, part in module.named_modules():
             if _on_meta(part) and device.type == "meta":
@@ -481,7 +481,7 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
 
 
 def become(tensor: torch.Tensor, made: torch.Tensor) -> None:
-    """Give a tensor the memory of another, on any device; it stays the same object, so that tied weights stay tied."""
+    """Give ``tensor`` the memory of ``made``, on any device. It stays the same object, so tied weights stay tied."""
     with grad_mode_kept(), torch.no_grad(), no_torch_function():
         if isinstance(tensor, nn.Parameter):
             made = torch.Tensor._make_subclass(type(tensor), made, tensor.requires_grad)
@@ -508,7 +508,7 @@ def _active() -> _Construction | None:
 
 _COPIES = threading.Lock()
 _building = 0
-"""The number of running ``init()`` in all threads. ``nn.Module.__setstate__`` is replaced while there is one."""
+"""The number of running ``init()`` in all threads. While it is not 0, ``nn.Module.__setstate__`` is replaced."""
 _set_state = nn.Module.__setstate__
 
 

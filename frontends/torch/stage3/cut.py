@@ -1,4 +1,4 @@
-"""The cut of one parameter over the ranks (stage 3)."""
+"""The partition of one parameter over the ranks (stage 3)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +10,7 @@ from offload_core.layout.partition import Bucket, ParamSpec, cut
 
 
 class Cut:
-    """A parameter's buckets, and this rank's part of them.
+    """A parameter's buckets, and the shards that this process holds.
 
     Args:
         ranks: the ranks whose shards this process holds.
@@ -36,12 +36,12 @@ class Cut:
         return [run for bucket in self.buckets for run in self.runs_of(bucket)]
 
     def runs_of(self, bucket: Bucket) -> list[tuple[int, int, int]]:
-        """Those of :attr:`runs` that lie in this bucket."""
+        """The elements of :attr:`runs` that are in this bucket."""
         pieces = [piece for other, piece in self._pieces if other is bucket]
         return [(piece.start, bucket.in_tensor(piece), piece.numel) for piece in pieces]
 
     def without_matrices(self) -> "Cut":
-        """The cut of the same parameter if its matrices need not be whole."""
+        """Return the cut of the same parameter without the condition that matrices stay whole."""
         return Cut(replace(self.spec, matrix=None), *self._over)
 
     def alike(self, other: "Cut") -> bool:

@@ -1,4 +1,4 @@
-"""Partitioned parameters (stage 3) made whole by hand: ``with gathered_parameters(...)``."""
+"""Gathers partitioned parameters (stage 3) by hand: ``with gathered_parameters(...)``."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -27,7 +27,7 @@ from .runs import ModuleRuns
 
 
 class Gathering:
-    """Makes the parameters of one model whole by hand, and gives all ranks the values that one rank wrote.
+    """Gathers the parameters of one model by hand, and sends the values that one rank wrote to all ranks.
 
     Args:
         world: the device and ranks over which these values are sent.
@@ -42,7 +42,7 @@ class Gathering:
         self._pipeline = pipeline
         self._state_lock = pipeline.state_lock
         self._open = Blocks()
-        """Blocks of ``gathered_parameters`` and ``generating``."""
+        """The open blocks of ``gathered_parameters`` and ``generating``."""
         self._managed = [*map(manage, parameters.of_model)]
         for each in self._managed:
             each.gathering = self
@@ -80,8 +80,8 @@ class Gathering:
         records = self._parameters.among(params)
         self.runs.whole.hold(records)
         used = [self.runs.use(record) for record in records]
-        # Outside a forward nothing gathers a parameter again for backward: hooks have graphs save the memory itself.
-        # torch.func refuses such hooks. So there are none under no_grad, and parameters stay if a graph is made there.
+        # Outside a forward nothing gathers a parameter again for backward, so hooks have graphs save the memory itself.
+        # torch.func refuses such hooks. So no hooks are used under no_grad, and a graph made there keeps parameters.
         saves = not all(used) and torch.is_grad_enabled()
         graphs = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach) if saves else nullcontext()
         node = next_node()
@@ -113,21 +113,21 @@ class Gathering:
             raise
         finally:
             for record in records:
-                record.lasts = True  # state_dict() and others may refer to it
+                record.lasts = True  # state_dict() and other code may refer to the storage
             self.runs.whole.let_go(records, may_stay=False)  # an unexpected change must not stay
 
     @contextmanager
     def gathered_when_read(self) -> Iterator[None]:
         """A context in which a read outside forward and backward gathers its parameter, until the context ends.
 
-        All ranks must read the same parameters in the same order. Changes count on one rank, and are an error on
-        several.
+        All ranks must read the same parameters in the same order. Changes count if there is one rank, and are an error
+        with several.
         """
         source = 0 if self._world.world_size == 1 else None
         with ExitStack() as gathered:
 
             def gather(param: torch.Tensor) -> None:
-                # A hook on saved tensors would end in another order than those of the reader.
+                # Hooks on saved tensors here would not nest with the reader's hooks.
                 with grad_mode_kept(), torch.no_grad():
                     gathered.enter_context(self.gathered([param], source))
 
@@ -154,7 +154,7 @@ class Gathering:
             self.runs.whole.let_go(records, may_stay=False)
 
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
-        """Raise :class:`ParameterError` if a parameter has another size or type; restore its own."""
+        """Raise :class:`ParameterError` if code has changed a parameter's size or type, after restoring them."""
         resized = [record for record in records if not record.values.fixed and not record.fits]
         if not resized:
             return
@@ -169,7 +169,7 @@ class Gathering:
         )
 
     def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
-        """Give all ranks one rank's values of these parameters."""
+        """Give all ranks the values of these parameters on rank ``source``."""
         for param in params:
             record = self._parameters.record_of(param)
             name = self._parameters.name_of(param)
@@ -208,7 +208,7 @@ def _versions(records: Sequence[PartitionedParameter]) -> dict[PartitionedParame
 
 
 def _changed(versions: Mapping[PartitionedParameter, int]) -> list[PartitionedParameter]:
-    """Return the parameters that were changed since, but for changes that all ranks have got."""
+    """Return the parameters that were changed since ``versions``, without changes that were sent to all ranks."""
     return [
         record
         for record, before in versions.items()
@@ -227,9 +227,9 @@ def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_
     (``state_dict()``, views) stay valid after it.
 
     Args:
-        params: a parameter or several; parameters that are not partitioned are left alone.
-        modifier_rank: the rank that changes the parameters: at the end all ranks, and their master weights, take its
-            values. None: no rank changes them.
+        params: a parameter or several. Parameters that are not partitioned are ignored.
+        modifier_rank: the rank that changes the parameters. At the end all ranks, and their master weights, take its
+            values. None: no rank changes the parameters.
 
     Raises:
         StateError: a parameter was changed and no ``modifier_rank`` is given; the change is lost.

@@ -13,9 +13,9 @@ from ..internals.compiled import GraphHook, is_scripted
 
 
 class ModuleHooks:
-    """Hooks before and after the forwards of modules, as ``register_forward_hook(after, always_call=True)`` makes them.
+    """Hooks before and after the forwards of modules, as made by ``register_forward_hook(after, always_call=True)``.
 
-    All have one number. Torch makes a graph for the numbers of a module's hooks, so equal modules share a graph.
+    All hooks have the same number. Torch makes a graph for the numbers of a module's hooks, so equal modules share it.
     """
 
     def __init__(self) -> None:

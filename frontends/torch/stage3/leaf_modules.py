@@ -1,13 +1,13 @@
 """The leaf modules of a model, and the settling of their parameters.
 
-A leaf module's run keeps the parameters of all modules inside it, and their own runs keep none: which of them run, and
-in which order, is each rank's own affair.
+A leaf module's run keeps the parameters of all inner modules whole. The inner modules' own runs keep none, because each
+rank may run other inner modules, in another order (experts).
 
-[Note: when a leaf module's parameters are settled] Each rank also has gradients of its own choice of these parameters,
-at its own times. They are settled ([Note: settled parameters] in ``arrivals.py``) where all ranks are at the same
-point: when the last of the leaf modules' forwards that recorded them has ended its backward, for then none of their
-nodes is left. The end of the backward settles the parameters of other runs: of a run in a backward (checkpointing that
-computes forward again and runs a backward of its own), of a run whose graph is kept for another backward, and of all
+[Note: when a leaf module's parameters are settled] On each rank other parameters of a leaf module may have gradients,
+at other times. Parameters are settled ([Note: settled parameters] in ``arrivals.py``) where all ranks are at the same
+point: when the last leaf module's forward that recorded them has ended its backward, because then none of its nodes is
+left. The end of the whole backward settles the parameters of other runs: of a run inside a backward (checkpointing that
+computes forward again and runs a separate backward), of a run whose graph is kept for another backward, and of all
 runs where the backward of one has not come.
 """
 
@@ -31,7 +31,7 @@ class LeafRun:
 
     params: Sequence[torch.Tensor]
     step: int | None = None
-    """The step in which its backward is to come; None: it has come, or the forward recorded no graph."""
+    """The step in which the run's backward is expected. None: it has come, or the forward recorded no graph."""
     retained: bool = False
     """True if another backward may follow (``retain_graph=True``)."""
 
@@ -51,9 +51,9 @@ class LeafModules:
         self._method: weakref.WeakMethod[Callable[..., Collection[torch.Tensor]]] | None = None
         self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
-        """The number of runs whose backward is to come in this step, for each parameter."""
+        """For each parameter, the number of runs whose backward is expected in this step."""
         self._unsettled: dict[int, set[torch.Tensor]] = {}
-        """Parameters that a backward has reached and that are yet to be settled, by backward."""
+        """By backward, the parameters that it has reached and that are not settled yet."""
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._modules
@@ -62,11 +62,11 @@ class LeafModules:
         return iter(self._modules)
 
     def choose(self, module: nn.Module, leaf: bool) -> None:
-        """Have a module be a leaf module from now on, or no longer. No forward and no backward of it is running."""
+        """Make a module, which is not running, a leaf module, or (``leaf=False``) no longer one."""
         (self._modules.add if leaf else self._modules.discard)(module)
 
     def settle_by(self, method: Callable[..., Collection[torch.Tensor]]) -> None:
-        """Have parameters settled by this method (``Intake.settle``), whose object is not kept alive."""
+        """Set the method that settles parameters (``Intake.settle``). Its object is not kept alive."""
         self._method = weakref.WeakMethod(method) if self._several else None
 
     def _settle(self, params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]:
@@ -84,7 +84,7 @@ class LeafModules:
         return found
 
     def begin_run(self, module: nn.Module) -> LeafRun | None:
-        """Return a run of a leaf module or unit that is inside no other; None if it settles nothing."""
+        """Return the run of an outermost leaf module or unit; None: there are no parameters to settle."""
         params = [*module.parameters()] if self._modules and self._method is not None else []
         return LeafRun(params) if params else None
 
@@ -100,7 +100,7 @@ class LeafModules:
         self._unsettled.setdefault(task, set()).update(run.params)
 
     def end_runs(self, runs: Iterable[LeafRun], task: int) -> None:
-        """Settle the parameters of runs that ended in a backward, except those that another run still uses."""
+        """Settle the parameters of runs that ended in a backward, unless another run still uses them."""
         settled = [param for run in runs for param in self._last_of(run)]
         if settled:
             late = self._settle(settled, ended=False)
@@ -115,7 +115,7 @@ class LeafModules:
             self._settle(unsettled, ended=True)
 
     def _last_of(self, run: LeafRun) -> list[torch.Tensor]:
-        """End the run's backward; return the parameters that no other run's backward is to use."""
+        """End the run's backward. Return the parameters for which no other run's backward is expected."""
         if run.step != self._step or run.retained:
             return []
         run.step = None
@@ -123,7 +123,7 @@ class LeafModules:
         return [param for param in run.params if not self._awaited[param]]
 
     def forget(self, *, graphs: bool) -> None:
-        """Forget all backwards; with ``graphs``, also the runs whose backward is to come."""
+        """Discard all backwards, and with ``graphs`` also the runs whose backward is expected."""
         self._unsettled = {}
         if graphs:
             self._step += 1
@@ -131,11 +131,11 @@ class LeafModules:
 
 
 _MARK = "_offload_leaf"
-"""An attribute of modules: True for a leaf module, however it is named."""
+"""The attribute of a module that :func:`mark_leaf` sets: True for a leaf module."""
 
 
 def mark_leaf(module: nn.Module, leaf: bool) -> None:
-    """Have a module be a leaf module of engines that will be made of it, or not (``leaf=False``)."""
+    """Mark a module as a leaf module for engines that are made later, or (``leaf=False``) unmark it."""
     setattr(module, _MARK, leaf)
 
 
@@ -147,7 +147,7 @@ def is_marked_leaf(module: nn.Module) -> bool:
 def chosen_modules(
     model: nn.Module, wanted: Iterable[Any], fits: Callable[[str, nn.Module, Any], bool]
 ) -> tuple[list[nn.Module], list[Any]]:
-    """Return the modules that fit, each once, and what no module fits: ``fits(name, module, wanted)``."""
+    """Return each module for which ``fits(name, module, wanted)`` is true, and the ``wanted`` entries without one."""
     named = [*model.named_modules()]
     of_each = {each: [module for name, module in named if fits(name, module, each)] for each in wanted}
     missing = [each for each, found in of_each.items() if not found]
@@ -155,15 +155,15 @@ def chosen_modules(
 
 
 def is_of_one(name: str, module: nn.Module, classes: Iterable[type | str]) -> bool:
-    """Return True if a module is of one of these classes, or its class has one of these names."""
+    """Return True if a module's class is one of these classes, or has one of these names."""
     kind = type(module)
     names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
     return any(isinstance(module, each) if isinstance(each, type) else each in names for each in classes)
 
 
 def leaf_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the modules that are marked, and those that ``OffloadConfig.leaf_modules`` names; :class:`ParameterError`
-    if a name is of none."""
+    """Return the marked modules and the modules that ``OffloadConfig.leaf_modules`` names. Raise
+    :class:`ParameterError` if no module has a name."""
 
     def fits(name: str, module: nn.Module, wanted: str) -> bool:
         return is_of_one(name, module, [wanted]) or f".{name}".endswith(f".{wanted}")

@@ -1,4 +1,4 @@
-"""The partitioned parameters of a model (stage 3), and this rank's shards of them.
+"""The partitioned parameters of a model (stage 3), and this rank's shards.
 
 [Note: storages of partitioned parameters] A partitioned parameter keeps its identity, shape and element type; while it
 is released its storage has no bytes. Gathering resizes the storage and fills it through another tensor. Tensors that
@@ -44,8 +44,7 @@ _EXTERNAL = "_offload_external_parameters"
 
 
 class PartitionedParameter(Cut):
-    """A parameter of the model, this rank's shards of it, and its storage ([Note: storages of partitioned
-    parameters])."""
+    """A parameter of the model, this rank's shards, and the storage ([Note: storages of partitioned parameters])."""
 
     def __init__(
         self,
@@ -60,29 +59,29 @@ class PartitionedParameter(Cut):
         self.param = param
         self.values = values
         self.module = module
-        """Type and name of the module that has it, for errors."""
+        """The type and name of the parameter's module, for errors."""
         self.shard: Shard = MemoryShard(torch.empty(0))
-        """This rank's shards, end to end. Only this package writes to them: through :meth:`StateAccess.adopt` if the
+        """This rank's shards, concatenated. Only this package writes to them: through :meth:`StateAccess.adopt` if the
         parameter is trained."""
         self.whole = torch.empty(0)
         """The whole parameter, one-dimensional, and its last bucket's padding."""
         self.storage = storage_of(self.whole)
         """The number of the storage of ``whole`` (``storage_of``)."""
         self.index: int | None = None
-        """Its number in the pipeline; None while it is not trained."""
+        """The parameter's number in the pipeline; None while it is not trained."""
         self.data_writes = DataWrites(param)
         self.spread = -1
-        """Its version after ``gathered_parameters`` last gave all ranks one rank's values."""
+        """The parameter's version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
-        """True if other tensors may refer to the storage. It is then left to them instead of freed."""
+        """True if other tensors may refer to the storage. They then keep it, and it is not freed."""
         self.home = live
-        """What the parameters of its model have in common."""
+        """The ``LiveParams`` of the parameter's model."""
         self.managed: list[ManagedTensor] = []
-        """What engines know of the parameter, and of each tensor that holds its values: it leads to this record."""
+        """The ``ManagedTensor`` of the parameter, and of each tensor with its values. They refer to this record."""
         self.live: PartitionedParam = live.add(spec, self.buckets, ShardsInMemory(None), self)
 
     def empty(self) -> None:
-        """Give the parameter a new storage without bytes; tensors that refer to the old one keep it."""
+        """Give the parameter a new storage without bytes. Tensors that refer to the old storage keep it."""
         with torch.inference_mode(False), no_read():
             self.whole = torch.empty(self.padded_numel, dtype=TORCH_DTYPES[self.spec.dtype], device=self.param.device)
             self.values.point(self.whole[: self.spec.numel])
@@ -96,7 +95,7 @@ class PartitionedParameter(Cut):
         return elements_of(self.param) == self.spec.elements and self.param.dtype == self.whole.dtype
 
     def restore(self) -> None:
-        """Have the parameter refer to its own memory again, in its own shape and type."""
+        """Make the parameter refer to ``whole`` again, in its original shape and type."""
         with grad_mode_kept(), torch.no_grad():
             set_data(self.param, shaped(self.whole[: self.spec.numel], cast(InMemory, self.spec.elements)))
 
@@ -112,10 +111,10 @@ class PartitionedParameter(Cut):
 
 
 class ElementsInShards(LocalElements):
-    """This rank's shards of a parameter. Readers gather it, which waits for the shards, and only
-    ``gathered_parameters`` changes them.
+    """This rank's shards of a parameter. Readers gather the parameter, which waits for the shards. Only
+    ``gathered_parameters`` changes the shards.
 
-    It keeps no record alive, because the record leads to the pipeline: a parameter must not.
+    It has only a weak reference to the record, because the record refers to the pipeline: a parameter must not.
     """
 
     def __init__(self, record: PartitionedParameter) -> None:
@@ -160,9 +159,9 @@ class PartitionedParameters:
     Args:
         device: the device of whole parameters.
         world: the device and ranks over which shards are gathered.
-        pipeline: updates the trained ones.
-        casts: the element types that they get.
-        matrices: the matrices that frozen ones consist of; training them needs them whole.
+        pipeline: updates the trained parameters.
+        casts: the element types of the parameters after casting.
+        matrices: the matrices of frozen parameters, which must not be cut, so that the parameters can be trained later.
     """
 
     def __init__(
@@ -182,9 +181,10 @@ class PartitionedParameters:
         self.live = LiveParams(config, world, pipeline.state_lock, pipeline.health)
         """Tracks which parameters are whole."""
         self.records: dict[torch.Tensor, PartitionedParameter] = {}
-        """Their records. Hooks of modules ask :meth:`among`: the hash of a tensor in shards would call its class."""
+        """The records by parameter. Module hooks use :meth:`among`, because hashing a tensor in shards calls its class.
+        """
         self._owners: dict[torch.Tensor, tuple[str, str]] = {}
-        """The name of each parameter of the model, and type and name of its module."""
+        """The name of each parameter of the model, and the type and name of its module."""
         self._matrices = matrices
         self._tier = tier_for(config, device, pipeline.memory)
         self.packed = packed_values(model)
@@ -213,7 +213,7 @@ class PartitionedParameters:
         return list(dict.fromkeys(filter(self._has, found)))
 
     def _has(self, record: PartitionedParameter | None) -> bool:
-        """True for a record of this model. None, and one of another model's engine, is not."""
+        """True if ``record`` is a record of this model, not None and not another model's."""
         return record is not None and record.home is self.live
 
     def used_by(self, *modules: nn.Module) -> list[PartitionedParameter]:
@@ -224,7 +224,7 @@ class PartitionedParameters:
         """Return the parameter's record; None if it is not partitioned."""
         return self.records.get(param)
 
-    # --- taking parameters apart ---------------------------------------------------------------------
+    # --- cutting parameters --------------------------------------------------------------------------
 
     def takes(self, param: torch.Tensor) -> bool:
         """Return True if the parameter is partitioned, or will be."""
@@ -262,8 +262,8 @@ class PartitionedParameters:
         return self.packed.get(param) or Values(param)
 
     def plan_cut(self, *entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
-        """Plan the bytes that :meth:`cut` of each of these, one after the other, takes until :meth:`keep_shard`, beside
-        the whole parameters."""
+        """Plan the bytes that :meth:`cut` takes, beside the whole parameters, until :meth:`keep_shard`. ``entries`` are
+        the arguments of several calls, one after the other."""
         n_bytes = max(sum(self._given_bytes(spec, param) for spec, param in each) for each in entries)
         return PlanRow("shards as they were given", self._tier.where, n_bytes, "init()", passing=True)
 
@@ -274,11 +274,11 @@ class PartitionedParameters:
         return cut.shard_numel * param.element_size()
 
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
-        """Cut the partitioned parameters among these: return their records, with this rank's shards.
+        """Cut the partitioned parameters among ``entries``. Return their records, with this rank's shards.
 
-        New ones stay whole, with rank 0's values and their own element type, until :meth:`keep_shard`. Collective, with
-        the same entries on all ranks, even if none is new. After the first check an error may come on one rank alone;
-        the others then wait until it ends or for the group's timeout.
+        New parameters stay whole, with rank 0's values and their own element type, until :meth:`keep_shard`. This is
+        collective, with the same entries on all ranks, even if none is new. After the first check an error may come on
+        only one rank. The other ranks then wait until its process ends, or for the group's timeout.
         """
         found = {param: self.records.get(param) for spec, param in entries if spec.partitioned}
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
@@ -305,12 +305,12 @@ class PartitionedParameters:
 
     @property
     def shards_device(self) -> torch.device:
-        """The device whose memory shards take, or pass through on their way to disk."""
+        """The device whose memory has the shards, or has them before they go to disk."""
         return self._tier.device
 
     def keep_shard(self, record: PartitionedParameter) -> None:
         """Cast the record's shard to its final element type, move it to its place, and release the whole parameter."""
-        # Master weights have brought the values where they hold them.
+        # If master weights hold the shard, they already have its values.
         self._place(record, self._in_states(record) or self._tier.keep(record, record.shard))
         hand_over(record.param)
         gradient, record.param.grad = record.param.grad, None
@@ -322,13 +322,13 @@ class PartitionedParameters:
         self.records[record.param] = record
 
     def join_master(self, record: PartitionedParameter) -> None:
-        """Train a parameter that was frozen until now: its master weight may hold its shard."""
+        """Handle that a frozen parameter is now trained: if its master weight holds its shard, use that memory."""
         if (shard := self._in_states(record)) is not None:
             self.live.device.synchronize()  # copies from the old memory may be in flight
             self._place(record, shard)
 
     def _in_states(self, record: PartitionedParameter) -> Shard | None:
-        """The shards of a trained parameter whose master weights hold them; None: they do not."""
+        """Return a trained parameter's shards if its master weights hold them, else None."""
         if record.index is None:
             return None
         return self._tier.in_states(StateAccess(self._pipeline), record.index, record.spec.dtype)
@@ -352,11 +352,11 @@ class PartitionedParameters:
 
     @property
     def disk_bytes(self) -> int:
-        """The bytes of disk that shards take beside those that lie with states."""
+        """The bytes of disk that shards take, without shards that are master weights."""
         return self._tier.disk_bytes
 
     def close(self) -> None:
-        """Forget the parameters, and give back what their shards take on disk."""
+        """Remove all parameters, and free their shards' disk space."""
         for record in self.records.values():
             for each in record.managed:
                 each.record = None

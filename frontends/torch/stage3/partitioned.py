@@ -1,4 +1,4 @@
-"""Stage 3: parameters in shards, made whole for the modules that use them."""
+"""The ``Sharding`` of stage 3: partitioned parameters, and the module hooks that gather them."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -31,10 +31,10 @@ class PartitionedModel(Sharding):
 
     Args:
         device: the device of whole parameters.
-        group: as in ``device_for``; gathers use a group of their own. Making it is collective.
+        group: as in ``device_for``. Gathers use a private group, and making it is collective.
         pipeline: updates the trained parameters.
-        casts: the element types that the model's tensors get.
-        matrices: the matrices that frozen parameters consist of.
+        casts: the element types of the model's tensors after casting.
+        matrices: the matrices of frozen parameters, which must not be cut.
     """
 
     is_fixed = gathers = True

@@ -1,13 +1,13 @@
 """Runs of modules, which make partitioned parameters whole for as long as they use them (stage 3).
 
-[Note: who keeps a parameter whole] A module's forward keeps its own parameters whole, and those registered with it.
-Its backward does so from the first node of its outputs until a node runs that is older than the forward: autograd runs
-the youngest node that is ready, so none of the module's nodes is left then. Any other parameter that a forward reads is
-kept by the innermost running module, and registered with it; one that a backward reads is kept until the backward ends.
-Reading a released parameter anywhere else is an error (``pending.py``).
+[Note: who keeps a parameter whole] A module's forward keeps its own parameters whole, and parameters that are
+registered with it. Its backward does so from the first node of its outputs until a node runs that is older than the
+forward. Autograd runs the youngest ready node, so then none of the module's nodes is left. If a forward reads another
+parameter, the innermost running module keeps it, and it is registered with that module. If a backward reads another
+parameter, it is kept until the backward ends. Reading a released parameter anywhere else is an error (``pending.py``).
 
-A leaf module's run keeps the parameters of all modules inside it, and a unit's does, too ([Note: units] in
-``compiled.py``). The runs inside keep none of these.
+The run of a leaf module or of a unit ([Note: units] in ``compiled.py``) keeps the parameters of all inner modules, and
+the inner modules' runs keep none.
 """
 
 import weakref
@@ -43,24 +43,24 @@ class _Run:
     """One run of a module's forward, and the backward of its outputs."""
 
     module: nn.Module | None
-    """The module; None: the run is a backward's, for a parameter that it reads in no module."""
+    """The module; None: this run is for a parameter that a backward reads outside every module."""
     params: list[PartitionedParameter]
-    """The parameters that it keeps whole."""
+    """The parameters that the run keeps whole."""
     began: int = -1
-    """A lower bound on the sequence numbers of the nodes that its forward made; -1: none is known."""
+    """A lower bound on the sequence numbers of the nodes that the forward made; -1: unknown."""
     task: int = NO_BACKWARD
-    """The backward in which it keeps parameters."""
+    """The backward in which the run keeps parameters."""
     in_backward: Sequence[PartitionedParameter] = ()
-    """Those that it keeps in that backward: not one that has been updated before, whose values no node may read."""
+    """The parameters that it keeps in ``task``: without updated ones, whose values no node may read."""
     differentiable: bool = False
-    """True if that backward records a graph itself (``create_graph=True``)."""
+    """True if ``task`` records a graph itself (``create_graph=True``)."""
     is_leaf: bool = False
-    """True if it is a leaf module's, or a unit's."""
+    """True if this is the run of a leaf module or a unit."""
     is_unit: bool = False
     leaf: LeafRun | None = None
-    """None if no parameters are settled after its backward."""
+    """The leaf module's run; None: no parameters are settled after the backward."""
     saving: saved_tensors_hooks | None = None
-    """Its hooks on saved tensors, over the user's."""
+    """The run's hooks on saved tensors, inside the user's hooks."""
 
 
 class _Forwards(list[_Run]):
@@ -76,14 +76,14 @@ class _Forwards(list[_Run]):
         return bool(self) and self[-1].module is module and self[-1].is_unit == unit
 
     def has_ended(self, module: nn.Module) -> bool:
-        """Return True if the innermost run is another module's, or none."""
+        """Return True if the innermost run is another module's, or no forward runs."""
         return not self.innermost_is(module, unit=False)
 
 
 class _Units(AwaitsInside):
     """Runs a model's compiled modules as units ([Note: units] in ``compiled.py``).
 
-    In copies of a module, or once removed, it only waits for pending parameters.
+    In copies of a module, and after :meth:`remove`, it only waits for pending parameters.
     """
 
     def __init__(self, runs: "ModuleRuns | None" = None) -> None:
@@ -124,7 +124,7 @@ class ModuleRuns:
         self._parameters = parameters
         self.forwards = _Forwards()
         self._backwards: dict[int, list[_Run]] = {}
-        """Runs that keep their parameters, by backward."""
+        """By backward, the runs that keep their parameters."""
         self._saved = SavedTensors()
         self._hooks = ModuleHooks()
         self.whole = WholeParameters(parameters, pipeline, self.touch)
@@ -132,7 +132,7 @@ class ModuleRuns:
         self.units = _Units(self)
         """Runs the forwards of compiled modules."""
         self.gather_read: Callable[[torch.Tensor], None] | None = None
-        """Makes a parameter whole that is read outside forward and backward; None: such a read is an error."""
+        """Gathers a parameter that is read outside forward and backward; None: such a read is an error."""
         abandon = partial(_abandon, self._hooks, self.units, parameters.records, parameters.live)
         weakref.finalize(self, clear_up, abandon).atexit = False
 
@@ -152,13 +152,13 @@ class ModuleRuns:
                 self.hook(module)
 
     def hook(self, module: nn.Module) -> None:
-        """Have the module's runs keep the parameters whole that they use."""
+        """Have the module's runs keep their parameters whole."""
         if module not in self._hooks:
             before = GraphHook(module, self._before_hook, self._keeps_all_of)
             self._hooks.add(module, before, GraphHook(module, self._after_hook, self.forwards.has_ended))
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
-        """Have modules be leaf modules from now on, or no longer."""
+        """Make modules leaf modules, or (``leaf=False``) no longer."""
         for module in modules:
             self.leaves.choose(module, leaf)
             if leaf:
@@ -185,7 +185,7 @@ class ModuleRuns:
         self._after_forward(module, output)
 
     def _keeps_all_of(self, module: nn.Module) -> bool:
-        """Return True if runs keep all parameters whole that are used inside the module."""
+        """Return True if the module's runs keep all parameters of inner modules whole."""
         return all(map(self.whole.runs_hold, self._parameters.used_by(*module.modules())))
 
     def _before_forward(self, module: nn.Module, *, is_leaf: bool, is_unit: bool = False) -> None:
@@ -206,13 +206,13 @@ class ModuleRuns:
         self._note_saved(run)
 
     def _kept_by_leaves(self, task: int) -> set[PartitionedParameter]:
-        """Return the parameters that leaf modules keep whole that run now, or whose backward does."""
+        """Return the parameters that a running leaf module keeps whole, in its forward or in backward ``task``."""
         forwards = (run.params for run in self.forwards if run.is_leaf)
         backwards = (run.in_backward for run in self._backwards.get(task, ()) if run.is_leaf)
         return {*chain(*forwards, *backwards)}
 
     def _note_saved(self, run: _Run) -> None:
-        """Note gathered parameters that graphs save, until the run ends ([Note: saved parameters] in ``saved.py``)."""
+        """Until the run ends, record gathered parameters that graphs save: [Note: saved parameters] in ``saved.py``."""
         if not run.params or not torch.is_grad_enabled() or not self._saved.needed(unit=run.is_unit):
             return
         run.saving = self._saved.note(self._gather_of)
@@ -222,7 +222,7 @@ class ModuleRuns:
             run.saving.__enter__()
 
     def _gather_of(self, storage: int | None) -> Gather | None:
-        """Return the function that begins the backward of the running forward that has this storage gathered."""
+        """Return a function that begins the backward of the running forward that has gathered this storage."""
         for run in self.forwards:
             if any(record.storage == storage for record in run.params):
                 return partial(self._before_backward, run, None)
@@ -230,7 +230,7 @@ class ModuleRuns:
 
     def _after_forward(self, module: nn.Module, output: Any, *, is_unit: bool = False) -> None:
         if not self.forwards.innermost_is(module, unit=is_unit):
-            return  # its pre-hook did not run to the end
+            return  # the module's pre-hook did not run to the end
         run = self.forwards[-1]
         _end_saving(run)  # first: after an interrupt the forwards that run end theirs
         self.forwards.pop()
@@ -251,7 +251,7 @@ class ModuleRuns:
                 self._parameters.live.release_idle()
 
     def _keep_escaped(self, run: _Run, tensors: Sequence[torch.Tensor], outer: _Run | None) -> None:
-        """Have the calling module keep parameters that a module returns."""
+        """Have the calling module keep parameters that a module returns as output."""
         storages = {storage_of(tensor) for tensor in tensors} if run.params else set()
         escaped = [record for record in run.params if record.storage in storages]
         for record in escaped:
@@ -309,7 +309,7 @@ class ModuleRuns:
     # --- backward ------------------------------------------------------------------------------------
 
     def _runs_of(self, task: int) -> list[_Run]:
-        """Return the runs that keep parameters until the end of a backward."""
+        """Return the runs of a backward, which keep parameters at most until its end."""
         if task not in self._backwards:
             self._backwards[task] = []
             at_end_of_backward(partial(self._backward_ended, task))
@@ -356,10 +356,10 @@ class ModuleRuns:
             self._parameters.live.release_idle()
 
     def forget(self, *, graphs: bool = True) -> None:
-        """Release parameters that an error or a forward without backward left whole, and kept ones.
+        """Release parameters that an error or a forward without backward left whole, and kept parameters.
 
         Args:
-            graphs: True also releases those that are kept because a graph may read them.
+            graphs: True: also release parameters that are kept because a graph may read them.
         """
         runs = [*chain(*self._backwards.values())]
         params: list[Sequence[PartitionedParameter]] = [run.params for run in self.forwards]
@@ -383,7 +383,7 @@ def _end_saving(run: _Run) -> None:
 
 
 def _leaves(output: Any) -> Iterator[Any]:
-    """Yield the tensors of a module's output, and objects in it that may hold others."""
+    """Yield the tensors of a module's output, and objects in it that may hold other tensors."""
     for leaf in tree_leaves(output):
         if isinstance(leaf, torch.Tensor):
             yield leaf
@@ -407,4 +407,4 @@ def _abandon(
                 for tensor in record.values.tensors:
                     arrive(tensor)
     finally:
-        live.device.synchronize()  # copies read shards in pinned memory, which is given back now
+        live.device.synchronize()  # copies read shards in pinned memory, which is freed next

@@ -1,8 +1,8 @@
 """Tensors that graphs save while modules run on gathered parameters.
 
-[Note: saved parameters] A module's graph may leave it by another way than its output: in a list, as an attribute of
-another module. While a module runs whose graph may save gathered parameters, hooks on saved tensors note them, without
-their memory. If such a graph runs while its parameters are released, it begins the backward of the run that saved them.
+[Note: saved parameters] A module's graph may leave the module by another way than its output: in a list, or as an
+attribute of another module. While a module runs whose graph may save gathered parameters, hooks on saved tensors record
+them without memory. If such a graph runs while its parameters are released, it begins the saving run's backward.
 All other saved tensors go to the user's hooks, if there are any (``torch.autograd.graph.save_on_cpu``). ``torch.func``
 forbids such hooks: inside it the parameters stay whole until they change.
 """
@@ -20,7 +20,7 @@ from offload_core.errors import StateError
 from ..internals.private import allows_saved_hooks, pop_saved_hooks, push_saved_hooks, storage_of, top_saved_hooks
 
 _LEFT_ALONE = (None, "torch.utils.checkpoint")
-"""Modules whose hooks on saved tensors copy nothing: torch's own functions, and checkpointing."""
+"""Python modules whose hooks on saved tensors copy nothing: torch's own functions, and checkpointing."""
 
 Gather = Callable[[], None]
 """Makes parameters whole."""
@@ -31,7 +31,7 @@ class _Saved:
     """A tensor that a graph has saved; of a gathered parameter, without its memory ([Note: saved parameters])."""
 
     tensor: torch.Tensor
-    """It may share memory with a master weight: it is only read."""
+    """The tensor. It may share memory with a master weight, and is only read."""
     version: int
     gather: Gather | None = None
     """Makes the parameter whole; None: the tensor shares no memory with a gathered parameter."""
@@ -50,16 +50,16 @@ class _Saved:
 
 
 class SavedTensors:
-    """The hooks on saved tensors of one model's runs. Each lies over the user's hooks of its time."""
+    """The hooks on saved tensors of one model's runs. Each is registered inside the user's hooks."""
 
     def __init__(self) -> None:
         self._ours: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
 
     def needed(self, *, unit: bool) -> bool:
-        """Return False if parameters that are saved now take no memory without hooks of these runs, too.
+        """Return True if parameters that are saved now would take memory without a hook.
 
         Args:
-            unit: True for a unit, whose graph is one node: only the user's hooks see what it saves.
+            unit: True for a unit. Its graph is one node, so hooks are only needed if the user has some.
         """
         users = top_saved_hooks(False)
         if users is None:
@@ -67,8 +67,8 @@ class SavedTensors:
         return users[0] not in self._ours and getattr(users[0], "__module__", None) not in _LEFT_ALONE
 
     def note(self, gather_of: Callable[[int | None], Gather | None]) -> saved_tensors_hooks | None:
-        """Return hooks that note the gathered parameters that graphs save. The caller keeps them before it begins them
-        (``__enter__``), so that it can end them after an interrupt anywhere.
+        """Return hooks that record the gathered parameters that graphs save. The caller stores the hooks before it
+        calls ``__enter__``, so that it can end them after an interrupt.
 
         Args:
             gather_of: returns the function that makes the parameter in a storage whole again; None for storages of
@@ -85,7 +85,7 @@ class SavedTensors:
             gather = gather_of(storage_of(tensor))
             if gather is None and users is not None:
                 return users[0](tensor)
-            # Detached: it may be the output of the node that saves it, which would then keep itself alive.
+            # Detached, because a node that saves its own output would keep itself alive.
             return _Saved(tensor.detach(), tensor._version, gather)
 
         def restore(packed: Any) -> torch.Tensor:
@@ -96,7 +96,7 @@ class SavedTensors:
 
 
 def end_noting(hooks: saved_tensors_hooks) -> None:
-    """Take hooks on saved tensors away, if they have begun. Hooks that began inside, and have not ended, stay."""
+    """Remove hooks on saved tensors, if they were entered. Hooks that were entered later and not exited stay."""
     above, top = [], top_saved_hooks(False)
     while top is not None and top[0] is not hooks.pack_hook:
         pop_saved_hooks()

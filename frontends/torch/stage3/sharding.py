@@ -1,4 +1,4 @@
-"""The parameters of a model that are in shards, as the rest of the front end sees them in every stage."""
+"""The interface between the front end and parameters in shards, for every stage."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,10 +21,10 @@ Entries = Sequence[tuple[ParamSpec, torch.Tensor]]
 
 
 class Sharding(ABC):
-    """The parameters of a model that are in shards: which they are, and when they are whole.
+    """Knows which parameters of a model are in shards, and when they are whole.
 
-    ``PartitionedModel`` has them in stage 3. :class:`NoSharding` stands in its place where there are none, so that
-    callers need not ask.
+    ``PartitionedModel`` implements it in stage 3. :class:`NoSharding` implements it without shards, so that callers
+    need no case distinction.
     """
 
     @abstractmethod
@@ -42,20 +42,20 @@ class Sharding(ABC):
     @property
     @abstractmethod
     def is_fixed(self) -> bool:
-        """True if the parameters stay with their optimizer as they are: it cannot be copied, give way to a later one,
-        or make their states anew."""
+        """True if the parameters are bound to their optimizer: it cannot be copied, be replaced by a later optimizer,
+        or make the states again."""
 
     @property
     @abstractmethod
     def gathers(self) -> bool:
         """True if a forward, and a read of the model's weights, gathers parameters from all ranks."""
 
-    # --- parameters that an optimizer takes on -------------------------------------------------------
+    # --- new parameters of an optimizer --------------------------------------------------------------
 
     @abstractmethod
     def describe(self, entries: Entries) -> list[ParamSpec]:
-        """Return the descriptions of parameters that will be trained. They say which parameters are in shards, and
-        which leaf module settles each.
+        """Return the specs of parameters that will be trained. A spec tells if the parameter is in shards, and which
+        leaf module settles it.
 
         Raises:
             ParameterError: a frozen parameter was cut into shards that its update cannot use.
@@ -63,7 +63,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
-        """Return the model's other parameters that are in shards, or will be, and their descriptions."""
+        """Return the model's untrained parameters that are in shards, or will be, and their specs."""
 
     @abstractmethod
     def plan_rows(self, trained: Entries, frozen: Entries) -> list[PlanRow]:
@@ -71,22 +71,22 @@ class Sharding(ABC):
 
     @abstractmethod
     def cut(self, entries: Entries, first: int) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
-        """A context with this rank's shards of those parameters that their descriptions have in shards. In it they are
-        whole, too, and get their states; at its end only the shards stay. Collective.
+        """A context that returns this rank's shards of the entries whose specs are partitioned. In the body these
+        parameters are also whole, and get their states. At its end only the shards stay. Collective.
 
         Args:
-            first: the number in the pipeline that the first of them gets.
+            first: the pipeline's number for the first entry.
         """
 
     @abstractmethod
     def keep_frozen(self, trained: Collection[torch.Tensor]) -> None:
-        """Cut the model's other parameters, and keep only their shards. Collective."""
+        """Cut the model's untrained parameters, and keep only their shards. Collective."""
 
     # --- a step --------------------------------------------------------------------------------------
 
     @abstractmethod
     def before_forward(self, model: nn.Module) -> None:
-        """Have modules that were compiled just now gather their parameters, too."""
+        """Have newly compiled modules gather their parameters, too."""
 
     @property
     @abstractmethod
@@ -110,7 +110,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def forget_order(self) -> None:
-        """Predict no gathers from earlier forwards, after an error in a step: this rank's may differ from others'."""
+        """After an error in a step: predict no gathers from earlier forwards, which may differ between ranks."""
 
     # --- whole by hand -------------------------------------------------------------------------------
 
@@ -131,8 +131,8 @@ class Sharding(ABC):
     def gathered_when_read(self) -> AbstractContextManager[None]:
         """A context in which a read outside forward and backward gathers its parameter, until the context ends.
 
-        All ranks must read the same parameters in the same order. Changes count on one rank, and are an error on
-        several.
+        All ranks must read the same parameters in the same order. Changes count if there is one rank, and are an error
+        with several.
         """
 
     # --- leaf modules --------------------------------------------------------------------------------
@@ -144,7 +144,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool, *, waiting: bool) -> Collection[torch.Tensor]:
-        """Have modules be leaf modules from now on, or no longer.
+        """Make modules leaf modules, or (``leaf=False``) no longer.
 
         Args:
             waiting: True if gradients wait for an update.
@@ -158,14 +158,14 @@ class Sharding(ABC):
 
     @abstractmethod
     def settle_by(self, settle: Callable[..., Collection[torch.Tensor]]) -> None:
-        """Have leaf modules settle their parameters by this method (``Intake.settle``)."""
+        """Set the method by which leaf modules settle their parameters (``Intake.settle``)."""
 
     # --- bytes, and the end --------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def sent_bytes(self) -> int:
-        """The bytes of parameters that this rank has sent to others."""
+        """The bytes of parameters that this rank has sent to other ranks."""
 
     @abstractmethod
     def held_bytes(self) -> Mapping[tuple[str, str], int]:
@@ -177,7 +177,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Remove the hooks. Parameters stay as they are, whole after :meth:`make_whole`."""
+        """Remove the hooks. Parameters stay in shards, or whole after :meth:`make_whole`."""
 
 
 class NoSharding(Sharding):

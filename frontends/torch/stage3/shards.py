@@ -1,8 +1,8 @@
-"""Where a rank's shards of one parameter lie, end to end: in memory, or on disk.
+"""A rank's shards of one parameter, concatenated: in memory, or on disk.
 
-A kind of shard is a :class:`Shard`, with a source in the core from which it is gathered (``ShardSource``), and the
-:class:`DeviceTier` of ``offload_param`` that makes it. What else asks for kinds: the plan (``plans/terms.py``), and
-loads of checkpoints, which fill shards in memory where they lie (``weights/checkpoint.py``).
+To add a kind of shard, add a :class:`Shard`, its source in the core from which it is gathered (``ShardSource``), and
+the :class:`DeviceTier` that makes it for a value of ``offload_param``. Two other modules distinguish kinds: the plan
+(``plans/terms.py``), and loads of checkpoints, which fill shards in memory in place (``weights/checkpoint.py``).
 """
 
 from abc import ABC, abstractmethod
@@ -25,10 +25,10 @@ from .cut import Cut
 
 
 class Shard(ABC):
-    """A rank's shards of a parameter, end to end.
+    """A rank's shards of a parameter, concatenated.
 
     Attributes:
-        values: what the pipeline reads start values from and publishes to.
+        values: the memory or disk space that the pipeline reads start values from and publishes to.
     """
 
     values: torch.Tensor | OnDisk
@@ -36,36 +36,36 @@ class Shard(ABC):
     @property
     @abstractmethod
     def numel(self) -> int:
-        """The elements of all of them."""
+        """The number of elements of all shards."""
 
     @abstractmethod
     def read(self, start: int, numel: int) -> torch.Tensor:
-        """Return elements: their memory, or where they lie on disk a copy."""
+        """Return elements: a view of memory, or a copy from disk."""
 
     @abstractmethod
     def write(self, values: torch.Tensor, at: int = 0) -> None:
-        """Replace the shards of whole buckets, from element ``at`` on. Master weights that hold them have the values
-        already."""
+        """Replace the shards of whole buckets, from element ``at`` on. If master weights hold the shards, they already
+        have the values."""
 
     @abstractmethod
     def source(self, lent: Callable[[torch.Tensor], Any]) -> ShardSource:
-        """Return what parameters are gathered from.
+        """Return the source from which the parameter is gathered.
 
         Args:
-            lent: returns memory as the gathering device takes it.
+            lent: converts memory to the form that the gathering device takes.
         """
 
     @abstractmethod
     def on(self, device: torch.device) -> list[torch.Tensor]:
-        """Return the memory that they take on a device."""
+        """Return the shards' memory on ``device``; an empty list if they are elsewhere."""
 
     @abstractmethod
     def near(self, device: torch.device) -> "Shard":
-        """Return the same shards, in this device's memory unless they lie on disk."""
+        """Return the same shards, copied to this device's memory unless they are on disk."""
 
 
 class MemoryShard(Shard):
-    """Shards in the memory of a device or of the host; the upper halves of master weights may be their memory."""
+    """Shards in the memory of a device or of the host. This memory may be the upper halves of master weights."""
 
     def __init__(self, values: torch.Tensor) -> None:
         self.values: torch.Tensor = values
@@ -91,7 +91,7 @@ class MemoryShard(Shard):
 
 
 class DiskShard(Shard):
-    """Shards in a space of their own on disk."""
+    """Shards in separate space on disk."""
 
     def __init__(self, values: OnDisk) -> None:
         self.values: OnDisk = values
@@ -119,21 +119,21 @@ class DiskShard(Shard):
 
 
 class StatesShard(DiskShard):
-    """Shards that are the master weights on disk."""
+    """Shards whose values are the master weights on disk."""
 
     def write(self, values: torch.Tensor, at: int = 0) -> None:
         pass
 
 
-# --- tiers: where all shards of a model lie ---------------------------------------------------------------
+# --- tiers: the memory or disk of all shards of a model ----------------------------------------------------
 
 
 class DeviceTier:
     """Shards in the memory of the device that parameters are gathered on.
 
     Attributes:
-        device: whose memory shards take, or pass through on their way to disk.
-        where: the word for it in plans.
+        device: the device whose memory has the shards, or has them before they go to disk.
+        where: the name of this memory in plans.
     """
 
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
@@ -142,15 +142,15 @@ class DeviceTier:
         self._memory = memory
 
     def given(self) -> Callable[[Cut, torch.Tensor], Shard]:
-        """Return what makes shards of this rank's part of each parameter, in its own element type, for a time."""
+        """Return a function that makes temporary shards of a parameter, in its present element type."""
         return lambda cut, part: MemoryShard(part)
 
     def keep(self, cut: Cut, given: Shard) -> Shard:
-        """Return the shards of a parameter in its final element type, where they stay."""
+        """Return the final shards of a parameter, in its final element type."""
         return MemoryShard(given.read(0, cut.shard_numel).to(self.device, TORCH_DTYPES[cut.spec.dtype]))
 
     def in_states(self, states: StateAccess, index: int, dtype: ElementType) -> Shard | None:
-        """Return the shards of a trained parameter whose master weights hold them; None: they do not."""
+        """Return a trained parameter's shards if its master weights hold them, else None."""
         values = states.parameter_memory(index)
         return None if values is None else MemoryShard(as_torch(values))
 
@@ -160,7 +160,7 @@ class DeviceTier:
         return 0
 
     def close(self) -> None:
-        """Give back what shards take on disk."""
+        """Free the shards' disk space."""
 
 
 class HostTier(DeviceTier):
@@ -175,7 +175,7 @@ class HostTier(DeviceTier):
 
 
 class DiskTier(HostTier):
-    """Shards on disk: a trained parameter's are its master weights there, a frozen one's have a space of their own."""
+    """Shards on disk. A trained parameter's shards are its master weights; a frozen parameter's are separate."""
 
     def __init__(self, folders: Sequence[str], memory: HostMemory) -> None:
         super().__init__(memory)

@@ -1,4 +1,4 @@
-"""Makes partitioned parameters whole and releases them; a read of a released one comes back to its engine."""
+"""Gathers and releases partitioned parameters, and has a read of a released parameter call its engine."""
 
 import gc
 import weakref
@@ -23,9 +23,9 @@ class WholeParameters:
     """The partitioned parameters of a model that are whole now.
 
     Args:
-        pipeline: updates them.
-        touch: a method that makes a released parameter whole before it is read, or raises :class:`StateError`. Its
-            object is not kept alive.
+        pipeline: updates the parameters.
+        touch: a method that gathers a released parameter before it is read, or raises :class:`StateError`. Its object
+            is not kept alive.
     """
 
     def __init__(self, parameters: PartitionedParameters, pipeline: Pipeline, touch: _Touch) -> None:
@@ -40,7 +40,7 @@ class WholeParameters:
         """Make parameters whole, until :meth:`let_go`.
 
         Raises:
-            StateError: a parameter's shards are of a step that is still to come (``update_in_backward``).
+            StateError: a parameter's shards are of a step that has not come (``update_in_backward``).
         """
         for record in records:
             if self.was_sent_early(record):
@@ -50,7 +50,7 @@ class WholeParameters:
             with nullcontext() if innermost_transform() is None else outside_transforms():
                 self._live.acquire([record.live for record in records])
         except BaseException:
-            # An error in an update is the cause, and is raised instead.
+            # If an update failed, finish() raises its error, which is the cause.
             self._state_lock.change("a gathering of parameters", self._pipeline.finish)
             raise
         for record in records:
@@ -58,11 +58,11 @@ class WholeParameters:
                 arrive(tensor)
 
     def was_sent_early(self, record: PartitionedParameter) -> bool:
-        """Return True if the parameter's shards may be of a step that is still to come (``update_in_backward``)."""
+        """Return True if the parameter's shards may be of a step that has not come (``update_in_backward``)."""
         return record.index is not None and self._pipeline.early.holds(record.index)
 
     def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
-        """End one :meth:`hold` of these parameters; ``may_stay``: they may stay whole for their next use."""
+        """End one :meth:`hold` of these parameters. With ``may_stay`` they may stay whole for their next use."""
         if records:
             self._live.release([record.live for record in records], may_stay=may_stay)
         for record in records:
@@ -77,9 +77,9 @@ class WholeParameters:
                 shard(tensor, touched)
 
     def keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
-        """Keep parameters whole until the next forward; if a graph may read them, until they change.
+        """Keep parameters whole until the next forward, or with ``for_graph``, until they change.
 
-        One that was sent early has changed.
+        Parameters that were sent early have changed, and are not kept.
         """
         records = [record for record in records if not self.was_sent_early(record)]
         self.hold([record for record in records if record not in self._kept])
@@ -87,14 +87,14 @@ class WholeParameters:
             self._kept[record] = for_graph or self._kept.get(record, False)
 
     def end_keeping(self, *, graphs: bool) -> None:
-        """Release parameters that are kept until the next forward; with ``graphs``, also those that graphs may read."""
+        """End :meth:`keep` of parameters until the next forward, and with ``graphs`` of those kept for a graph, too."""
         kept = [record for record, for_graph in self._kept.items() if graphs or not for_graph]
         for record in kept:
             del self._kept[record]
         self.let_go(kept)
 
     def runs_hold(self, record: PartitionedParameter) -> bool:
-        """Return True if the parameter is whole for more than :meth:`keep`."""
+        """Return True if a :meth:`hold` by another caller than :meth:`keep` keeps the parameter whole."""
         return record.live.holds > (record in self._kept)
 
 
@@ -118,9 +118,9 @@ def _touched(method: "weakref.WeakMethod[_Touch]", name: str, several: bool, ten
         try:
             return touch(record)
         except StateError as error:
-            refused = error.with_traceback(None)  # which would keep the engine alive
+            refused = error.with_traceback(None)  # the traceback would keep the engine alive
         del touch, record
-        gc.collect()  # a reference cycle of an old trainer may keep its engine, which else lets go of its model
+        gc.collect()  # a reference cycle of an old trainer may keep its engine alive, which else frees its model
         if method() is not None:
             raise refused
         if not several:
