@@ -49,8 +49,8 @@ class ParamSpec:
     """The shape of the matrices that it consists of, which no bucket cuts; None: its rule updates any run of elements
     alone."""
     settled_with: int | None = None
-    """Not None: its gradient may come on some ranks only, or earlier on some, and waits until it is settled
-    (``Gradients.settle``), with those of all parameters that have the same number."""
+    """The number of a leaf module; None: there is none. The parameter's gradient may come on some ranks only, or
+    earlier on some. It waits until ``Gradients.settle`` names the parameters of that module."""
 
     @property
     def first(self) -> int | None:

@@ -262,8 +262,8 @@ class BucketTerms:
         return len(self.device.ranks) * bucket.shard_numel * self.home_dtype(bucket).itemsize
 
     def gradient_slot_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """Return the size of the gradient slots that these buckets share, which is the largest bucket's. None: they
-        share none, because separate memory for each takes no more, or they need no memory."""
+        """Return the size of the gradient slots that these buckets share, which is the largest bucket's. None: each
+        bucket has gradient memory of its own, because slots would take no less, or needs none."""
         return self.slot_bytes_of_kinds([(bucket, 1) for bucket in buckets])
 
     def slot_bytes_of_kinds(self, kinds: Kinds) -> int | None:

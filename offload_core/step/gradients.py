@@ -114,7 +114,7 @@ class Gradients:
         """
         assert self._state_lock.changing.locked()
         self._begin_gradients()
-        if before := self._arrivals.out_of_aside(gradients):
+        if self._arrivals.since.aside and (before := self._arrivals.out_of_aside(gradients)):
             self._take(before)
         if now := self._arrivals.put_aside(gradients):
             self._take(now)

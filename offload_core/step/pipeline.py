@@ -564,13 +564,16 @@ class OrderedCollectives:
         self._pipeline = pipeline
         self._collectives = pipeline.device.collectives
         self.rank, self.world_size = self._collectives.rank, self._collectives.world_size
-        self.where = self._collectives.where
 
     def sum_integers(self, array: np.ndarray, what: str) -> None:
         self._run(lambda: self._collectives.sum_integers(array, what))
 
     def broadcast(self, array: np.ndarray, what: str, source: int = 0) -> None:
         self._run(lambda: self._collectives.broadcast(array, what, source))
+
+    def where(self) -> str:
+        """As :meth:`Collectives.where`."""
+        return self._collectives.where()
 
     def _run(self, task: Callable[[], None]) -> None:
         if self.world_size > 1:

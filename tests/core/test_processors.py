@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from offload_core.commands import info, machine
-from offload_core.memory import near
+from offload_core.memory import numa
 from offload_core.memory.pinning import Cuda
 from offload_core.native import kernels
 from offload_core.support import launchers, processors, topology
@@ -354,9 +354,9 @@ def test_a_device_is_found_by_its_number_among_those_that_are_visible(visible, n
     assert not absent.start()
     assert not without.start()
     drivers = [absent, without, driver]
-    assert near.node_near(drivers, 0) is None  # nobody has started the driver
+    assert numa.node_near(drivers, 0) is None  # nobody has started the driver
     assert driver.start()
-    assert [near.node_near(drivers, i) for i in range(-1, len(nodes) + 1)] == [None, *nodes, None]
+    assert [numa.node_near(drivers, i) for i in range(-1, len(nodes) + 1)] == [None, *nodes, None]
 
 
 # --- the threads of a real process ---------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_workers_follow_the_devices_of_the_process_and_a_child_begins_anew(tmp_p
 from dataclasses import replace
 os.sched_setaffinity(0, {{ {one}, {other} }})
 from offload_core.config.options import OffloadConfig
-from offload_core.memory import near
+from offload_core.memory import numa
 from offload_core.memory.pinning import Cuda
 from offload_core.memory.host_memory import HostMemory
 from offload_core.native import kernels
@@ -467,7 +467,7 @@ topology.SYSFS = Path({str(root)!r})
 driver = Cuda(0, {library!r})
 config, seen = OffloadConfig(), []
 def engine(*ordinals):
-    near.work_near(config, ordinals, [driver])
+    numa.work_near(config, ordinals, [driver])
     HostMemory(config.threads).allocate("states", 8 * 2**20, np.dtype(np.float32))
     seen.append([config.threads, kernels.kernel_info().pool_workers, affinity()])
 engine()
@@ -475,7 +475,7 @@ driver.start()
 engine(0)
 engine()
 engine(1)
-near.work_near(OffloadConfig(num_threads=2), [0], [driver])
+numa.work_near(OffloadConfig(num_threads=2), [0], [driver])
 seen.append(affinity())
 reading, writing = os.pipe()
 if not os.fork():

@@ -426,7 +426,7 @@ class DeviceMemory:
             pending.release(tensor, memory.wait)
 
     def _free(self) -> None:
-        """Give back the memory of what is released, if anything is."""
+        """Free the storages of released tensors; do nothing while parameters are on the device."""
         if self._pipeline.released:
             for memory in self._memories.values():
                 memory.free()
