@@ -24,10 +24,10 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
 from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16
+from offload_core.engine import Engine
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import format_table
 from offload_core.rules import STATE_NAMES
-from offload_core.step.pipeline import Pipeline
 
 RESULTS = Path(__file__).resolve().parent / "results" / "formats.jsonl"
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
@@ -52,10 +52,10 @@ AVERAGED = 10
 def allocated(fields: Mapping[str, Any], numel: int) -> float:
     """Measured: bytes a parameter that states take of the host."""
     config = OffloadConfig(op_order="torch", **fields)
-    pipeline = Pipeline(config, HostRanks(HostDevice()), None)
+    engine = Engine(config, HostRanks(HostDevice()), None)
     tensor = np.zeros(numel, BFLOAT16.numpy)
-    pipeline.state_lock.change("", pipeline.add_parameters, [ParamSpec("w", numel, BFLOAT16)], [tensor])
-    states = {name: n for name, n in pipeline.memory.report().items() if name in STATE_NAMES}
+    engine.state_lock.change("", engine.add_parameters, [ParamSpec("w", numel, BFLOAT16)], [tensor])
+    states = {name: n for name, n in engine.memory.report().items() if name in STATE_NAMES}
     own = tensor.nbytes if "master" not in states else 0  # on the CPU the parameter is its own master weight
     return (sum(states.values()) + own) / numel
 

@@ -17,10 +17,10 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
 from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16
+from offload_core.engine import Engine
 from offload_core.layout.partition import ParamSpec
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.decision import StepArguments
-from offload_core.step.pipeline import Pipeline
 
 PARAM = 1 << 22
 """Elements of a parameter."""
@@ -51,20 +51,20 @@ def moved() -> tuple[int, int]:
 def make_step(numel: int, fields: dict[str, Any]) -> Step:
     """Return the update of so many parameters, in ms, with the bytes a parameter that it read and wrote on disks."""
     config = OffloadConfig(**fields)
-    pipeline = Pipeline(config, HostRanks(HostDevice()), None)
-    change = pipeline.state_lock.change
+    engine = Engine(config, HostRanks(HostDevice()), None)
+    change, add = engine.state_lock.change, engine.gradients.add
     drawn = (np.random.default_rng(0).standard_normal(_DRAWN) * 1e-3).astype(BFLOAT16.numpy)
     tensors = [np.resize(drawn, n) for n in sizes(numel)]
     gradient = np.resize(drawn, max(sizes(numel)))
     specs = [ParamSpec(f"p{i}", tensor.size, BFLOAT16) for i, tensor in enumerate(tensors)]
-    change("add_parameters()", partial(pipeline.add_parameters, specs, tensors))
+    change("add_parameters()", partial(engine.add_parameters, specs, tensors))
     gradients = {i: gradient[: spec.numel] for i, spec in enumerate(specs)}
     arguments = StepArguments([AdamHyper(1e-3)], tensors)
 
     def update() -> None:
-        pipeline.gradients.add(gradients)
-        pipeline.step(arguments)
-        pipeline.last_step.finish()
+        add(gradients)
+        engine.step(arguments)
+        engine.finish()
 
     def step(micro_batch: int) -> dict[str, float]:
         before, start = moved(), time.perf_counter()

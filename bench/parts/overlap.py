@@ -155,7 +155,7 @@ def compare(
             seconds = measure(runs, rounds, steps)
             for schedule, run in runs.items() if traces else ():
                 label = f"{name}-{buckets}-{'clip' if clips else 'free'}-{schedule.replace(' ', '-')}.json"
-                with run.pipeline.trace(traces / label):
+                with run.engine.trace(traces / label):
                     run.step_times(1)
     finally:
         for run in runs.values():

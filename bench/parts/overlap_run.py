@@ -17,11 +17,11 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.host_ranks import HostRanks
 from offload_core.device.trace import COMPUTE
 from offload_core.dtypes import BFLOAT16, ElementType
+from offload_core.engine import Engine
 from offload_core.layout.partition import ParamSpec
 from offload_core.native import kernels
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.decision import StepArguments
-from offload_core.step.pipeline import Pipeline
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 
 SCHEDULES: dict[str, dict[str, Any]] = {
@@ -125,7 +125,7 @@ def slow_kernels(bandwidth: float) -> Iterator[None]:
 
 
 class Run:
-    """A pipeline on a simulated machine, one layer a bucket."""
+    """An engine on a simulated machine, one layer a bucket."""
 
     def __init__(self, case: Case, params: int, buckets: int, scale: int, clips: bool, schedule: str) -> None:
         numel = params // scale // buckets
@@ -135,31 +135,34 @@ class Run:
         clip = 1e9 if clips else None  # nothing is
         options = SCHEDULES[schedule]
         config = OffloadConfig(reduce_bucket_size=numel, gradient_clipping=clip, num_threads=1, **options)
-        self.pipeline = Pipeline(config, HostRanks(self.fake, None), None)
+        ranks = HostRanks(self.fake, None)
+        self.engine = engine = Engine(config, ranks, None)
+        self.trace = ranks.trace
+        self.gradients_on_host, self.parameters = engine.gradients, engine.parameters
         weights = np.ones(numel, BFLOAT16.numpy)
         self.tensors = [FakeTensor(weights) for _ in self.layers]
         self.gradients = [FakeTensor(weights) for _ in self.layers]
         specs = [ParamSpec(f"layer {i}", numel, BFLOAT16) for i in self.layers]
-        self.change = partial(self.pipeline.state_lock.change, "a benchmark")
-        self.change(self.pipeline.add_parameters, specs, self.tensors)
+        self.change = partial(self.engine.state_lock.change, "a benchmark")
+        self.change(self.engine.add_parameters, specs, self.tensors)
         self.device, self.hypers = Sleeper(), [AdamHyper(1e-3)]
 
     def compute(self, what: str, layer: int, seconds: float) -> None:
-        with self.pipeline.device.trace.span(COMPUTE, f"{what} of layer {layer}"):
+        with self.trace.span(COMPUTE, f"{what} of layer {layer}"):
             self.device.sleep(seconds)
 
     def step(self) -> None:
         for layer in self.layers:
-            self.pipeline.await_param(layer)
-            with self.pipeline.device.trace.span(COMPUTE, "the device waits"):  # as the caller computes in its place
+            self.parameters.await_param(layer)
+            with self.trace.span(COMPUTE, "the device waits"):  # as the caller computes in its place
                 self.fake.compute(lambda: None).wait()
             self.compute("forward", layer, self.times.forward)
-        self.change(self.pipeline.early.expect_step, StepArguments(self.hypers, self.tensors))
+        self.change(self.engine.expect_step, StepArguments(self.hypers, self.tensors))
         for layer in reversed(self.layers):
             self.compute("backward", layer, self.times.backward)
-            self.change(self.pipeline.gradients.add, {layer: self.gradients[layer]})
-        self.change(self.pipeline.gradients.end_micro_step)
-        assert self.change(self.pipeline.step, StepArguments(self.hypers, self.tensors)).updated
+            self.change(self.gradients_on_host.add, {layer: self.gradients[layer]})
+        self.change(self.gradients_on_host.end_micro_step)
+        assert self.change(self.engine.step, StepArguments(self.hypers, self.tensors)).updated
 
     def step_times(self, steps: int) -> list[float]:
         """Seconds of so many steps in a row, each from the boundary before to its own."""
@@ -168,9 +171,9 @@ class Run:
         for _ in range(steps):
             self.step()
             ends.append(time.perf_counter())
-        self.change(self.pipeline.last_step.finish)
+        self.change(self.engine.last_step.finish)
         return [after - before for before, after in pairwise(ends)]
 
     def close(self) -> None:
-        self.change(self.pipeline.last_step.finish)
+        self.change(self.engine.last_step.finish)
         self.fake.close()

@@ -1,7 +1,7 @@
 """Offloaded AdamW for JAX: ``wrap(params)``, ``offloaded.value_and_grad(loss_fn)``, ``offloaded.update(grads)``."""
 
 from offload_core.config.options import OffloadConfig
-from offload_core.step.pipeline import StepReport
+from offload_core.engine import StepReport
 
 from .devices.launch import initialize
 from .devices.mesh.gather import gather_params, gathered

@@ -12,18 +12,13 @@ from typing import Any, Never, Unpack
 import numpy as np
 from jax.sharding import Mesh
 
-from offload_core.checkpoint.checkpoints import Names
-from offload_core.checkpoint.export import MAX_SHARD_BYTES
-from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike
 from offload_core.dtypes import BY_NUMPY
+from offload_core.engine import MAX_SHARD_BYTES, Engine, LossScaler, Names, SaveOnSignal, StateLock, StepReport
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec as CoreParam
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import check_start
-from offload_core.step.loss_scale import scaler_for
-from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.step.state_lock import StateLock
 from offload_core.support.launchers import warn_if_launched
 from offload_core.support.where import answer_signals
 
@@ -124,15 +119,15 @@ class OffloadedParams:
             tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs)))
             parts = self._placement.specs(tree.trained[-1], dtype)
             specs += rules.of(tree.trained[-1], parts, decayed=bool(decayed[i]))
-        scaler = scaler_for(self.config, [s.dtype for s in specs])
+        scaler = LossScaler.of(self.config, [s.dtype for s in specs])
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
-        self._pipeline = Pipeline(config, self._placement.device, scaler, rules.rules[0])
-        self._state_lock = self._pipeline.state_lock
-        self._planned = checked_plan(self._pipeline, self._placement, leaves, tree.trained, specs)
+        self._core = Engine(config, self._placement.device, scaler, rules.rules[0])
+        self._state_lock = self._core.state_lock
+        self._planned = checked_plan(self._core, self._placement, leaves, tree.trained, specs)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
         tensors = self._placement.start(tree.trained, arrays)
-        self._state_lock.change("wrap()", self._pipeline.add_parameters, specs, tensors)
+        self._state_lock.change("wrap()", self._core.add_parameters, specs, tensors)
         arrays = self._placement.started(arrays, tensors)
         for i in set(range(len(leaves))) - set(positions):
             leaves[i] = self._placement.pass_through(leaves[i])
@@ -140,12 +135,12 @@ class OffloadedParams:
             leaves[leaf.position] = self._placement.cast(leaf, array)
         first = leaves[tree.trained[0].position]
         self._loss_scale = None if scaler is None else DeviceScale(scaler, first)
-        self._updates = TreeUpdates(self._pipeline, self._placement, tree, self._loss_scale)
-        self._states = TreeStates(self._pipeline, self._placement, tree)
-        self._checkpoints = TreeCheckpoints(self._pipeline, self._placement, tree)
+        self._updates = TreeUpdates(self._core, self._placement, tree, self._loss_scale)
+        self._states = TreeStates(self._core, self._placement, tree)
+        self._checkpoints = TreeCheckpoints(self._core, self._placement, tree)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self._pipeline.__reduce_ex__(protocol)  # it says what to do instead
+        return self._core.__reduce_ex__(protocol)  # it says what to do instead
 
     @property
     @public("params")
@@ -173,11 +168,11 @@ class OffloadedParams:
     def count(self) -> int:
         """Updates made so far."""
         self._later.wait()
-        return self._pipeline.update_count
+        return self._core.update_count
 
     @count.setter
     def count(self, updates: int) -> None:
-        self._pipeline.update_count = updates
+        self._core.update_count = updates
 
     # --- gradients ---------------------------------------------------------------------------------
 
@@ -263,15 +258,15 @@ class OffloadedParams:
     @public("update()", StateLock.begin)
     def _update(self, grads: Any, learning_rate: Any = None, *, wait: bool = True, donate: bool = False) -> Any:
         """Make an update, or have a thread make it. A ``learning_rate`` stands in place of the configuration's."""
-        updates, pipeline = self._updates, self._pipeline
-        with pipeline.span("update"):
+        updates, core = self._updates, self._core
+        with core.span("update"):
             given = updates.check(grads, learning_rate, donate=donate)
             if wait or not self._placement.alone:
                 updates.take(given)
                 return self._tree.now() if wait else None
 
         def take() -> None:
-            with pipeline.span("update"):
+            with core.span("update"):
                 updates.take(given)
 
         self._later.ask(partial(self._state_lock.change, "update()", take))
@@ -300,12 +295,13 @@ class OffloadedParams:
             OSError: the file cannot be written.
         """
         self._later.wait()
-        return self._pipeline.trace(path)
+        return self._core.trace(path)
 
     def discard_gradients(self) -> None:
         """Forget the gradients accumulated since the last update."""
         self._later.wait()
-        self._state_lock.change("discard_gradients()", self._pipeline.gradients.drop)
+        gradients = self._core.gradients
+        self._state_lock.change("discard_gradients()", gradients.drop)
 
     # --- states ------------------------------------------------------------------------------------
 
@@ -418,7 +414,7 @@ class OffloadedParams:
         self.flush()
         self._tree.check_alive("export_safetensors")
         export_safetensors(
-            self.params, self._pipeline, self._states.whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
+            self.params, self._core, self._states.whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
 
     # --- checkpoints -------------------------------------------------------------------------------
@@ -484,12 +480,12 @@ class OffloadedParams:
             StateError: not in the main thread.
         """
         save = partial(self.save_checkpoint, folder, stateful=stateful, keep=keep)
-        return SaveOnSignal(self._pipeline, lambda extras: save(extras=extras), signals)
+        return self._core.save_on_signal(lambda extras: save(extras=extras), signals)
 
     def wait_for_checkpoint(self) -> None:
         """Return when the last checkpoint is on the disk; raise the error of its writing. All processes call it."""
         self._later.wait()
-        self._checkpoints.core.wait()
+        self._checkpoints.wait()
 
     @public("load_checkpoint()")
     def load_checkpoint(
@@ -519,7 +515,7 @@ class OffloadedParams:
             StateError: under jit.
         """
         refuse_jit("load_checkpoint()")
-        if missing_ok and self._checkpoints.core.has_none(path):
+        if missing_ok and self._checkpoints.has_none(path):
             return None
         return self._checkpoints.load(
             path, self._updates.publish, stateful=stateful, names=names, random_state=random_state
@@ -532,7 +528,7 @@ class OffloadedParams:
         Waits for no lock and raises nothing, so that signal handlers and other threads may call it at any time.
         ``OFFLOAD_CORE_WHERE=1`` in the environment has ``kill -USR1`` print it, from ``wrap`` on.
         """
-        return self._pipeline.where()
+        return self._core.where()
 
     def memory_report(self) -> MemoryReport:
         """Planned and measured bytes of this process; print the report, or draw it (``.plot(path)``).
@@ -541,13 +537,13 @@ class OffloadedParams:
         gradients are not, because they are the caller's.
         """
         self._later.wait()
-        return self._pipeline.memory_report(self._planned, held_bytes(self._tree))
+        return self._core.memory_report(self._planned, held_bytes(self._tree))
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this process's ranks have sent to other ranks in updates."""
         self._later.wait()
-        return self._pipeline.device.sent_bytes
+        return self._placement.device.sent_bytes
 
     # --- optax -------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Offloaded optimizers for PyTorch: ``wrap(model)``, or ``OffloadedAdamW`` and other optimizers alone."""
 
 from offload_core.config.options import OffloadConfig
-from offload_core.step.pipeline import StepReport
+from offload_core.engine import StepReport
 
 from .engine import Engine, wrap
 from .integrations.zero_files.export import export_deepspeed

@@ -11,15 +11,12 @@ from typing import Any, Unpack
 import torch
 from torch import nn
 
-from offload_core.checkpoint.checkpoints import Names
-from offload_core.checkpoint.export import MAX_SHARD_BYTES
-from offload_core.checkpoint.on_signal import SaveOnSignal
 from offload_core.config.options import ConfigLike
 from offload_core.config.settings import OffloadSettings
+from offload_core.engine import MAX_SHARD_BYTES, Names, SaveOnSignal, StepReport
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.ranks.consistency import together
-from offload_core.step.pipeline import StepReport
 from offload_core.support.checks import kind_of
 from offload_core.support.hints import hinted, refuse
 from offload_core.support.last_words import say_error_last
@@ -154,7 +151,8 @@ class Engine(nn.Module):
         if torch.compiler.is_dynamo_compiling():
             self._traced = True
         elif self.is_released:
-            self.optimizer.pipeline.check_present()
+            parameters = self.optimizer.core.parameters
+            parameters.check_present()
         elif self.optimizer.updates == 0:
             self.optimizer.follow_sizes()
         if not torch.compiler.is_dynamo_compiling():
@@ -209,7 +207,7 @@ class Engine(nn.Module):
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             steps.expect(self.optimizer.param_groups, average=average)
         parts = steps.parts
-        span = parts.pipeline.span("backward")
+        span = parts.core.span("backward")
         try:
             with span:
                 parts.device_memory.before_backward()
@@ -242,13 +240,14 @@ class Engine(nn.Module):
         if boundary is None:
             self._warn_of_uncounted()
         self._changes.check(self.module, optimizer)
-        pipeline, intake = steps.parts.pipeline, steps.parts.intake
+        core, intake = steps.parts.core, steps.parts.intake
+        gradients = core.gradients
         if not intake.fresh:
             before, self._kept = self._kept, kept_gradients(self.module)
             intake.fresh = self._kept not in ([], before)
-        with pipeline.span("step"):
+        with core.span("step"):
             try:
-                if not (pipeline.gradients.at_boundary if boundary is None else boundary):
+                if not (gradients.at_boundary if boundary is None else boundary):
                     return steps.accumulate(optimizer.param_groups, may_be_empty=bool(boundary))
                 steps.end_micro_step(optimizer.step, may_be_empty=bool(boundary), reads_wait=self._reads_wait)
                 assert optimizer.report is not None
@@ -307,17 +306,17 @@ class Engine(nn.Module):
             StateError: another trace is being recorded.
             OSError: the file cannot be written.
         """
-        running, pipeline = ExitStack(), self.optimizer.pipeline
+        running, core = ExitStack(), self.optimizer.core
 
         @untraced
         def begin(module: nn.Module, args: Any) -> None:
-            running.enter_context(pipeline.span("forward"))
+            running.enter_context(core.span("forward"))
 
         @untraced
         def end(module: nn.Module, args: Any, output: Any) -> None:
             running.close()
 
-        with ExitStack() as hooks, pipeline.trace(path), running:
+        with ExitStack() as hooks, core.trace(path), running:
             hooks.callback(self.register_forward_pre_hook(begin).remove)
             hooks.callback(self.register_forward_hook(end, always_call=True).remove)
             yield
@@ -362,7 +361,7 @@ class Engine(nn.Module):
                 f"the no_sync context manager is incompatible with ZeRO stage {stage}, which keeps no whole "
                 "gradients; expected stage=1, or no no_sync(): gradient_accumulation_steps then sums shards in fp32"
             )
-        alone = self.optimizer.pipeline.world_size == 1
+        alone = self.optimizer.core.world_size == 1
         return nullcontext() if alone else self.optimizer.parts.intake.deferring()
 
     def set_gradient_accumulation_steps(self, micro_steps: int) -> None:
@@ -380,7 +379,8 @@ class Engine(nn.Module):
         A loop that calls this before every backward therefore accumulates as configured.
         ``engine.optimizer.zero_grad()`` discards gradients at any time.
         """
-        if self.optimizer.pipeline.gradients.micro_steps == 0:
+        gradients = self.optimizer.core.gradients
+        if gradients.micro_steps == 0:
             self.optimizer.zero_grad(set_to_none)
 
     @property
@@ -483,7 +483,7 @@ class Engine(nn.Module):
         def save(extras: Any) -> Path:
             return Engine.save_checkpoint(self, folder, stateful=stateful, extras=extras, keep=keep)
 
-        return SaveOnSignal(self.optimizer.pipeline, save, signals)
+        return self.optimizer.core.save_on_signal(save, signals)
 
     def wait_for_checkpoint(self) -> None:
         """Wait until the last checkpoint is on the disk, and raise the error if saving failed. All ranks call it."""
@@ -632,7 +632,7 @@ class Engine(nn.Module):
         values = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in tensors.items() if torch.is_tensor(t)}
         self.named_weights(into=values, rank0_only=True)
         left_out = {n for n, t in tensors.items() if isinstance(t, nn.Parameter) and not (frozen or t.requires_grad)}
-        is_first = self.optimizer.pipeline.rank == 0
+        is_first = self.optimizer.core.rank == 0
         return {name: value for name, value in values.items() if name not in left_out} if is_first else None
 
     # --- memory --------------------------------------------------------------------------------------
@@ -732,7 +732,7 @@ class Engine(nn.Module):
             return StateError(f"{what}() failed in process {others}, and so in all; it says there why")
 
         try:
-            with together(self.optimizer.pipeline.collectives, what, failed):
+            with together(self.optimizer.core.collectives, what, failed):
                 yield
         except Exception:
             self.close()
@@ -764,9 +764,9 @@ def _check_averages_once(model: nn.Module) -> None:
 
 def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
     """Give frozen parameters and buffers rank 0's values, too. DTensors have those that their mesh says."""
-    if optimizer.pipeline.world_size == 1:
+    if optimizer.core.world_size == 1:
         return
-    packed = packed_values(model)
+    packed, collectives = packed_values(model), optimizer.core.collectives
     given = [*model.named_parameters(), *model.named_buffers()]
     others = [(n, t) for n, t in given if not is_dtensor(t)]
     rest = [(n, t) for n, t in others if t not in optimizer.state and t not in optimizer.sharding]
@@ -774,6 +774,6 @@ def _start_alike(model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         for tensor in packed[whole].tensors if whole in packed else [whole]:
             host = tensor.detach().cpu().contiguous()
             values = host.view(-1).view(torch.uint8).numpy() if host.numel() else host.numpy()
-            optimizer.pipeline.collectives.broadcast(values, f"{name!r}: initial value")
+            collectives.broadcast(values, f"{name!r}: initial value")
             with grad_mode_kept(), torch.no_grad():
                 tensor.copy_(host)

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -29,20 +29,20 @@ from ..layout.regions import Region
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, fingerprint, processes
 from ..rules import MASTER, STATE_NAMES
-from ..step.loss_scale import checked_state
+from ..step.loss_scale import LossScaler
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
 from ..step.state_lock import StateLock, uses, whole
+from ..support.checkpoint_folder import MANIFEST, file_name, find_tag, has_none
 from ..support.checks import LARGEST, shown
 from ..support.threads import await_sections, uninterrupted
 from ..support.user_line import UserLine
-from .folder import MANIFEST, file_name, find_tag, has_none
 from .loading import Reading, Target, check_model, read_targets
 from .reader import Checkpoint, Loaded, Opened, Want
 from .safetensors import NOT_AS_WRITTEN
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
-from .stateful import LastPart, run_last
+from .stateful import LastPart, Run, check_run, run_last
 from .values import ArrayType, encode
 
 Names = Mapping[str, str] | Callable[[str], str] | None
@@ -59,10 +59,12 @@ class Contents:
     """This process's runs of tensors that are not trained."""
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
     """Shape and element type of every tensor that is not trained, in any process."""
+    run: Run | None = None
+    """The run that the checkpoint is of; None: weights and states alone are saved."""
     state: Any = None
-    """Plain values; those of process 0 are saved."""
+    """Further plain values; those of process 0 are saved. With a ``run`` they are a dictionary."""
     own: Any = None
-    """Plain values of this process; saved for each process."""
+    """Plain values of this process; saved for each process. With a ``run`` they are the run's."""
     types: Sequence[ArrayType] = ()
     """The types of arrays that ``state`` and ``own`` may hold."""
     gradients_wait: bool = False
@@ -84,10 +86,10 @@ class Contents:
 class Checkpoints:
     """The checkpoints of one pipeline. All processes make the same calls."""
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Pipeline, states: StateAccess) -> None:
         self._pipeline = pipeline
         self._state_lock = pipeline.state_lock
-        self._states = StateAccess(pipeline)
+        self._states = states
         self._save: Save | None = None
 
     @property
@@ -159,6 +161,8 @@ class Checkpoints:
                 )
             names = dict.fromkeys(contents.names) if contents.parts else contents.names
             _check_names([*names, *contents.shapes, *contents.left_out])
+            if (run := contents.run) is not None:
+                contents = replace(contents, state=run.state(step) | (contents.state or {}), own=run.own())
             if contents.gradients_wait or self._pipeline.gradients.are_waiting:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "
@@ -311,7 +315,7 @@ class Checkpoints:
 
     @whole("load_checkpoint()")
     def find_tag(self, folder: str | os.PathLike[str], tag: str | None) -> Path | None:
-        """As :func:`~offload_core.checkpoint.folder.find_tag`, of all processes.
+        """As :func:`~offload_core.support.checkpoint_folder.find_tag`, of all processes.
 
         Raises:
             CheckpointError: on all processes, if one finds none of that name, or they do not find the same.
@@ -334,9 +338,11 @@ class Checkpoints:
         publish: Callable[[], None],
         types: Sequence[ArrayType] = (),
         *,
+        run: Run | None = None,
         accept: Callable[[Loaded], Sequence[LastPart]] = lambda loaded: (),
         states: bool = True,
         strict: bool = True,
+        warns: bool = True,
     ) -> Loaded:
         """Load a checkpoint into the existing parameters, states and targets.
 
@@ -346,9 +352,11 @@ class Checkpoints:
             targets: other tensors to load.
             states: False loads master weights alone: other states, step counts and the loss scale stay.
             strict: False: tensors that the checkpoint lacks stay as they are, and those that are not here are left out.
-            publish: calls :meth:`Pipeline.flush` with the device parameters.
+            publish: calls :meth:`Parameters.flush` with the device parameters.
+            run: gets its states and the count of updates back; None: the checkpoint may be of no run.
             accept: checks the front end's part before anything changes, and may raise :class:`CheckpointError`. It
-                returns the parts that run code of a user's objects. They are run when everything else is loaded.
+                returns parts of the load that come when everything else is loaded.
+            warns: False: states of the run for which there is no object are left out without a warning.
 
         Raises:
             CheckpointError: on all processes, if one found an error. Unless the message says that loading broke off,
@@ -366,7 +374,10 @@ class Checkpoints:
             here = [i for i, name in enumerate(names) if name in there]
             if states:
                 self._check_states(loaded, names)
-            last = accept(loaded)
+            updates = None if run is None else check_run(loaded)
+            last = [*accept(loaded)]
+            if run is not None:
+                last += run.parts(loaded, alone=warns and states and self._collectives.rank == 0)
             scale = self._loss_scale(loaded)
             self._say_conversions(loaded)
         assert loaded is not None
@@ -375,7 +386,7 @@ class Checkpoints:
         self._check_alike("load", [content], lambda first: differs)
         ours, users = ([part for part in last if part.ours is own] for own in (True, False))
 
-        def replace() -> None:
+        def load() -> None:
             replaced.enter_context(pipeline.replacing_states())
             delayed = pipeline.config.schedule == "delayed"
             entries = [loaded.parameters.get(name) for name in names]
@@ -405,10 +416,12 @@ class Checkpoints:
                 pipeline.counts.steps[i][...] = entry["step"] if entry else 0
             if states and pipeline.scaler is not None and scale is not None:
                 pipeline.scaler.load_state_dict(scale)
+            if states and updates is not None:
+                pipeline.counts.updates = updates
             run_last(loaded.checkpoint.path, ours)
 
         with ExitStack() as replaced:
-            self._state_lock.change("load_checkpoint()", replace)
+            self._state_lock.change("load_checkpoint()", load)
             with self.together("load"):  # their code may read the states
                 run_last(loaded.checkpoint.path, users, ours)
         return loaded
@@ -452,7 +465,7 @@ class Checkpoints:
         try:
             scale = loaded.content["loss_scale"]
             if self._pipeline.scaler is not None and scale is not None:
-                checked_state(scale)
+                LossScaler.checked(scale)
             return scale
         except NOT_AS_WRITTEN as error:
             raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: the loss scale ({error!r})") from None

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..dtypes import SAFETENSORS_NAMES
 from ..errors import CheckpointError
 from ..states.arrays import StateRun
 from .reader import Checkpoint, Loaded, Readable, Want
-from .safetensors import NAME_OF
 from .values import ArrayType
 
-_KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in NAME_OF}
+_KINDS = {str(dtype): {"V": "f", "u": "i"}.get(dtype.kind, dtype.kind) for dtype in SAFETENSORS_NAMES}
 """The kind of each element type. A tensor may be loaded from another type of the same kind."""
 _TARGET_BYTES = 64 * 2**20
 """Bytes after which a group of tensors is read; the last tensor of a group may exceed them."""

@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..dtypes import BY_NUMPY
+from ..dtypes import BY_NUMPY, SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from ..errors import CheckpointError, NewerCheckpointError
 from ..layout.regions import Region
 from ..rules import STATE_NAMES
+from ..support.checkpoint_folder import FILE_NAME, MANIFEST, durable
 from ..support.checks import shown
 from ..support.disks import names_to_disk
 from ..support.files import read_regular
-from .folder import FILE_NAME, MANIFEST, durable
-from .safetensors import NAME_OF, NOT_AS_WRITTEN, NUMPY_OF, checked_integer, checked_shape
+from .safetensors import NOT_AS_WRITTEN, checked_integer, checked_shape
 from .shard_writer import ShardWriter, checksum
 
 FORMAT = "offload-core checkpoint"
@@ -44,7 +44,7 @@ class Tensor(NamedTuple):
 
     def to_json(self) -> dict[str, Any]:
         region = self.region
-        entry = {"name": self.name, "kind": self.kind, "dtype": NAME_OF[self.dtype], "offset": self.offset}
+        entry = {"name": self.name, "kind": self.kind, "dtype": SAFETENSORS_NAMES[self.dtype], "offset": self.offset}
         entry |= {"shape": region.shape, "start": region.start, "numel": region.numel}
         return entry | {k: v for k, v in (("order", region.order), ("box", region.box)) if v is not None}
 
@@ -61,9 +61,9 @@ class Tensor(NamedTuple):
         )
         region.check()
         name, kind, dtype = entry["name"], entry["kind"], entry["dtype"]
-        if kind in STATE_NAMES and NUMPY_OF[dtype] not in BY_NUMPY:
+        if kind in STATE_NAMES and SAFETENSORS_DTYPES[dtype] not in BY_NUMPY:
             raise ValueError(f"{kind} of {shown(name)} is of {dtype}, expected F32")
-        return cls(name, kind, region, NUMPY_OF[dtype], file, checked_integer(entry["offset"]))
+        return cls(name, kind, region, SAFETENSORS_DTYPES[dtype], file, checked_integer(entry["offset"]))
 
 
 def file_record(writer: ShardWriter) -> dict[str, Any]:

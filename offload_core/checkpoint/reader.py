@@ -14,12 +14,12 @@ from ..config.state_formats import FORMATS
 from ..errors import CheckpointError
 from ..layout.regions import Region, common
 from ..rules import MASTER, STATE_NAMES
+from ..support.checkpoint_folder import CHECKPOINT_NAME, MANIFEST, find
 from ..support.checks import is_in, shown
 from ..support.disks import begin_reading
 from ..support.files import open_regular
 from ..support.processors import default_threads
 from ..support.threads import do_in_threads
-from .folder import CHECKPOINT_NAME, MANIFEST, find
 from .manifest import Tensor, read_manifest, tensors_of
 from .safetensors import NOT_AS_WRITTEN, checked_integer, checked_shape
 from .values import ArrayType, decode

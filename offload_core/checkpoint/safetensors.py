@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
+from ..dtypes import SAFETENSORS_DTYPES, SAFETENSORS_NAMES
 from ..errors import CheckpointError
 from ..support.checks import LARGEST, shown
 from ..support.files import open_regular
@@ -25,30 +25,10 @@ _ALIGNMENT = 64
 _MOST_DIMENSIONS = 32
 """The most that NumPy has had in all its versions."""
 _LONGEST_HEADER = 100_000_000  # the limit of the format's own library
-NUMPY_OF = {
-    "BOOL": np.dtype(np.bool_),
-    "U8": np.dtype(np.uint8),
-    "I8": np.dtype(np.int8),
-    "U16": np.dtype(np.uint16),
-    "I16": np.dtype(np.int16),
-    "U32": np.dtype(np.uint32),
-    "I32": np.dtype(np.int32),
-    "U64": np.dtype(np.uint64),
-    "I64": np.dtype(np.int64),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F32": np.dtype(np.float32),
-    "F64": np.dtype(np.float64),
-    "C64": np.dtype(np.complex64),
-    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
-    "F8_E5M2": np.dtype(ml_dtypes.float8_e5m2),
-}
-"""Element types by their names in the format."""
-FLOATING = frozenset(dtype for name, dtype in NUMPY_OF.items() if name.startswith(("F", "BF")))
+FLOATING = frozenset(dtype for name, dtype in SAFETENSORS_DTYPES.items() if name.startswith(("F", "BF")))
 """Those of real numbers."""
 NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError)
 """The errors that reading JSON with unexpected content can raise."""
-NAME_OF = {dtype: name for name, dtype in NUMPY_OF.items()}
 
 
 @dataclass(frozen=True)
@@ -98,7 +78,7 @@ def plan_file(
     for name, (dtype, shape) in tensors.items():
         relative[name] = at
         end = at + dtype.itemsize * math.prod(shape)
-        entries[name] = {"dtype": NAME_OF[dtype], "shape": list(shape), "data_offsets": [at, end]}
+        entries[name] = {"dtype": SAFETENSORS_NAMES[dtype], "shape": list(shape), "data_offsets": [at, end]}
         at = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
@@ -131,7 +111,7 @@ def read_header(path: Path) -> dict[str, Stored]:
         for name, entry in json.loads(text).items():
             if name != "__metadata__":
                 begin, end = map(checked_integer, entry["data_offsets"])
-                found[name] = Stored(NUMPY_OF[entry["dtype"]], checked_shape(entry["shape"]), start + begin)
+                found[name] = Stored(SAFETENSORS_DTYPES[entry["dtype"]], checked_shape(entry["shape"]), start + begin)
                 if end - begin != found[name].n_bytes or end > size - start:
                     raise ValueError(f"{name} has bytes {begin} to {end}")
     except NOT_AS_WRITTEN as error:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import FLOAT32, ElementType
+from ..dtypes import FLOAT32, SAFETENSORS_DTYPES, ElementType
 from ..rules import MASTER
 from .export import Weight
 from .reader import Checkpoint, Loaded
-from .safetensors import FLOATING, NUMPY_OF
+from .safetensors import FLOATING
 
-_BY_NAME = {dtype.name: dtype for dtype in NUMPY_OF.values()}
+_BY_NAME = {dtype.name: dtype for dtype in SAFETENSORS_DTYPES.values()}
 
 
 class SavedWeights:

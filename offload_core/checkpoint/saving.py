@@ -20,9 +20,7 @@ import numpy as np
 from ..errors import CheckpointError, CheckpointWarning
 from ..ranks.collectives import Collectives
 from ..ranks.consistency import combine, together
-from ..support.living import Living
-from ..support.user_line import UserLine
-from .folder import (
+from ..support.checkpoint_folder import (
     LATEST,
     UNFINISHED,
     check_name,
@@ -35,6 +33,8 @@ from .folder import (
     refuse_of_others,
     rotate,
 )
+from ..support.living import Living
+from ..support.user_line import UserLine
 from .manifest import file_record, write_manifest
 from .shard_writer import ShardWriter
 

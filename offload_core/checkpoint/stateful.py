@@ -14,11 +14,30 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, CheckpointWarning
+from ..support.checkpoint_folder import MANIFEST
 from ..support.checks import kind_of, shown
 from ..support.user_line import UserLine
-from .folder import MANIFEST
 from .reader import Loaded
 from .safetensors import checked_integer
+
+
+class RandomState:
+    """The global random generators of Python and NumPy. A front end adds those of its framework."""
+
+    def get(self) -> dict[str, Any]:
+        """Return the states of the generators."""
+        return {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise an error if :meth:`set` would: it is tried on generators of the same kinds."""
+        random.Random().setstate(state["python"])
+        kind = np.random.get_state(legacy=False)["bit_generator"]
+        np.random.RandomState(getattr(np.random, kind)()).set_state(state["numpy"])
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """Restore the states that :meth:`get` returned."""
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])
 
 
 @dataclass(frozen=True)
@@ -50,16 +69,6 @@ def run_last(path: Path, parts: Sequence[LastPart], before: Sequence[LastPart] =
             ) from error
 
 
-def states_of(stateful: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The states of a user's objects: schedulers, data loaders, or any other with ``state_dict``.
-
-    Raises:
-        CheckpointError: an object has no ``state_dict`` or ``load_state_dict``.
-    """
-    _check_objects(stateful)
-    return {name: item.state_dict() for name, item in (stateful or {}).items()}
-
-
 def check_run(loaded: Loaded) -> int:
     """Check the plain values that every front end saves, and return the number of updates.
 
@@ -75,7 +84,7 @@ def check_run(loaded: Loaded) -> int:
         raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
 
 
-def parts_of_states(
+def _parts_of_states(
     stateful: Mapping[str, Any] | None, saved: Mapping[str, Any], path: Path, *, alone: bool
 ) -> list[LastPart]:
     """The parts that give these objects their states. A warning names states for which there is no object.
@@ -109,25 +118,19 @@ def parts_of_states(
     ]
 
 
-def parts_of_random_state(
-    loaded: Loaded, check: Callable[[Any], None], restore: Callable[[Any], None]
-) -> list[LastPart]:
-    """The part that restores this process's random generators; none if the saving run had no such process.
-
-    Args:
-        check: raises an error if ``restore`` would.
-    """
+def _parts_of_random_state(loaded: Loaded, generators: RandomState) -> list[LastPart]:
+    """The part that restores this process's random generators; none if the saving run had no such process."""
     if loaded.own is None:
         return []
     try:
         state = loaded.own["random"]
-        check(state)
+        generators.check(state)
     except Exception as error:  # generators raise errors of any type
         raise CheckpointError(
             f"{loaded.checkpoint.path}: its state of the random generators does not fit these generators ({error!r}); "
             "expected load_checkpoint(..., random_state=False), which leaves them as they are"
         ) from None
-    return [LastPart("the random generators", partial(restore, state))]
+    return [LastPart("the random generators", partial(generators.set, state))]
 
 
 def _check_objects(stateful: Mapping[str, Any] | None) -> None:
@@ -139,19 +142,39 @@ def _check_objects(stateful: Mapping[str, Any] | None) -> None:
             )
 
 
-def random_state() -> dict[str, Any]:
-    """The state of Python's and NumPy's global generators."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=True)}
+@dataclass(frozen=True)
+class Run:
+    """What a checkpoint holds of a training run beside weights and optimizer states."""
 
+    stateful: Mapping[str, Any] | None = None
+    """A user's objects by name: schedulers, data loaders, or any other with ``state_dict``."""
+    extras: Any = None
+    """Plain values of the user's, to save."""
+    random: RandomState | None = None
+    """The random generators; None: a load leaves them as they are."""
 
-def check_random_state(state: Mapping[str, Any]) -> None:
-    """Raise an error if :func:`set_random_state` would: it is tried on generators of the same kinds."""
-    random.Random().setstate(state["python"])
-    kind = np.random.get_state(legacy=False)["bit_generator"]
-    np.random.RandomState(getattr(np.random, kind)()).set_state(state["numpy"])
+    def state(self, updates: int) -> dict[str, Any]:
+        """Return the plain values to save of process 0. The rest of the run is each process's own.
 
+        Raises:
+            CheckpointError: an object has no ``state_dict`` or ``load_state_dict``.
+        """
+        _check_objects(self.stateful)
+        states = {name: item.state_dict() for name, item in (self.stateful or {}).items()}
+        return {"updates": updates, "stateful": states, "extras": self.extras}
 
-def set_random_state(state: Mapping[str, Any]) -> None:
-    """Restore the states that :func:`random_state` returned."""
-    random.setstate(state["python"])
-    np.random.set_state(state["numpy"])
+    def own(self) -> dict[str, Any]:
+        """Return the plain values to save of each process."""
+        return {} if self.random is None else {"random": self.random.get()}
+
+    def parts(self, loaded: Loaded, *, alone: bool) -> list[LastPart]:
+        """Return the parts of a load that give the objects and the generators their states.
+
+        Args:
+            alone: True on the rank that warns of states for which there is no object.
+
+        Raises:
+            CheckpointError: there is no state for an object, or it cannot take one.
+        """
+        parts = _parts_of_states(self.stateful, loaded.state["stateful"], loaded.checkpoint.path, alone=alone)
+        return parts if self.random is None else [*parts, *_parts_of_random_state(loaded, self.random)]

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..dtypes import SAFETENSORS_NAMES
 from ..errors import CheckpointError
-from .safetensors import NAME_OF
 
 _KIND = "$"
 _DEEPEST = 200
@@ -77,9 +77,9 @@ def encode(value: Any, arrays: list[np.ndarray], types: Sequence[ArrayType] = ()
         )
 
     def array(value: np.ndarray, where: str) -> int:
-        if value.dtype not in NAME_OF:
+        if value.dtype not in SAFETENSORS_NAMES:
             raise CheckpointError(
-                f"{where} is an array of {value.dtype}; expected one of {', '.join(map(str, NAME_OF))}"
+                f"{where} is an array of {value.dtype}; expected one of {', '.join(map(str, SAFETENSORS_NAMES))}"
             )
         arrays.append(value)
         return len(arrays) - 1

@@ -7,10 +7,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.folder import LATEST, MANIFEST, committed, find
 from ..checkpoint.reader import Checkpoint, Loaded
 from ..errors import CheckpointError, NewerCheckpointError
 from ..memory.host_memory import format_bytes
+from ..support.checkpoint_folder import LATEST, MANIFEST, committed, find
 
 HELP = "a checkpoint, or a folder of them: what is in it, and whether every block is what was written"
 EXAMPLE = """example: the checkpoints in a folder

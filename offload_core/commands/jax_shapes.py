@@ -9,7 +9,7 @@ from ..config.options import OffloadConfig
 from ..dtypes import ElementType
 from ..errors import ConfigError
 from ..layout.partition import ParamSpec
-from ..plans.at_once import Held, held_shards
+from ..memory.plan import ArrayBytes
 from .model_shapes import Shapes, with_rules
 
 Cuts = tuple[tuple[int, ...], ...]
@@ -62,7 +62,7 @@ class MeshPart:
 
     def specs_of(
         self, shapes: Shapes, dtypes: ElementType | Mapping[str, ElementType], config: OffloadConfig, *, on_host: bool
-    ) -> tuple[list[ParamSpec], list[Held]]:
+    ) -> tuple[list[ParamSpec], list[ArrayBytes]]:
         """The core's parameters, of ``param_dtype`` if that is set, and what their arrays take on the devices.
 
         Args:
@@ -78,7 +78,7 @@ class MeshPart:
             new = [ParamSpec(name, numel, dtype, place=0 if on_host else place) for _, place in shards]
             params = range(len(specs), len(specs) + len(new))
             specs += new
-            arrays.append(held_shards(params, new, [copies for copies, _ in shards], on_host=on_host))
+            arrays.append(ArrayBytes.of_shards(params, new, [copies for copies, _ in shards], on_host=on_host))
         cut = {name: self.mesh for name, shape in shapes.items() if any(cuts_of(shape, self.mesh))}
         if cut and len(config.groups()) > 1:
             raise ConfigError(

@@ -27,7 +27,7 @@ from ..plans.planner import FOLDER, NARROWER, Planner, fill_host_memory
 from ..plans.prediction import Speeds, StepTime, predict
 from ..plans.terms import BucketTerms
 from ..rules import RULES
-from ..step.loss_scale import scaler_for
+from ..step.loss_scale import LossScaler
 from ..support.processors import default_threads
 from ..support.units import count, mesh, rate, size, size_or_0
 from .jax_shapes import MeshPart
@@ -335,7 +335,7 @@ class _Asked:
         config = _config(args, store, **about)
         on_host = args.device == "cpu"
         specs = specs_of(self.shapes, self.dtypes, config, args.world_size)
-        scaled = scaler_for(config, [spec.dtype for spec in specs]) is not None
+        scaled = LossScaler.of(config, [spec.dtype for spec in specs]) is not None
         terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
         if self.frozen:
             return self._tier(args, about, store, terms, [], lambda: Planner(terms).plan([], frozen=specs))

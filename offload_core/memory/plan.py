@@ -5,12 +5,16 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..errors import DeviceMemoryError, DiskSpaceError, HostMemoryError, OffloadError
+from ..layout.partition import ParamSpec
 from .host_memory import format_bytes
 
 HOST, DEVICE = "host", "device"
 """The two places of memory that every plan has. A store of states may have a place of its own."""
 DISK = "disk"
 """The place of states with ``offload_optimizer="nvme"``."""
+PARAMETERS, SHARDS = "parameters", "shards of parameters"
+GATHERED = "gathered parameters"
+GRADIENTS = "gradients"
 BLOCKS = "blocks of states"
 """The label of host memory for states of another place while they are updated."""
 BLOCK_COPY = "a block that is read"
@@ -38,6 +42,37 @@ class PlanRow:
     """True if it exists only while ``wrap`` runs, before gradients and gathered parameters do."""
     brief: bool = False
     """True if it comes and goes in each step."""
+
+
+@dataclass(frozen=True)
+class ArrayBytes:
+    """An array of a model, and the bytes that its values take on a process's devices, including replicas."""
+
+    params: Sequence[int]
+    """The numbers of the core's parameters in this array."""
+    parameter: int
+    following: int
+    """The bytes of the array's next value, allocated while the present value still exists."""
+    gradient: int
+    what: str = PARAMETERS
+    """The name of the array's row in plans; :data:`SHARDS` if it is not whole on each device."""
+    where: str = DEVICE
+    """:data:`HOST` if parameters, but not gradients, are in the host's memory."""
+
+    @classmethod
+    def of_shards(
+        cls, params: Sequence[int], specs: Sequence[ParamSpec], copies: Sequence[int], *, on_host: bool
+    ) -> "ArrayBytes":
+        """Return those of an array whose shards are parameters of the core.
+
+        Args:
+            params: the numbers of ``specs``.
+            copies: for each shard, the number of the process's devices that have it.
+            on_host: True if devices that have the same shard share the memory of its next value.
+        """
+        once = [spec.numel * spec.dtype.itemsize for spec in specs]
+        n_bytes = sum(n * each for n, each in zip(copies, once, strict=True))
+        return cls(params, n_bytes, sum(once) if on_host else n_bytes, n_bytes)
 
 
 class DiskTier(NamedTuple):

@@ -5,50 +5,19 @@
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..dtypes import FLOAT32
 from ..layout.partition import Bucket, ParamSpec
-from ..memory.plan import PlanRow
-from .terms import GRADIENTS, MATRICES, PARAMETERS, BucketTerms
+from ..memory.plan import GRADIENTS, PARAMETERS, ArrayBytes, PlanRow
+from .terms import MATRICES, BucketTerms
 
-SHARDS = "shards of parameters"
 DONATE = "update(grads, donate=True)"
 _NARROWER = "param_dtype='bfloat16'"
 _DEVICES = "parameters sharded over more devices"
 
 
-@dataclass(frozen=True)
-class Held:
-    """An array of a model, and the bytes that its values take on a process's devices, including replicas."""
-
-    params: Sequence[int]
-    """The numbers of the core's parameters in this array."""
-    parameter: int
-    following: int
-    """The bytes of the array's next value, allocated while the present value still exists."""
-    gradient: int
-    what: str = PARAMETERS
-    """The name of the array's row in plans; :data:`SHARDS` if it is not whole on each device."""
-    where: str = "device"
-    """``"host"`` if parameters, but not gradients, are in the host's memory."""
-
-
-def held_shards(params: Sequence[int], specs: Sequence[ParamSpec], copies: Sequence[int], *, on_host: bool) -> Held:
-    """Return the ``Held`` of an array whose shards are parameters of the core.
-
-    Args:
-        params: the numbers of ``specs``.
-        copies: for each shard, the number of the process's devices that have it.
-        on_host: True if devices that have the same shard share the memory of its next value.
-    """
-    once = [spec.numel * spec.dtype.itemsize for spec in specs]
-    n_bytes = sum(n * each for n, each in zip(copies, once, strict=True))
-    return Held(params, n_bytes, sum(once) if on_host else n_bytes, n_bytes)
-
-
 def rows_at_once(
-    terms: BucketTerms, specs: Sequence[ParamSpec], arrays: Sequence[Held], *, on_host: bool, donate: bool = True
+    terms: BucketTerms, specs: Sequence[ParamSpec], arrays: Sequence[ArrayBytes], *, on_host: bool, donate: bool = True
 ) -> list[PlanRow]:
     """Plan a process's parameters and gradients at the moment of an update when they take the most memory together.
 
@@ -89,7 +58,9 @@ def rows_at_once(
     return rows
 
 
-def _when_they_leave(terms: BucketTerms, buckets: Sequence[Bucket], arrays: Sequence[Held]) -> tuple[int, set[int]]:
+def _when_they_leave(
+    terms: BucketTerms, buckets: Sequence[Bucket], arrays: Sequence[ArrayBytes]
+) -> tuple[int, set[int]]:
     """Return the packed bytes, and the freed gradients, at the moment when packed and unpacked gradients take the most.
 
     Gradients are taken in the arrays' order, and each bucket is packed as soon as it is full. A packed bucket is in

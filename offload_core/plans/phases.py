@@ -8,10 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ..memory.plan import DEVICE, HOST, MemoryPlan
+from ..memory.plan import DEVICE, HOST, PARAMETERS, MemoryPlan
 from ..memory.working_memory import bytes_in_turn
 from .planner import ACTIVATIONS
-from .terms import PARAMETERS
 
 
 @dataclass(frozen=True)

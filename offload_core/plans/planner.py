@@ -15,8 +15,11 @@ from ..memory.plan import (
     BLOCKS,
     DEVICE,
     FROZEN_SHARDS,
+    GATHERED,
+    GRADIENTS,
     HOST,
     PARAMETER_SHARDS,
+    PARAMETERS,
     PARAMETERS_ON_WAY,
     DiskTier,
     MemoryPlan,
@@ -25,12 +28,9 @@ from ..memory.plan import (
 from ..rules import MASTER, Rule
 from .terms import (
     DIRECTIONS,
-    GATHERED,
     GRADIENT_SLOTS,
-    GRADIENTS,
     GRADIENTS_ON_HOST,
     MATRICES,
-    PARAMETERS,
     STAGING,
     BucketTerms,
 )

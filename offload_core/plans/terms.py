@@ -24,9 +24,6 @@ MATRICES = "matrices in an update"
 DIRECTIONS = "directions"
 """Buffers of rules with a part that the device computes from whole matrices."""
 GRADIENTS_ON_HOST = "gradients on the host"
-PARAMETERS = "parameters"
-GATHERED = "gathered parameters"
-GRADIENTS = "gradients"
 _RESERVED = 10
 """If states may take all free memory, a tenth stays free. A plan leaves out temporary memory of autograd, the framework
 and the page cache, which grows with the model. More states on disk only cost time."""

@@ -63,6 +63,11 @@ class Gradients:
         return self._arrivals.since.micro_steps
 
     @property
+    def per_update(self) -> int:
+        """The micro-steps of an update, as ``gradient_accumulation_steps`` says now."""
+        return self._arrivals.per_update
+
+    @property
     def at_boundary(self) -> bool:
         """True if an update is due at the end of this micro-step."""
         return self._arrivals.at_boundary
@@ -71,6 +76,16 @@ class Gradients:
     def are_read_in_place(self) -> bool:
         """True if an update reads gradients in place. All must then stay in memory, unchanged, until the update."""
         return self._buckets.terms.direct
+
+    def check_none(self, what: str, *, waiting: bool) -> None:
+        """Raise :class:`StateError` if no step may follow, or gradients wait for an update here or, if ``waiting``,
+        in the front end."""
+        self._health.check(Use.STEP)
+        if waiting or self.are_waiting:
+            raise StateError(
+                f"{what} while gradients wait for an update; expected it between two updates: after step() at an "
+                "accumulation boundary, or after zero_grad() of the optimizer"
+            )
 
     def divisor(self, *, average: bool = True) -> float:
         """As :meth:`Arrivals.divisor`."""

@@ -40,6 +40,24 @@ class LossScaler:
         self.tolerated = hysteresis - 1
         """Overflows that the scale still ignores."""
 
+    @classmethod
+    def of(cls, config: OffloadConfig, dtypes: Iterable[ElementType]) -> "LossScaler | None":
+        """Return the loss scaler for this configuration and these element types of parameters; None: no scaling."""
+        scale = config.loss_scale
+        if scale is None and FLOAT16 in dtypes:
+            scale = "dynamic"
+        if scale is None or scale == 1:
+            return None
+        if scale != "dynamic":
+            return cls(float(scale), None)
+        return cls(
+            config.initial_loss_scale,
+            config.loss_scale_window,
+            least=config.min_loss_scale,
+            hysteresis=config.loss_scale_hysteresis,
+            consecutive=config.loss_scale_consecutive_hysteresis,
+        )
+
     def update(self, *, overflow: bool) -> None:
         """Count one update, which was skipped if there was an overflow."""
         if self.window is None:
@@ -63,35 +81,17 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self.tolerated}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Load a ``state_dict``, or raise as :func:`checked_state` and change nothing."""
-        self.scale, self.good_steps, self.tolerated = checked_state(state)
+        """Load a ``state_dict``, or raise as :meth:`checked` and change nothing."""
+        self.scale, self.good_steps, self.tolerated = self.checked(state)
 
+    @staticmethod
+    def checked(state: Mapping[str, Any]) -> tuple[float, int, int]:
+        """Return the numbers of a ``state_dict``: scale, good steps, tolerated overflows.
 
-def checked_state(state: Mapping[str, Any]) -> tuple[float, int, int]:
-    """Return the numbers of a ``state_dict``: scale, good steps, tolerated overflows.
-
-    Raises:
-        ValueError, KeyError, TypeError, OverflowError: ``state`` is not a valid ``state_dict``.
-    """
-    scale, counts = float(state["scale"]), [int(state[name]) for name in ("good_steps", "tolerated")]
-    if not 0 < scale < math.inf or any(not 0 <= n <= LARGEST for n in counts):
-        raise ValueError(f"expected a positive scale and two counts, got {shown(state)}")
-    return scale, counts[0], counts[1]
-
-
-def scaler_for(config: OffloadConfig, dtypes: Iterable[ElementType]) -> LossScaler | None:
-    """Return the loss scaler for this configuration and these element types of parameters; None: no scaling."""
-    scale = config.loss_scale
-    if scale is None and FLOAT16 in dtypes:
-        scale = "dynamic"
-    if scale is None or scale == 1:
-        return None
-    if scale != "dynamic":
-        return LossScaler(float(scale), None)
-    return LossScaler(
-        config.initial_loss_scale,
-        config.loss_scale_window,
-        least=config.min_loss_scale,
-        hysteresis=config.loss_scale_hysteresis,
-        consecutive=config.loss_scale_consecutive_hysteresis,
-    )
+        Raises:
+            ValueError, KeyError, TypeError, OverflowError: ``state`` is not a valid ``state_dict``.
+        """
+        scale, counts = float(state["scale"]), [int(state[name]) for name in ("good_steps", "tolerated")]
+        if not 0 < scale < math.inf or any(not 0 <= n <= LARGEST for n in counts):
+            raise ValueError(f"expected a positive scale and two counts, got {shown(state)}")
+        return scale, counts[0], counts[1]

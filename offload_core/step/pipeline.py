@@ -7,7 +7,7 @@ publishes the shards to every rank's parameters.
 
 With ``schedule="overlap"`` one thread (``worker.py``) does the tasks that follow a launch, in the order in which they
 were submitted, while the caller goes on. The caller claims a bucket back from that thread (:meth:`LocalBuckets.claim`)
-before it touches the bucket. A reader waits only for the parameter that it reads (:meth:`Pipeline.await_param`).
+before it touches the bucket. A reader waits only for the parameter that it reads (:meth:`Parameters.await_param`).
 
 With ``update_in_backward`` a bucket's new parameters are published early (``early_publish.py``): during backward, as
 soon as the bucket's gradients are on the host. If the step need not examine all gradients first, the states are updated
@@ -22,9 +22,8 @@ An interrupt (``KeyboardInterrupt``) leaves the state before the step or the sta
 one section that no signal interrupts (:meth:`LastStep.change`).
 """
 
-import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -34,18 +33,9 @@ import numpy as np
 from ..config.options import OffloadConfig
 from ..device.events import Event
 from ..device.protocols import Device
-from ..device.trace import COMPUTE
 from ..errors import CollectiveError, StateError
 from ..layout.partition import ParamSpec
-from ..memory.host_memory import available_bytes
-from ..memory.plan import HOST, MemoryPlan, PlanRow
-from ..memory.report import MemoryReport
-from ..plans.planner import Planner, check_memory
 from ..rules import Rule
-from ..support import threads
-from ..support.launchers import local_processes
-from ..support.threads import RUNNING_SECTIONS
-from ..support.where import told
 from .agreement import agree
 from .announced import Announced
 from .arrivals import Arrivals
@@ -58,11 +48,10 @@ from .gradients import Gradients
 from .health import HealthEvent, PipelineHealth, Use
 from .last_step import LastStep
 from .loss_scale import LossScaler
+from .parameters import Parameters
 from .reduction import Reduction
 from .state_lock import StateLock
 from .update import Updates
-
-__all__ = ["OrderedCollectives", "Pipeline", "StepReport"]
 
 T = TypeVar("T")
 
@@ -70,8 +59,7 @@ T = TypeVar("T")
 class Pipeline:
     """Composes the parts of one process's training steps, and calls them in order.
 
-    Callers use the parts: ``gradients``, ``updates``, ``early`` (an announced step), ``last_step`` (waits for it),
-    ``counts``, ``health`` (the uses that are still allowed), ``buckets``.
+    Its parts are attributes, for the modules of the core that use them. Front ends call ``offload_core/engine.py``.
 
     Parameters are numbered in the order in which they were added. Tensors are passed in and out in the device's form:
     one-dimensional and contiguous. The next method that waits for the last step's updates raises their error.
@@ -88,8 +76,6 @@ class Pipeline:
         self._rule = rule or config.rule()
         self.device = device
         self.scaler = scaler
-        self.span: Callable[[str], AbstractContextManager[None]] = partial(device.trace.span, COMPUTE)
-        """Returns a context. A trace records its body as code of the model or of the front end."""
         self.state_lock = StateLock()
         """Front ends hold it while they change or save states. Methods that change states assert it."""
         self.save_asked = False
@@ -100,7 +86,6 @@ class Pipeline:
         self._skipped = SkippedSteps()
         self.changes = Changes()
         """The last change of each parameter."""
-        self._process = os.getpid()
         self._begin()
 
     def _begin(self) -> None:
@@ -130,6 +115,7 @@ class Pipeline:
             self.health,
             lock,
         )
+        self.parameters = Parameters(buckets, self.gradients, updates, self.early, self.last_step, self.health, lock)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise StateError(
@@ -138,32 +124,6 @@ class Pipeline:
         )
 
     # --- parameters and states ---------------------------------------------------------------------
-
-    @property
-    def planner(self) -> Planner:
-        """Plans the memory of this pipeline's parameters."""
-        return Planner(self.buckets.terms)
-
-    def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
-        """Check, before parameters are added, that all processes of this machine have memory for as many.
-
-        Args:
-            plan: the plan of ``specs``.
-            again: makes the plan again, after free memory was given to states.
-
-        Raises:
-            HostMemoryError, DeviceMemoryError, DiskSpaceError: the plan does not fit.
-        """
-        device = self.device
-        check_memory(
-            self.buckets.terms,
-            plan,
-            again,
-            host=available_bytes(),
-            device=device.free_bytes(),
-            processes=min(local_processes(), device.collectives.world_size),
-            lent=self.buckets.lent_bytes(specs),
-        )
 
     def add_parameters(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
@@ -176,7 +136,7 @@ class Pipeline:
             frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
         """
         assert self.state_lock.changing.locked()
-        self.check_present()
+        self.parameters.check_present()
         self.last_step.finish()
         self.arrivals.take_on(self.buckets.add(specs, tensors, frozen))
         self.counts.take_on(specs)
@@ -189,11 +149,6 @@ class Pipeline:
         self.buckets.close()
         self._begin()
 
-    def close(self) -> None:
-        """Free the states, and the resources of exchanges with other ranks."""
-        self.buckets.close()
-        self.device.close()
-
     @contextmanager
     def replacing_states(self, *, masters: bool = True) -> Iterator[None]:
         """Replace all states in the body. After an error there, every call raises until another load has replaced them.
@@ -202,7 +157,7 @@ class Pipeline:
             masters: False if master weights are not replaced and follow their parameters, which may still get
                 earlier values back.
         """
-        self.check_present()
+        self.parameters.check_present()
         self.health.on(HealthEvent.LOAD)
         self.gradients.drop()
         self.last_step.finish()
@@ -240,7 +195,7 @@ class Pipeline:
             StateError: gradients wait for an update, or there is no memory for sums.
         """
         assert self.state_lock.changing.locked()
-        self.check_idle("gradient_accumulation_steps is to change", waiting=waiting)
+        self.gradients.check_none("gradient_accumulation_steps is to change", waiting=waiting)
         if micro_steps > 1 and self.buckets.terms.lends_gradient_memory:
             raise StateError(
                 f"gradient_accumulation_steps={micro_steps} from now on, where updates are made during backward "
@@ -250,41 +205,6 @@ class Pipeline:
         self.arrivals.per_update = micro_steps
 
     # --- update ------------------------------------------------------------------------------------
-
-    @property
-    def update_count(self) -> int:
-        """Updates made so far; a load sets it."""
-        return self.counts.updates
-
-    @update_count.setter
-    def update_count(self, count: int) -> None:
-        self.counts.updates = count
-
-    @property
-    def has_begun(self) -> bool:
-        """True once an update was made, or begun in backward."""
-        return bool(self.counts.updates or self.early.has_begun)
-
-    def finish(self) -> None:  # waits
-        """As :meth:`LastStep.finish`."""
-        self.last_step.finish()
-
-    def abandon(self) -> bool:
-        """As :meth:`LastStep.abandon`."""
-        return self.last_step.abandon()
-
-    def conclude(self, flush: Callable[[], None]) -> None:
-        """Before ``close()``, write the last step's values to all parameters. A step that began in backward and has not
-        come is ended, and counts.
-
-        Args:
-            flush: calls :meth:`flush` with the present tensors.
-        """
-        if self.usable and self.buckets.terms.updates_early:
-            self.gradients.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
-        self.state_lock.change("close()", self.abandon)
-        if self.usable:
-            self.state_lock.change("close()", flush)
 
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
         """Update every parameter that has a gradient, or skip the step.
@@ -422,21 +342,7 @@ class Pipeline:
         # In the order of backward, because the next gradients overwrite the ones that these updates read.
         self.updates.start_ahead(early[::-1], decision)
 
-    # --- allowed uses, and ranks ---------------------------------------------------------------------
-
-    def check(self, use: Use) -> None:
-        """Raise :class:`StateError` or :class:`CollectiveError` if this use is refused (``health.py``)."""
-        self.health.check(use)
-
-    @property
-    def usable(self) -> bool:
-        """True if a step may follow."""
-        return self.health.usable
-
-    @property
-    def rank(self) -> int:
-        """This process's rank in its collectives."""
-        return self.device.collectives.rank
+    # --- of the whole process ------------------------------------------------------------------------
 
     @property
     def collectives(self) -> "OrderedCollectives":
@@ -444,117 +350,9 @@ class Pipeline:
         return OrderedCollectives(self)
 
     @property
-    def world_size(self) -> int:
-        """The number of ranks over which states are partitioned."""
-        return self.device.world_size
-
-    # --- parameters ----------------------------------------------------------------------------------
-
-    @property
-    def released(self) -> bool:
-        """True if parameters have no memory on the device."""
-        return bool(self.health.released)
-
-    def check_present(self) -> None:
-        """Raise :class:`StateError` if parameters have no memory on the device."""
-        if self.released:
-            raise StateError(self.health.released)
-
-    def check_idle(self, what: str, *, waiting: bool) -> None:
-        """Raise :class:`StateError` if no step may follow, or gradients wait for an update here or, if ``waiting``,
-        in the front end."""
-        self.health.check(Use.STEP)
-        if waiting or self.arrivals.holds_gradients:
-            raise StateError(
-                f"{what} while gradients wait for an update; expected it between two updates: after step() at an "
-                "accumulation boundary, or after zero_grad() of the optimizer"
-            )
-
-    def release(self, reason: str) -> None:
-        """Record that parameters lose their memory on the device. Call :meth:`flush` immediately before.
-
-        Args:
-            reason: the message of the :class:`StateError` that each use of parameters raises until :meth:`restore`.
-        """
-        assert self.state_lock.changing.locked() or RUNNING_SECTIONS
-        self.last_step.release(reason)
-
-    def restore(self, tensors: Sequence[Any]) -> None:
-        """Send all parameters, which have memory on the device again. Readers :meth:`await_param` each one."""
-        assert self.state_lock.changing.locked()
-        self.last_step.restore(tensors)
-
-    def flush(self, tensors: Sequence[Any]) -> None:  # waits
-        """Send all stale parameters (with ``schedule="delayed"``, the last step's), and wait for all updates."""
-        assert self.state_lock.changing.locked()
-        if self.last_step.behind or self.buckets.terms.sends_early:  # ranks exchange parameters
-            self.gradients.reduce_first()
-        self.early.recall()
-        self.last_step.flush(tensors)
-
-    def update_of(self, param: int) -> Event:
-        """Return an event: the end of all updates of a parameter that were started so far."""
-        return self.updates.update_of(param)
-
-    def await_param(self, param: int, *, on_host: bool = False) -> None:  # waits
-        """Make later device work of this thread wait for the parameter's update.
-
-        Args:
-            on_host: wait here until the parameter has been written, for readers on any stream.
-
-        Raises the error of the updates. Raises :class:`StateError` if parameters are released, or, with several ranks,
-        if the parameter was sent early for a step that has not come.
-        """
-        self.check_present()
-        if self.early.holds(param):
-            self.health.check(Use.PUBLISH)  # else it may be a step that broke off
-            if self.device.world_size > 1:
-                raise StateError(
-                    f"parameter {self.params[param].name!r} is read between backward() and step(), and "
-                    "update_in_backward=True has written to it; expected engine.step() or engine.zero_grad() before, "
-                    "on every rank: set update_in_backward=False to read it there"
-                )
-            # Readers hold the lock, but no change goes on, so that a signal handler may save while they wait.
-            self.state_lock.change("a read of a parameter", self.early.withdraw)
-        try:
-            self.updates.await_param(param, on_host=on_host)
-        except BaseException:
-            self.state_lock.change("a read of a parameter", self.last_step.finish)
-            raise
-
-    @contextmanager
-    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record the body to a file, as :meth:`Trace.to_file`. Entering and leaving wait for the last update."""
-        self.state_lock.change("trace()", self.last_step.finish)
-        with self.device.trace.to_file(path):
-            yield
-            self.state_lock.change("trace()", self.last_step.finish)
-
-    @property
     def loss_scale(self) -> float:
         """The factor on the loss in the next backward."""
         return self.scaler.scale if self.scaler else 1.0
-
-    def where(self, *own: Callable[[], str]) -> str:
-        """Return where this process is, as lines for somebody who waits for a step. Takes no lock, and raises nothing.
-
-        Args:
-            own: return the front end's lines.
-        """
-        group, process = self.device.collectives, os.getpid()
-        forked = f", a fork of process {self._process}" * (process != self._process)
-        title = f"offload-core: rank {group.rank} of {group.world_size}, process {process}{forked}"
-        parts = (self.health.where, self.counts.where, self.arrivals.where, self.state_lock.where, group.where)
-        return told(title, *parts, *own, threads.where)
-
-    def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
-        """Return the memory that is planned and in use. ``held`` is the front end's own, by ``(where, what)``."""
-        numel = sum(spec.numel for spec in self.params)
-        store = self.buckets.store
-        own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
-        kept = {(store.place, what): n_bytes for what, n_bytes in store.held().items()}
-        held = {**own, **kept, **held}
-        return MemoryReport.of(numel, [*self.buckets.planned, *planned], held, shared=self.memory.shared_bytes)
 
 
 class OrderedCollectives:

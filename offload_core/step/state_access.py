@@ -19,25 +19,12 @@ from ..ranks.collectives import merge
 from ..rules import MASTER, Rule
 from ..states.arrays import StateArray, StateRun
 from ..states.store import Extent
-from ..support.checks import LARGEST, shown
 from .health import Use
 from .local_bucket import LocalBucket
 from .pipeline import Pipeline
 
 _PIECE = 2**18
 """Elements that are rounded at a time."""
-
-
-def checked_count(value: Any) -> int:
-    """Return a number of updates as an int, from an int, a float or a one-element array: a whole number, at least 0.
-
-    Raises:
-        ValueError, TypeError, OverflowError: ``value`` is not such a number.
-    """
-    number = float(value)
-    if not 0 <= number <= LARGEST or number != int(number):
-        raise ValueError(f"got {shown(value)}, expected a number of updates")
-    return int(number)
 
 
 class ParameterRun(NamedTuple):
@@ -133,6 +120,10 @@ class StateAccess:
     def step_count(self, param: int) -> np.ndarray:
         """Return the number of updates that a parameter has had: a zero-dimensional float32 view of the count."""
         return self._pipeline.counts.steps[param]
+
+    def largest_step_count(self) -> int:
+        """Return the most updates that a parameter has had."""
+        return int(max(map(float, self._pipeline.counts.steps), default=0))
 
     def rule(self, param: int) -> Rule:
         """Return a parameter's update rule."""

@@ -4,6 +4,7 @@ import difflib
 import math
 import operator
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from ..errors import ConfigError
 
@@ -102,3 +103,15 @@ def some_of(names: Sequence[str], most: int = 3) -> str:
     most += len(names) == most + 1
     rest = len(names) - most
     return ", ".join(map(repr, names[:most])) + (f" and {rest} others" if rest > 0 else "")
+
+
+def checked_count(value: Any) -> int:
+    """Return a number of updates as an int, from an int, a float or a one-element array: a whole number, at least 0.
+
+    Raises:
+        ValueError, TypeError, OverflowError: ``value`` is not such a number.
+    """
+    number = float(value)
+    if not 0 <= number <= LARGEST or number != int(number):
+        raise ValueError(f"got {shown(value)}, expected a number of updates")
+    return int(number)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from offload_core.checkpoint import saving
-from offload_core.checkpoint.folder import file_name, find
 from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.manifest import file_record, write_manifest
 from offload_core.checkpoint.reader import Checkpoint, Want
@@ -22,6 +21,7 @@ from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, StateError
 from offload_core.layout.regions import Region
 from offload_core.step.loss_scale import LossScaler
+from offload_core.support.checkpoint_folder import file_name, find
 from offload_core.support.threads import Condition
 from offload_core.testing.fake_device import FakeDevice
 from offload_core.testing.thread_ranks import run_ranks

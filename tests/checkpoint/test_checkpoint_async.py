@@ -102,7 +102,7 @@ def add_a_parameter(subject, value):
 
 
 def flush(subject, value):
-    subject.pipeline.flush(subject.tensors)
+    subject.pipeline.parameters.flush(subject.tensors)
 
 
 ACTS = (step, step, step, drop, adopt, reload_master, write_states, add_a_parameter, flush)
@@ -161,7 +161,7 @@ def test_a_save_sees_nothing_of_what_is_done_meanwhile_and_is_not_seen(
                 act(subject, value)
         checkpoints.wait()
         for subject in (saving, twin):
-            subject.pipeline.flush(subject.tensors)
+            subject.pipeline.parameters.flush(subject.tensors)
         assert bits(saving) == bits(twin)
         other = new()
         load(other, path)
@@ -240,7 +240,7 @@ def test_an_interrupt_of_save_gives_it_up(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         wait_for(condition, holds)
 
-    checkpoints = Checkpoints(subject.pipeline)
+    checkpoints = Checkpoints(subject.pipeline, StateAccess(subject.pipeline))
     contents = Contents(
         names_of(subject),
         sources=[Source.of("frozen", "param", Region((4000,), 0, 4000), tensor)],
@@ -310,7 +310,7 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, monkeypatch):
     subject, slow = subject_of(), Slow(monkeypatch)
     monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)
     saved = []
-    checkpoints = Checkpoints(subject.pipeline)
+    checkpoints = Checkpoints(subject.pipeline, StateAccess(subject.pipeline))
 
     def act():
         for n in (1, 2):
@@ -325,7 +325,9 @@ def test_a_second_save_and_a_load_wait_for_the_first(tmp_path, monkeypatch):
     assert len(saved) == 2
     slow.go_on()
     thread.join()
-    checkpoints.load(tmp_path, names_of(subject), (), subject.tensors, lambda: subject.pipeline.flush(subject.tensors))
+    checkpoints.load(
+        tmp_path, names_of(subject), (), subject.tensors, lambda: subject.pipeline.parameters.flush(subject.tensors)
+    )
     assert bits(subject) == saved[1]
     load(subject, tmp_path / "step-00000001")
     assert bits(subject) == saved[0]
@@ -353,7 +355,7 @@ def test_ranks_meet_for_the_save_after_all_that_was_asked_for(tmp_path, device):
 
     def act(rank):
         subject = subject_of(device(), rank=rank, schedule="overlap")
-        checkpoints = Checkpoints(subject.pipeline)
+        checkpoints = Checkpoints(subject.pipeline, StateAccess(subject.pipeline))
         for n in range(15):
             save(subject, tmp_path, wait=False, step=n, keep=1, checkpoints=checkpoints)
             step(subject, 0.1 * n)
@@ -410,7 +412,7 @@ def load_optimizer_state():
     state = engine.optimizer.state_dict()
     state["state"] = {i: {k: torch.full_like(v, 3.0) for k, v in e.items()} for i, e in state["state"].items()}
     optimizer = engine.optimizer
-    return optimizer.pipeline, optimizer.parts.registration.tensors(), lambda: optimizer.load_state_dict(state)
+    return optimizer.core._pipeline, optimizer.parts.registration.tensors(), lambda: optimizer.load_state_dict(state)
 
 
 def load_pytree():
@@ -420,7 +422,7 @@ def load_pytree():
     offloaded = wrap({"w": jnp.ones((8, 8), jnp.bfloat16), "b": jnp.ones(8, jnp.bfloat16)})
     tree = offloaded.to_pytree()
     tree |= {name: {k: v + 3 for k, v in tree[name].items()} for name in ("master", "exp_avg", "exp_avg_sq")}
-    return offloaded._pipeline, list(offloaded._tree.leaves), lambda: offloaded.load_pytree(tree)
+    return offloaded._core._pipeline, list(offloaded._tree.leaves), lambda: offloaded.load_pytree(tree)
 
 
 @pytest.mark.draws(1)
@@ -428,7 +430,7 @@ def load_pytree():
 def test_front_ends_that_replace_states_copy_them_first(tmp_path, monkeypatch, front_end):
     monkeypatch.setattr("offload_core.checkpoint.shard_writer.BUFFERS", 1000)
     pipeline, tensors, replace_states = front_end()
-    checkpoints, slow = Checkpoints(pipeline), Slow(monkeypatch)
+    checkpoints, slow = Checkpoints(pipeline, StateAccess(pipeline)), Slow(monkeypatch)
     names = [spec.name for spec in pipeline.params]
 
     def states():

@@ -8,10 +8,10 @@ import tracemalloc
 
 import pytest
 
-from offload_core.checkpoint.folder import LATEST, MANIFEST
 from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.errors import CheckpointError
+from offload_core.support.checkpoint_folder import LATEST, MANIFEST
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import load
 from tests.support.damaged import VALUES, Written, deep, nodes, put, subject_of

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from offload_core.checkpoint.folder import commit
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16
 from offload_core.errors import CheckpointError
+from offload_core.support.checkpoint_folder import commit
 from tests.support.checkpoints import Slow, load, one_step, save
 from tests.support.pipelines import Subject, bits, make
 
@@ -248,7 +248,7 @@ def test_old_ones_that_cannot_be_deleted_are_a_warning(tmp_path, monkeypatch):
     def refuse(path):
         raise PermissionError(13, "Permission denied", path.name)
 
-    monkeypatch.setattr("offload_core.checkpoint.folder.discard", refuse)
+    monkeypatch.setattr("offload_core.support.checkpoint_folder.discard", refuse)
     with pytest.warns(UserWarning, match="it was to be deleted, for keep=1. .*delete it by hand"):
         save(subject, tmp_path, step=2, keep=1)
     assert load(subject, tmp_path).step == 2
@@ -265,7 +265,7 @@ def test_a_checkpoint_that_cannot_be_made_known_is_not_left_there(tmp_path, monk
 
         with pytest.MonkeyPatch.context() as patch:
             if call == "names_to_disk":
-                patch.setattr(f"offload_core.checkpoint.folder.{call}", fail)
+                patch.setattr(f"offload_core.support.checkpoint_folder.{call}", fail)
             else:
                 original = getattr(Path, call)
                 if call == "rename":  # but not back

@@ -57,7 +57,7 @@ def new_jax(seed, stage, **fields):
 
 def update_jax(offloaded, seed):
     dtype = np.dtype(offloaded.params["h"][0]["w"].dtype)
-    scale = offloaded._pipeline.loss_scale
+    scale = offloaded._core.loss_scale
     grads = jax.tree.map(lambda g: (scale * g).astype(dtype), tree_of(seed)["h"])
     grads = {"h": grads, "frozen": None, "seen": None}
     offloaded.update(grads if scale == 1 else in_jax.ScaledGradients(grads, scale))
@@ -92,7 +92,7 @@ def of_torch(engine):
             found[f"master {name}"] = state.get("master", param.detach()).contiguous().numpy()
             found[f"steps {name}"] = state["step"].numpy()
     found["params seen"] = engine.module.seen.numpy()
-    scaler = optimizer.pipeline.scaler
+    scaler = optimizer.core.scaler
     return found | {"updates": optimizer.updates, "loss scale": scaler and scaler.state_dict()}
 
 

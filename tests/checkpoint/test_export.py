@@ -444,7 +444,7 @@ def test_ranks_export_their_master_weights_end_to_end_also_while_gradients_are_o
             whole = {name: param.detach().clone() for name, param in parted.module.named_parameters()}
         assert_same(exported(parted, tmp_path / "device"), whole)
         # Between backward and step, rank 1's exchanges begin when it waits for them: ranks meet in one order.
-        pipeline, waits = parted.optimizer.pipeline, threading.Event()
+        pipeline, waits = parted.optimizer.core._pipeline, threading.Event()
         exchange, wait = pipeline.device.collectives.exchange, pipeline.buckets.wait
         if rank == 1:
             pipeline.device.collectives.exchange = lambda *args: (waits.wait(60), exchange(*args))[1]

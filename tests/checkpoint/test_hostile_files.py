@@ -11,12 +11,12 @@ import torch
 
 from frontends.torch import load_deepspeed
 from offload_core.__main__ import main
-from offload_core.checkpoint.folder import LATEST, MANIFEST
 from offload_core.checkpoint.reader import Checkpoint, Loaded
 from offload_core.checkpoint.safetensors import plan_file, read_header
 from offload_core.commands.model_shapes import INDEX, shapes_of
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import CheckpointError, ConfigError
+from offload_core.support.checkpoint_folder import LATEST, MANIFEST
 from offload_core.support.files import read_regular
 from tests.support.damaged import Written
 from tests.support.hostile import KINDS, SAID, not_forever, replace

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from offload_core.__main__ import main
-from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.shard_writer import Source
 from offload_core.layout.regions import Region
+from offload_core.support.checkpoint_folder import MANIFEST
 from tests.support.checkpoints import one_step, save
 from tests.support.pipelines import make
 

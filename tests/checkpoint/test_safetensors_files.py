@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.checkpoint.safetensors import NUMPY_OF, plan_file, read_header
-from offload_core.dtypes import BFLOAT16
+from offload_core.checkpoint.safetensors import plan_file, read_header
+from offload_core.dtypes import BFLOAT16, SAFETENSORS_DTYPES
 from offload_core.errors import CheckpointError
 from tests.support.strategies import law
 
-TYPES = sorted(NUMPY_OF.values(), key=lambda dtype: (-dtype.itemsize, dtype.name))
+TYPES = sorted(SAFETENSORS_DTYPES.values(), key=lambda dtype: (-dtype.itemsize, dtype.name))
 
 
 def write(path, arrays, metadata=None):

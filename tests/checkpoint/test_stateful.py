@@ -154,7 +154,7 @@ class Anything(RuleBasedStateMachine):
     def read_parameter(self, i):
         i %= len(self.naive.states)
         seen = []
-        if not self.succeeds(lambda: self.pipeline.await_param(i)):
+        if not self.succeeds(lambda: self.pipeline.parameters.await_param(i)):
             return
         self.device.compute(lambda: seen.append(self.subject.tensors[i].memory.copy())).wait()
         if not self.failing:
@@ -172,7 +172,7 @@ class Anything(RuleBasedStateMachine):
     @rule(i=params, seed=seeds)
     def change(self, i, seed):
         i %= len(self.naive.states)
-        self.pipeline.await_param(i)
+        self.pipeline.parameters.await_param(i)
         self.pipeline.last_step.finish()
         at = seed % self.subject.specs[i].numel
         if self.naive.params()[i][at] != 7:

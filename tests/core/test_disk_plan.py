@@ -59,8 +59,8 @@ def in_jax(**fields):
 
 
 FRONTENDS = {
-    "torch": (in_torch, "offload_core.step.pipeline.available_bytes", 2),
-    "jax": (in_jax, "offload_core.step.pipeline.available_bytes", 3),
+    "torch": (in_torch, "offload_core.engine.available_bytes", 2),
+    "jax": (in_jax, "offload_core.engine.available_bytes", 3),
 }
 """A model, where its front end asks for free memory, and the states of a parameter: torch updates fp32 parameters in
 place, so that they have no master weights."""
@@ -214,7 +214,7 @@ def test_parameters_on_disk_are_lent_as_often_as_is_planned(dtype, live, disk, m
         **disk,
         **live,
     )
-    pipeline = engine.optimizer.parts.pipeline
+    pipeline = engine.optimizer.parts.core._pipeline
     traffic, _ = Planner(BucketTerms(pipeline.config, pipeline.device)).traffic(pipeline.params)
     lent = []
     lend = OnDisk.lend

@@ -21,12 +21,12 @@ from torch import nn
 
 from frontends.torch import export_deepspeed, wrap, zero_checkpoint
 from offload_core.__main__ import main
-from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.commands.model_shapes import INDEX, shapes_of
 from offload_core.config.options import FIELDS, OffloadConfig
 from offload_core.deepspeed.keys import KEYS
 from offload_core.errors import CheckpointError, ConfigError, ConfigWarning
+from offload_core.support.checkpoint_folder import MANIFEST
 from tests.support import deepspeed_checkpoints
 from tests.support.damaged import VALUES, Written, nodes, put
 from tests.support.hostile import not_forever

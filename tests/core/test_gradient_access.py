@@ -218,7 +218,7 @@ def test_where_none_came_nothing_is_read_or_exchanged_and_nothing_waits_for_an_u
             assert access.own(0) is None
             with pytest.raises(StateError, match="'p0': its gradient is to be overwritten, and no rank has had one"):
                 access.load(0, np.ones(40, np.float32))
-            subject.pipeline.check_idle("a save", waiting=False)
+            subject.pipeline.gradients.check_none("a save", waiting=False)
             subject.add_gradient(1, np.ones(100, BFLOAT16.numpy))
             assert access.whole(0) is None
             assert access.whole(1) is not None

@@ -51,7 +51,7 @@ def gradient(subject, i, number=0):
 
 def held(subject):
     """The bytes of gradients on the host, and those that were planned."""
-    [row] = [row for row in subject.pipeline.memory_report((), {}).rows if row.what == GRADIENTS_ON_HOST]
+    [row] = [row for row in subject.engine.memory_report((), {}).rows if row.what == GRADIENTS_ON_HOST]
     return row.held, row.planned
 
 
@@ -161,7 +161,7 @@ def test_where_something_needs_gradients_later_each_bucket_has_memory_of_its_own
 
 
 def test_on_the_host_itself_gradients_are_read_where_they_are():
-    assert not [row for row in make(HostDevice()).pipeline.memory_report((), {}).rows if row.what == GRADIENTS_ON_HOST]
+    assert not [row for row in make(HostDevice()).engine.memory_report((), {}).rows if row.what == GRADIENTS_ON_HOST]
 
 
 # --- bits ------------------------------------------------------------------------------------------
@@ -257,7 +257,7 @@ def test_a_trace_shows_the_waits(tmp_path, monkeypatch):
     Threads().play(monkeypatch)  # all is done as late as can be
     subject = make()
     step(subject)
-    with subject.pipeline.trace(tmp_path / "step.json"):
+    with subject.engine.trace(tmp_path / "step.json"):
         step(subject)
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     waits = [event["name"] for event in events if "gradient memory" in event["name"]]
@@ -275,8 +275,8 @@ def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_sa
     assert len(warned) == 1
     add(reference, params)
     for each in (subject, reference):
-        each.pipeline.gradients.end_micro_step()
-        each.pipeline.step(StepArguments(HYPERS, each.tensors))
+        each.core.gradients.end_micro_step()
+        each.core.step(StepArguments(HYPERS, each.tensors))
     own = sum(work.own.nbytes for work in subject.pipeline.buckets.all if work.own is not None)
     assert len([work for work in subject.pipeline.buckets.all if work.own is not None]) == n_buckets - GRADIENT_SLOTS
     planned = GRADIENT_SLOTS * 32 * 2
@@ -292,12 +292,12 @@ def test_gradients_that_were_not_announced_can_be_dropped_and_added_to():
     subject, reference = make(), make(schedule="serial", update_in_backward=False)
     for each in (subject, reference):
         add(each, range(len(SIZES)))
-        each.pipeline.gradients.drop([1])
+        each.core.gradients.drop([1])
         add(each, (1, 0), number=3)
         add(each, (2,), number=4)
-        each.pipeline.step(StepArguments(HYPERS, each.tensors))
+        each.core.step(StepArguments(HYPERS, each.tensors))
         add(each, range(len(SIZES)))
-        each.pipeline.gradients.drop()
+        each.core.gradients.drop()
         step(each, number=5)
     assert bits(subject) == bits(reference)
 

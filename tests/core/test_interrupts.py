@@ -59,7 +59,7 @@ class Run:
         """Three more steps, and all that there is then."""
         for number in (3, 4, 5):
             self.step(number)
-        self.pipeline.flush(self.subject.tensors)
+        self.pipeline.parameters.flush(self.subject.tensors)
         bits = [np.asarray(array).tobytes() for i in (0, 1) for array in self.subject.states(i)]
         bits += [param.tobytes() for param in self.subject.params()]
         scale = self.pipeline.scaler.state_dict() if self.pipeline.scaler else None
@@ -68,7 +68,9 @@ class Run:
         return bits, scale, steps, self.pipeline.counts.updates
 
     def close(self):
-        self.pipeline.flush(self.subject.tensors)  # else an update waits for a copy that a closed device never makes
+        self.pipeline.parameters.flush(
+            self.subject.tensors
+        )  # else an update waits for a copy that a closed device never makes
         if isinstance(self.subject.device, FakeDevice):
             self.subject.device.close()
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
-from offload_core.step.loss_scale import LossScaler, scaler_for
+from offload_core.step.loss_scale import LossScaler
 from tests.support.strategies import law
 
 
@@ -67,12 +67,12 @@ def test_a_loaded_scaler_goes_on_like_the_saved_one():
 
 
 def test_float16_alone_is_scaled_unless_asked():
-    assert scaler_for(OffloadConfig(), [FLOAT32, BFLOAT16]) is None
-    assert scaler_for(OffloadConfig(loss_scale=1), [FLOAT16]) is None
-    dynamic = scaler_for(OffloadConfig(initial_loss_scale=4.0, loss_scale_window=5), [FLOAT16])
+    assert LossScaler.of(OffloadConfig(), [FLOAT32, BFLOAT16]) is None
+    assert LossScaler.of(OffloadConfig(loss_scale=1), [FLOAT16]) is None
+    dynamic = LossScaler.of(OffloadConfig(initial_loss_scale=4.0, loss_scale_window=5), [FLOAT16])
     assert (dynamic.scale, dynamic.window, dynamic.least, dynamic.hysteresis) == (4.0, 5, 1.0, 1)
     tough = OffloadConfig(min_loss_scale=0.5, loss_scale_hysteresis=3, loss_scale_consecutive_hysteresis=True)
-    dynamic = scaler_for(tough, [FLOAT16])
+    dynamic = LossScaler.of(tough, [FLOAT16])
     assert (dynamic.least, dynamic.hysteresis, dynamic.consecutive) == (0.5, 3, True)
-    fixed = scaler_for(OffloadConfig(loss_scale=32), [FLOAT32])
+    fixed = LossScaler.of(OffloadConfig(loss_scale=32), [FLOAT32])
     assert (fixed.scale, fixed.window) == (32.0, None)

@@ -233,7 +233,7 @@ def test_the_delayed_schedule_is_what_its_definition_says(case, warmup, where):
         assert report.grad_norm == naive.step(float(len(micro_steps)))
         for i, expected in enumerate(naive.params()):
             assert_same_bits(f"parameter {i}", subject.params()[i], expected)
-    subject.pipeline.flush(subject.tensors)
+    subject.pipeline.parameters.flush(subject.tensors)
     for i, states in enumerate(naive.states):
         assert_same_bits(f"flushed parameter {i}", subject.params()[i], oracles.cast(states[0], case.dtypes[i]))
         for name, got, expected in zip(naive.rules[i].state_names, subject.states(i), states, strict=True):
@@ -369,11 +369,11 @@ def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
         subject.add_gradient(0, np.full(40, 0.5, BFLOAT16.numpy))
 
     def read(subject):
-        subject.pipeline.await_param(0)
+        subject.pipeline.parameters.await_param(0)
         check_parameters(subject)
 
     def flush(subject):
-        subject.pipeline.flush(subject.tensors)
+        subject.pipeline.parameters.flush(subject.tensors)
         check_parameters(subject)
 
     def adopt(subject):
@@ -588,7 +588,7 @@ def test_the_plan_is_what_is_allocated():
         for dtype in (FLOAT32, BFLOAT16):
             for fields in ({}, {"gradient_accumulation_steps": 2}, {"reduce_bucket_size": 64}, EARLY):
                 subject = make(device, dtype, **fields)
-                report = subject.pipeline.memory_report((), {})
+                report = subject.engine.memory_report((), {})
                 assert report.host_bytes == report.planned_host_bytes
 
 

@@ -39,8 +39,8 @@ from offload_core.device.host_ranks import HostRanks
 from offload_core.dtypes import BFLOAT16, FLOAT32
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.plan import MemoryPlan, PlanRow
-from offload_core.plans.at_once import held_shards, rows_at_once
+from offload_core.memory.plan import ArrayBytes, MemoryPlan, PlanRow
+from offload_core.plans.at_once import rows_at_once
 from offload_core.plans.planner import Planner
 from offload_core.plans.prediction import Speeds, predict
 from offload_core.plans.terms import BucketTerms
@@ -302,7 +302,7 @@ def test_jax_takes_parameters_gradients_and_two_buckets_where_they_are_given_awa
         specs = [ParamSpec(str(i), numel, BFLOAT16) for i, numel in enumerate(numels)]
         config = OffloadConfig(reduce_bucket_size=160, schedule="serial" if "depth" in fields else "overlap")
         terms = BucketTerms(config, planned_jax_device(on_host=fields.get("on_host", False)))
-        arrays = [held_shards([i], [spec], [copies], on_host=False) for i, spec in enumerate(specs)]
+        arrays = [ArrayBytes.of_shards([i], [spec], [copies], on_host=False) for i, spec in enumerate(specs)]
         found = rows_at_once(terms, specs, arrays, on_host=False, donate=fields.get("donate", True))
         return {row.what: row.n_bytes // 2 for row in found if row.n_bytes}
 
@@ -626,12 +626,12 @@ def test_on_the_cpu_parameters_and_gradients_count_as_host_memory(monkeypatch: p
     """States 8 bytes, gradients 4; the parameters are there."""
     model = GPT(SMALL)
     needed = 12 * SMALL.numel
-    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: needed - 1)
+    monkeypatch.setattr("offload_core.engine.available_bytes", lambda: needed - 1)
     with pytest.raises(HostMemoryError, match=r"(?s)is taken by exp_avg 1.5 MiB.*device +gradients"):
         wrap(model)
     assert not allocated
     padded = 16 * -(-needed // 16) + 64 * 8
-    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: padded)
+    monkeypatch.setattr("offload_core.engine.available_bytes", lambda: padded)
     with pytest.raises(HostMemoryError, match=r"(?s)host +activations +1\.0 MiB +\S+ +smaller micro-batches"):
         wrap(model, host_activation_memory=2**20)
     assert not allocated
@@ -643,7 +643,7 @@ def test_ranks_on_a_machine_share_what_is_available(monkeypatch: pytest.MonkeyPa
     """Also where the launcher's word is that there are more processes than ranks: those are other runs."""
     model = GPT(SMALL)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: 13 * SMALL.numel)
+    monkeypatch.setattr("offload_core.engine.available_bytes", lambda: 13 * SMALL.numel)
     wrap(model).close()
     monkeypatch.setattr(registration.MemoryPlan, "check", lambda plan, *args, processes: 1 / (processes - 1))
     with pytest.raises(ZeroDivisionError):

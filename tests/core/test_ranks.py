@@ -150,7 +150,7 @@ def test_memory_and_bytes_sent_are_what_theory_says(dtype, world_size):
         subject.add_all(0.5)
         subject.pipeline.step(StepArguments(case.hypers, subject.tensors))
         subject.pipeline.last_step.finish()
-        return rank.sent_bytes, subject.pipeline.memory.report(), subject.pipeline.memory_report((), {})
+        return rank.sent_bytes, subject.pipeline.memory.report(), subject.engine.memory_report((), {})
 
     for sent, held, report in run_ranks(world_size, body):
         theory = (world_size - 1) / world_size * numel * 2 * dtype.itemsize

@@ -206,7 +206,7 @@ def test_a_load_or_a_commit_that_fails_is_one_error_and_loses_no_update(schedule
                     act()
                 except OSError as error:
                     raised.append(error)
-        subject.pipeline.flush(subject.tensors)
+        subject.pipeline.parameters.flush(subject.tensors)
         try:
             subject.states(0)
         except OSError as error:
@@ -245,7 +245,7 @@ def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_
             for act in (
                 partial(add_gradients, subject),
                 partial(pipeline.step, StepArguments(HYPERS, subject.tensors)),
-                partial(pipeline.flush, subject.tensors),
+                partial(pipeline.parameters.flush, subject.tensors),
                 pipeline.last_step.finish,
                 partial(subject.states, 0),
             ):
@@ -256,10 +256,10 @@ def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_
                 overwrite(pipeline, i, 1.0)
                 StateAccess(pipeline).publish_later([i])
                 pipeline.counts.steps[i][...] = 0
-        pipeline.flush(subject.tensors)
+        pipeline.parameters.flush(subject.tensors)
         add_gradients(subject)
         pipeline.step(StepArguments(HYPERS, subject.tensors))
-        pipeline.flush(subject.tensors)
+        pipeline.parameters.flush(subject.tensors)
         return bits(subject)
 
     assert trained(True) == trained(False)
@@ -308,7 +308,7 @@ def test_ranks_whose_store_failed_in_backward_say_so_to_readers():
                 rank._group.lose()  # as a process that ends does
         for param in range(2):
             with pytest.raises(StateError, match="^the last update broke off"):
-                pipeline.await_param(param)
+                pipeline.parameters.await_param(param)
 
     with late_stores.late():
         run_ranks(2, body)
@@ -392,7 +392,7 @@ def test_the_blocks_of_an_update_take_the_host_memory_that_is_planned(schedule, 
     for _ in range(3):
         add_gradients(subject)
         subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
-    subject.pipeline.flush(subject.tensors)
+    subject.pipeline.parameters.flush(subject.tensors)
     [planned] = [row for row in subject.pipeline.buckets.planned if row.what == BLOCKS]
     assert planned.where == "host"
     assert 0 < max(counts) <= planned.n_bytes
@@ -416,7 +416,7 @@ def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(monkeypatch):
         DiskSpaceError, match=r"needs 1\.7 KiB of late store space .* and 1\.7 KiB is available.*Free space"
     ):
         plan.check(10**9)
-    report = subject.pipeline.memory_report([], {})
+    report = subject.engine.memory_report([], {})
     assert {(row.what, row.planned, row.held) for row in report.rows if row.where == "late store"} == {
         (name, 4 * 144, 4 * 144) for name in ("master", "exp_avg", "exp_avg_sq")
     }
@@ -428,7 +428,7 @@ def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(monkeypatch):
 def test_a_store_of_another_place_has_a_bar_of_its_own(tmp_path):
     pytest.importorskip("matplotlib")
     with late_stores.late():
-        report = make(FakeDevice()).pipeline.memory_report([], {})
+        report = make(FakeDevice()).engine.memory_report([], {})
     report.plot(tmp_path / "report.svg")
     assert "late store" in (tmp_path / "report.svg").read_text()
 

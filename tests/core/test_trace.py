@@ -17,7 +17,7 @@ from offload_core.step.decision import StepArguments
 from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
-from tests.support.locking_pipeline import LockingPipeline
+from tests.support.locking_pipeline import LockingEngine
 from tests.support.traces import ends, read
 
 N_BUCKETS, NUMEL = 3, 64
@@ -29,7 +29,8 @@ class Model:
     def __init__(self, device, collectives=None, **fields):
         config = OffloadConfig(reduce_bucket_size=NUMEL, op_order="torch", **fields)
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
-        self.pipeline = LockingPipeline(config, HostRanks(device, collectives), None)
+        self.engine = LockingEngine(config, HostRanks(device, collectives), None)
+        self.pipeline = self.engine.pipeline
         ones = np.ones(NUMEL, BFLOAT16.numpy)
         self.tensors = [self.put(ones) for _ in range(N_BUCKETS)]
         self.gradients = [self.put(ones) for _ in range(N_BUCKETS)]
@@ -37,7 +38,7 @@ class Model:
 
     def step(self):
         for param in range(N_BUCKETS):
-            self.pipeline.await_param(param)
+            self.pipeline.parameters.await_param(param)
         for param in reversed(range(N_BUCKETS)):
             self.pipeline.gradients.add({param: self.gradients[param]})
         self.pipeline.gradients.end_micro_step()
@@ -49,7 +50,7 @@ def test_a_bucket_goes_its_way_through_the_lanes(tmp_path, schedule):
     device = FakeDevice(max_delay=1e-3)
     model = Model(device, schedule=schedule, gradient_clipping=1.0)
     model.step()
-    with model.pipeline.trace(tmp_path / "step.json"):
+    with model.engine.trace(tmp_path / "step.json"):
         model.step()
     spans = read(tmp_path / "step.json")
     for bucket in range(N_BUCKETS):
@@ -64,7 +65,7 @@ def test_a_bucket_goes_its_way_through_the_lanes(tmp_path, schedule):
 def test_a_lane_does_one_thing_at_a_time(tmp_path, schedule):
     device = FakeDevice(max_delay=1e-3)
     model = Model(device, schedule=schedule, gradient_clipping=1.0)
-    with model.pipeline.trace(tmp_path / "steps.json"):
+    with model.engine.trace(tmp_path / "steps.json"):
         for _ in range(3):
             model.step()
     spans = read(tmp_path / "steps.json")
@@ -80,9 +81,9 @@ def test_the_caller_is_seen_to_wait(tmp_path):
     device = FakeDevice(max_delay=1e-3)
     model = Model(device, gradient_clipping=1.0)
     model.step()
-    with model.pipeline.trace(tmp_path / "step.json"):
+    with model.engine.trace(tmp_path / "step.json"):
         model.step()
-        model.pipeline.await_param(0)
+        model.pipeline.parameters.await_param(0)
     names = [s["name"] for s in read(tmp_path / "step.json") if s["cat"] == COMPUTE]
     assert "bucket 2: wait" in names
     device.close()
@@ -100,7 +101,7 @@ def test_nothing_is_recorded_while_nobody_asks(tmp_path, monkeypatch, make_devic
         model.step()
         model.pipeline.last_step.finish()
     assert trace.span(UPDATE) is trace.span(TO_HOST)  # nothing is made either
-    with model.pipeline.trace(tmp_path / "step.json"):
+    with model.engine.trace(tmp_path / "step.json"):
         model.step()
     recorded = (tmp_path / "step.json").read_text()
     with monkeypatch.context() as patch:
@@ -118,7 +119,7 @@ def test_each_rank_writes_a_file_of_its_own(tmp_path, schedule, make_device):
     def body(rank):
         model = Model(make_device(), rank, schedule=schedule, gradient_clipping=1.0)
         model.step()
-        with model.pipeline.trace(tmp_path / "step.json"):
+        with model.engine.trace(tmp_path / "step.json"):
             model.step()
 
     run_ranks(4, body)
@@ -137,7 +138,7 @@ def test_the_bits_are_those_of_an_unseen_run(tmp_path):
     models = [Model(FakeDevice(), gradient_clipping=1.0) for _ in range(2)]
     for _ in range(3):
         models[0].step()
-        with models[1].pipeline.trace(tmp_path / "step.json"):
+        with models[1].engine.trace(tmp_path / "step.json"):
             models[1].step()
     for i in range(N_BUCKETS):
         (_, one), (_, other) = (StateAccess(model.pipeline).states(i)[0] for model in models)
@@ -147,11 +148,11 @@ def test_the_bits_are_those_of_an_unseen_run(tmp_path):
 def test_a_step_that_fails_leaves_its_trace_and_the_next_may_begin(tmp_path):
     device = FakeDevice(fail_at=frozenset({N_BUCKETS + 1}))  # masters are loaded by copies, too
     model = Model(device)
-    with pytest.raises(OSError, match="failed as asked"), model.pipeline.trace(tmp_path / "failed.json"):
+    with pytest.raises(OSError, match="failed as asked"), model.engine.trace(tmp_path / "failed.json"):
         model.step()
     assert (TO_HOST, "") in ends(read(tmp_path / "failed.json"), 0)
     model.pipeline.gradients.drop()
-    with model.pipeline.trace(tmp_path / "step.json"):
+    with model.engine.trace(tmp_path / "step.json"):
         model.step()
     assert len([s for s in read(tmp_path / "step.json") if s["cat"] == UPDATE]) == N_BUCKETS
     device.close()
@@ -159,12 +160,12 @@ def test_a_step_that_fails_leaves_its_trace_and_the_next_may_begin(tmp_path):
 
 def test_one_trace_at_a_time_and_where_it_can_be_written(tmp_path):
     model = Model(HostDevice())
-    with model.pipeline.trace(tmp_path / "one.json"):
-        with pytest.raises(StateError, match="trace\\(\\) inside trace\\(\\)"), model.pipeline.trace(tmp_path / "two"):
+    with model.engine.trace(tmp_path / "one.json"):
+        with pytest.raises(StateError, match="trace\\(\\) inside trace\\(\\)"), model.engine.trace(tmp_path / "two"):
             pass
         model.step()
     assert read(tmp_path / "one.json")
-    with pytest.raises(FileNotFoundError), model.pipeline.trace(tmp_path / "no such folder" / "step.json"):
+    with pytest.raises(FileNotFoundError), model.engine.trace(tmp_path / "no such folder" / "step.json"):
         pass
     assert not model.pipeline.device.trace.on
 

@@ -100,8 +100,9 @@ def test_health_says_what_is_allowed_and_the_last_error():
 
 
 def test_a_pipeline_counts_updates_micro_steps_and_gradients_and_names_its_call():
-    pipeline = make().pipeline
-    said = pipeline.where().splitlines()
+    engine = make().engine
+    pipeline = engine.pipeline
+    said = engine.where().splitlines()
     assert said[0] == f"offload-core: rank 0 of 1, process {os.getpid()}"
     assert said[2:6] == [
         "  updates: 0, and 0 skipped",
@@ -112,7 +113,7 @@ def test_a_pipeline_counts_updates_micro_steps_and_gradients_and_names_its_call(
     pipeline.counts.updates, pipeline.counts.skipped = 5, 2
     pipeline.arrivals.since.micro_steps, pipeline.arrivals.per_update = 3, 4
     pipeline.arrivals.since.present.update([0, 2])
-    said = pipeline.state_lock.change("a change", pipeline.where).splitlines()
+    said = pipeline.state_lock.change("a change", engine.where).splitlines()
     assert said[2:5] == [
         "  updates: 5, and 2 skipped",
         "  micro-steps since the last update: 3 of 4, and gradients of 2 parameters",
@@ -124,7 +125,7 @@ def test_the_front_ends_lines_are_among_them_and_one_that_cannot_be_read_hides_n
     def changing():
         raise RuntimeError("dictionary changed size during iteration")
 
-    said = make().pipeline.where(lambda: "tensors: 3 resident", changing)
+    said = make().engine.where(lambda: "tensors: 3 resident", changing)
     assert "\n  tensors: 3 resident\n" in said
     assert re.search(r"^  \S*changing: not to be read now \(RuntimeError: dictionary changed", said, re.MULTILINE)
     assert told("title", lambda: "a\nb") == "title\n  a\n  b"

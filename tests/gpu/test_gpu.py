@@ -112,9 +112,9 @@ def test_staging_is_pinned_and_gradients_leave_the_device(accelerator):
     engine = wrap(model, gradient_clipping=1.0)
     parameters = allocated_before()
     engine.backward(engine(torch.randn(8, 256, device=accelerator, dtype=torch.bfloat16)).float().pow(2).mean())
-    engine.optimizer.pipeline.buckets.run(lambda: None)  # the copies have ended
+    engine.optimizer.core._pipeline.buckets.run(lambda: None)  # the copies have ended
     assert allocated() <= parameters + 2**20
-    [work] = engine.optimizer.pipeline.buckets.all
+    [work] = engine.optimizer.core._pipeline.buckets.all
     assert torch.from_numpy(work.home.view("uint8")).is_pinned()
     engine.step()
 

@@ -125,7 +125,7 @@ def test_orbax_restores_what_to_pytree_gives(tmp_path, fields):
         return wrap({**random_tree(seed), "table": jnp.arange(3) + seed}, **HYPER, **fields)
 
     def gradients(offloaded, i):
-        if offloaded._pipeline.scaler is None:
+        if offloaded._core.scaler is None:
             return {**random_tree(i, fields.get("param_dtype", "float32")), "table": None}
         loss = offloaded.value_and_grad(lambda p, x: sum((leaf * x).sum() for leaf in jax.tree.leaves(p["layers"])))
         return loss(offloaded.params, jnp.float16(i))[1]

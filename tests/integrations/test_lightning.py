@@ -175,7 +175,7 @@ def test_lightnings_wrapper_shows_what_the_optimizer_has(tmp_path):
     model = fitted(tmp_path, Model(ours), max_epochs=1)
     wrapper, optimizer = model.optimizers(), model.fitting.optimizers[0]
     param = next(model.parameters())
-    assert wrapper.pipeline is optimizer.pipeline
+    assert wrapper.pipeline is optimizer.core._pipeline
     assert same_bits(wrapper.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
     assert wrapper.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
     assert wrapper.memory_report().host_bytes == optimizer.memory_report().host_bytes > 0
@@ -234,7 +234,7 @@ class Overflowing(Model):
 
     def on_train_batch_end(self, *args):
         scaler = getattr(self.trainer.precision_plugin, "scaler", None)
-        scale = self.trainer.strategy.engine.optimizer.pipeline.loss_scale if scaler is None else scaler.get_scale()
+        scale = self.trainer.strategy.engine.optimizer.core.loss_scale if scaler is None else scaler.get_scale()
         self.scales = [*getattr(self, "scales", ()), scale]
 
 

@@ -165,7 +165,7 @@ AT_THE_END = {
 def watched(engine):
     """The events of the next backwards: exchanges of gradients, and that of the first layer; and the most bytes of
     gradients that the pipeline holds on the device."""
-    pipeline, events, most = engine.optimizer.pipeline, [], [0]
+    pipeline, events, most = engine.optimizer.core._pipeline, [], [0]
     reduce, add = pipeline.device.reduce, pipeline.gradients.add
 
     def reduced(*args):
@@ -210,7 +210,7 @@ def trained(rank, way, **stage):
         engine.step()
     found, share = whole_bits(engine), most[0] / sum(4 * p.numel() for p in engine.module.parameters())
     rounds = 2 if way in ("two backwards", "a graph that is kept") else 1
-    assert events.count("exchange") == rounds * len(engine.optimizer.pipeline.buckets.all)
+    assert events.count("exchange") == rounds * len(engine.optimizer.core._pipeline.buckets.all)
     engine.close()
     return found, chosen, events[: events.index("first layer")].count("exchange"), share
 

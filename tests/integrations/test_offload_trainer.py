@@ -423,9 +423,7 @@ class TooLarge(TrainerCallback):
         if isinstance(offloaded, OffloadedAdamW):
             records = offloaded.sharding.parameters.records if offloaded.sharding.gathers else {}
             whole = sum(record.whole.untyped_storage().nbytes() for record in records.values())
-            self.left.append(
-                (offloaded.pipeline.gradients.are_waiting, offloaded.pipeline.gradients.micro_steps, whole)
-            )
+            self.left.append((offloaded.core.gradients.are_waiting, offloaded.core.gradients.micro_steps, whole))
 
     def refuse(self, module, inputs, outputs):
         self.backwards += len(outputs[0]) > 1

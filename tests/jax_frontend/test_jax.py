@@ -853,7 +853,9 @@ def test_discarded_gradients_are_forgotten():
 def test_an_interrupted_update_leaves_parameters_that_go_on(monkeypatch):
     offloaded = wrap(random_tree(8), **HYPER)
     with monkeypatch.context() as patch:
-        patch.setattr(type(offloaded._pipeline.updates), "start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt()))
+        patch.setattr(
+            type(offloaded._core._pipeline.updates), "start", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt())
+        )
         with pytest.raises(KeyboardInterrupt):
             offloaded.update(random_tree(80))
     offloaded.update(random_tree(81))

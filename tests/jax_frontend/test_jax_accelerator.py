@@ -48,14 +48,14 @@ def on_accelerator(tree, **fields):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "on_cpu", lambda array: False)
         offloaded = wrap(tree, **{**HYPER, **fields})
-    assert isinstance(offloaded._pipeline.device, Places)
+    assert isinstance(offloaded._core.device, Places)
     return offloaded
 
 
 def direct(tree, **fields):
     with jax.default_device(jax.devices("cpu")[0]):
         offloaded = wrap(jax.tree.map(np.asarray, tree), **{**HYPER, **fields})
-    assert offloaded._pipeline.device.addressable
+    assert offloaded._core.device.addressable
     return offloaded
 
 
@@ -145,7 +145,7 @@ def test_copies_to_pinned_host_memory_have_the_same_bits(monkeypatch):
 
 def test_gradients_leave_the_device_in_their_own_dtype(device):
     offloaded = on_accelerator(random_tree(3), param_dtype="bfloat16")
-    [place] = offloaded._pipeline.device.places
+    [place] = offloaded._core.device.places
     reduce, arrived = place._reduce_mean, []
     place._reduce_mean = lambda *args: arrived.append(reduce(*args)) or arrived[-1]
     offloaded.update(random_tree(30, jnp.bfloat16))
@@ -219,18 +219,18 @@ def test_states_of_the_delayed_schedule_are_loaded_over_what_it_holds_back(place
 
 def test_a_delayed_update_goes_on_after_update_has_returned(device):
     offloaded, returned = on_accelerator(random_tree(0), schedule="delayed", delay_warmup_steps=0), threading.Event()
-    run_adam = offloaded._pipeline.updates._run
+    run_adam = offloaded._core._pipeline.updates._run
 
     def after_it_returned(*args):
         assert returned.wait(60)
         run_adam(*args)
 
-    offloaded._pipeline.updates._run = after_it_returned
+    offloaded._core._pipeline.updates._run = after_it_returned
     offloaded.update(random_tree(1))
-    assert not offloaded._pipeline.updates.finished
+    assert not offloaded._core._pipeline.updates.finished
     returned.set()
     offloaded.flush()
-    assert offloaded._pipeline.updates.finished
+    assert offloaded._core._pipeline.updates.finished
 
 
 def test_float16_with_loss_scaling(device):
@@ -238,7 +238,7 @@ def test_float16_with_loss_scaling(device):
     fields = {"initial_loss_scale": 1024.0, "loss_scale_window": 2, "reduce_bucket_size": 200}
     there, here = on_accelerator(params, **fields), direct(params, **fields)
     for i in range(6):
-        scale = there._pipeline.loss_scale
+        scale = there._core.loss_scale
         tree = jax.tree.map(lambda g, s=scale: g * jnp.float16(s), random_tree(40 + i, jnp.float16, scale=1e-3))
         if i == 3:
             tree["embed"] = tree["embed"].at[-1, -1].set(jnp.inf)
@@ -376,7 +376,7 @@ def test_nothing_grows_and_programs_are_compiled_once(device):
                 gc.collect()
                 kept.append((len(jax.live_arrays()), offloaded.memory_report(), len(traced)))
     assert kept[0] == kept[1]
-    assert 0 < len(traced) <= 2 * len(offloaded._pipeline.buckets.all)  # one program a bucket each way
+    assert 0 < len(traced) <= 2 * len(offloaded._core._pipeline.buckets.all)  # one program a bucket each way
 
 
 def test_the_host_holds_states_gradients_and_staging_alone(device):
@@ -412,7 +412,7 @@ class Recorder:
 
     def __init__(self, offloaded):
         self.events = []
-        self.device = offloaded._pipeline.device
+        self.device = offloaded._core.device
         self._reduce, self._publish = self.device.reduce, self.device.publish
         self.device.reduce, self.device.publish = self.reduce, self.publish
 
@@ -507,7 +507,7 @@ def test_checkpoints_are_those_of_the_direct_way(tmp_path, device, schedule, mon
 
     straight, resumed = (on_accelerator(tree_of(seed), **fields) for seed in (0, 1))
     elsewhere = wrap(jax.device_put(tree_of(1), jax.devices("cpu")[0]), **HYPER, **fields)
-    assert elsewhere._pipeline.device.addressable
+    assert elsewhere._core.device.addressable
     for seed in range(3):
         update(straight, seed)
     straight.save_checkpoint(tmp_path, wait=False)

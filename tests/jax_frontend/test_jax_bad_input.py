@@ -207,7 +207,7 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_is_allocated(monkey
     allocated = []
     allocate = HostMemory.allocate
     monkeypatch.setattr(HostMemory, "allocate", lambda *args, **kw: allocated.append(args) or allocate(*args, **kw))
-    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: 12 * 10**6)
+    monkeypatch.setattr("offload_core.engine.available_bytes", lambda: 12 * 10**6)
     with pytest.raises(HostMemoryError) as raised:
         wrap({"w": jnp.ones(10**6, jnp.bfloat16)})
     assert not allocated

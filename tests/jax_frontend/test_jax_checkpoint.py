@@ -10,11 +10,11 @@ import pytest
 
 from frontends.jax import wrap
 from frontends.jax.tree.trees import is_array, to_numpy
-from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.checkpoint.reader import Checkpoint
 from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.errors import CheckpointError, CheckpointWarning, StateError
+from offload_core.support.checkpoint_folder import MANIFEST
 from tests.support.checkpoints import Loader, Slow
 from tests.support.jax_models import (
     HYPER,

@@ -202,7 +202,7 @@ def test_buckets_of_a_large_array_share_their_programs(monkeypatch):
     monkeypatch.setattr(placement, "on_cpu", lambda array: False)
     params = {"stacked": np.ones((256, 320), np.float32)}
     offloaded, compiled = wrap(params, lr=1e-2, reduce_bucket_size=320), []
-    assert len(offloaded._pipeline.buckets.all) == 256
+    assert len(offloaded._core._pipeline.buckets.all) == 256
     gradients = {"stacked": jnp.full((256, 320), 0.5)}
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: compiled.append(name))
     try:

@@ -513,7 +513,7 @@ def the_optimizer_alone():
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
     loss_on(model, 0).backward()
     optimizer.step()
-    assert optimizer.pipeline.updates.finished
+    assert optimizer.core._pipeline.updates.finished
     assert not any(isinstance(p, PendingParameter) for p in model.parameters())
 
 
@@ -558,7 +558,7 @@ def parameters_that_were_emitted_and_discarded():
         engine = on_device(update_in_backward=True, gradient_clipping=1e3)
         before = [p.detach().clone() for p in engine.parameters()]
         engine.backward(loss_on(engine, 0))
-        engine.optimizer.pipeline.buckets.run(lambda: None)
+        engine.optimizer.core._pipeline.buckets.run(lambda: None)
         engine.optimizer.zero_grad()
         for p, old in zip(engine.parameters(), before, strict=True):
             assert same_bits(p, old)
@@ -627,7 +627,7 @@ UNNOTICED = {
     "training.device_memory.DeviceMemory.await_values: self._registration.await_values(tensor)": "a read between two "
     "lines of restore() needs it",
     "training.registration.Registration.await_values: self._wait(param)": "likewise",
-    "training.steps.Steps._end_broken_step: parts.pipeline.finish()": "test_torch_interrupts.py needs it",
+    "training.steps.Steps._end_broken_step: self._core.finish()": "test_torch_interrupts.py needs it",
     "params.pending.await_for_compiled_code: wait(tensor)": "test_compiled_blocks.py needs it",
     "ranks.device.HostTorchDevice.to_device_lane: after.order()": "no exchange between devices is the host's own",
     "ranks.device.HostTorchDevice.to_device: after.order()": "on the host a mark is reached at once, and the caller's "

@@ -127,14 +127,14 @@ class Twin:
         self.pipeline.buckets.worker.submit(lambda: None).exception()
 
     def flush(self):
-        self.pipeline.flush(self.tensors)
+        self.pipeline.parameters.flush(self.tensors)
         self.naive.seen = [state[0].copy() for state in self.naive.states]
 
     def read(self, *params):
         """A layer reads its parameters as the last update leaves them."""
         for i in params:
             got = []
-            self.pipeline.await_param(i)
+            self.pipeline.parameters.await_param(i)
             self.device.compute(lambda i=i, got=got: got.append(self.tensors[i].memory.copy())).wait()
             assert_same_bits(f"parameter {i}", got[0], self.naive.params()[i])
 
@@ -157,7 +157,7 @@ class Twin:
 
     def end(self):
         """The pipeline finishes, and is then as it should be and at rest."""
-        self.pipeline.finish()
+        self.subject.engine.finish()
         self.check()
         self.check_at_rest()
 
@@ -224,7 +224,7 @@ def reads(read: Callable[[Twin], None]):
     def scenario():
         twin = Twin()
         twin.step(1, 0)
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         twin.step(0, 1)
         read(twin)
 
@@ -240,7 +240,14 @@ def a_layer_reads_its_parameters(twin):
 @reads
 def a_reader_on_any_stream_reads_its_parameters(twin):
     for i in (0, 1):
-        twin.pipeline.await_param(i, on_host=True)
+        twin.pipeline.parameters.await_param(i, on_host=True)
+        assert_same_bits(f"parameter {i}", twin.tensors[i].memory, twin.naive.params()[i])
+
+
+@reads
+def all_parameters_are_read(twin):
+    twin.pipeline.parameters.finish()
+    for i in (0, 1):
         assert_same_bits(f"parameter {i}", twin.tensors[i].memory, twin.naive.params()[i])
 
 
@@ -260,7 +267,7 @@ def local_states_are_read(twin):
 def a_master_is_loaded(twin):
     StateAccess(twin.pipeline).reload_master(0, FakeTensor(np.full(40, 7, BFLOAT16.numpy)))
     twin.naive.states[0][0][:] = 7
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
     twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
@@ -271,7 +278,7 @@ def a_change_is_adopted(twin):
     changed.memory[5] = 7
     StateAccess(twin.pipeline).adopt(0, changed)
     twin.naive.states[0][0][5] = 7
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
     twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
@@ -281,7 +288,7 @@ def states_are_replaced(twin):
     new = {name: np.full(40, 7, np.float32) for name in STATES}
     StateAccess(twin.pipeline).set_states(0, new)
     twin.naive.states[0] = [array.copy() for array in new.values()]
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
     twin.check_states(0, StateAccess(twin.pipeline).local_states(0))
     twin.check(1)
 
@@ -337,7 +344,7 @@ def an_end_that_writes_what_is_held_back():
     twin = Twin(schedule="delayed")
     for params in ([1, 0], [0, 1], [1]):
         twin.step(*params)
-    twin.pipeline.conclude(twin.flush)
+    twin.subject.engine.conclude(twin.flush)
     twin.check()
     twin.check_at_rest()
 
@@ -395,7 +402,7 @@ def a_parameter_that_is_flushed_and_does_not_arrive():
         twin.step(0, 1)
         twin.device.fail_after(number)
         with pytest.raises(OSError, match="failed as asked"):
-            twin.pipeline.flush(twin.tensors)
+            twin.pipeline.parameters.flush(twin.tensors)
         twin.device.fail_after(None)
         twin.check_at_rest()
         twin.naive.seen = [state[0].copy() for state in twin.naive.states]
@@ -575,7 +582,7 @@ def a_parameter_that_is_emitted_and_does_not_arrive():
 def emit_and_finish(twin):
     emit_all(twin)
     twin.update()
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
 
 
 def add_and_update(twin, meet):
@@ -644,10 +651,10 @@ def steps_that_are_traced():
         twin.step(0, 1)
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "step.json")
-            with twin.pipeline.trace(file):
+            with twin.subject.engine.trace(file):
                 twin.step(1, 0)
                 if options:
-                    twin.pipeline.finish()
+                    twin.pipeline.last_step.finish()
                 twin.read(0, 1)
             lanes = Counter(event.get("cat") for event in json.loads(file.read_text())["traceEvents"])
         assert [lanes[lane] for lane in (TO_HOST, TO_DEVICE)] == [n_buckets] * 2
@@ -699,7 +706,7 @@ def update_and_call(twin, call, last):
 def a_parameter_that_does_not_arrive():
     """Is an error of the next call of any kind; all states are updated, and later updates go on from there."""
     calls = {
-        "finish": lambda twin, last: twin.pipeline.finish(),
+        "finish": lambda twin, last: twin.pipeline.last_step.finish(),
         "step": lambda twin, last: twin.update(),
         "add a gradient": lambda twin, last: twin.give(0, twin.draw(0)),
         "add a parameter": lambda twin, last: twin.pipeline.add_parameters(
@@ -708,8 +715,8 @@ def a_parameter_that_does_not_arrive():
         "start over": lambda twin, last: twin.pipeline.start_over(),
         "end a micro-step": lambda twin, last: twin.pipeline.gradients.end_micro_step(),
         "read states": lambda twin, last: StateAccess(twin.pipeline).states(0),
-        "read a parameter": lambda twin, last: twin.pipeline.await_param(last),
-        "drop": lambda twin, last: (twin.pipeline.gradients.drop(), twin.pipeline.finish()),
+        "read a parameter": lambda twin, last: twin.pipeline.parameters.await_param(last),
+        "drop": lambda twin, last: (twin.pipeline.gradients.drop(), twin.pipeline.last_step.finish()),
         "serial": None,
     }
     loads, buckets = count_of_loads(), len(Twin().pipeline.buckets.all)
@@ -727,7 +734,7 @@ def a_parameter_that_does_not_arrive():
                 for block in [*free]:
                     block.memory[:] = 0xFF
             twin.device.synchronize()
-            twin.pipeline.finish()  # it is said once
+            twin.pipeline.last_step.finish()  # it is said once
             twin.naive.step(1.0)
             for i in (0, 1):
                 twin.check_states(i, held_states(twin.pipeline, i))
@@ -749,7 +756,7 @@ def a_parameter_that_is_lost_and_has_no_gradient_next():
     twin = Twin(reduce_bucket_size=1000, fail_at=[loads + 1])
     twin.step(1, 0)
     with pytest.raises(OSError, match="failed as asked"):
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
     assert twin.pipeline.last_step.behind == {0, 1}
     twin.add(1)
     twin.update_by_what_was_added()
@@ -765,7 +772,7 @@ def a_delayed_parameter_that_does_not_arrive():
         twin.add(1, 0)
         twin.device.fail_after(number)
         with pytest.raises(OSError, match="failed as asked"):
-            update_and_call(twin, lambda twin, _: twin.pipeline.finish(), None)
+            update_and_call(twin, lambda twin, _: twin.pipeline.last_step.finish(), None)
         twin.device.fail_after(None)
         twin.check_at_rest()
         twin.follow_states()
@@ -789,7 +796,7 @@ def an_interrupt():
 
         setattr(part, name, interrupt)
         with pytest.raises(Interrupt):
-            update_and_call(twin, lambda twin, _: twin.pipeline.finish(), None)
+            update_and_call(twin, lambda twin, _: twin.pipeline.last_step.finish(), None)
         twin.pipeline.gradients.drop()
         twin.check_at_rest()
         twin.follow_states()
@@ -809,7 +816,7 @@ def states_that_are_kept_elsewhere():
         store, step = twin.pipeline.buckets.store, twin.early_step if "update_in_backward" in fields else twin.step
         for _ in range(3):
             step(1, 0)
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         if fields is DELAYED:
             twin.flush()
         twin.check()
@@ -820,7 +827,7 @@ def states_that_are_kept_elsewhere():
         StateAccess(twin.pipeline).set_states(1, {"exp_avg": np.full(100, 7, np.float32)})
         twin.naive.states[1][1][:] = 7
         step(1, 0)
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         if fields is DELAYED:
             twin.flush()
         twin.check()
@@ -836,11 +843,11 @@ def states_that_are_kept_on_disk():
                 step = twin.early_step if "update_in_backward" in fields else twin.step
                 for _ in range(3):
                     step(1, 0)
-                twin.pipeline.finish()
+                twin.pipeline.last_step.finish()
                 StateAccess(twin.pipeline).set_states(1, {"exp_avg": np.full(100, 7, np.float32)})
                 twin.naive.states[1][1][:] = 7
                 step(1, 0)
-                twin.pipeline.finish()
+                twin.pipeline.last_step.finish()
                 if fields is DELAYED:
                     twin.flush()
                 twin.check()
@@ -884,9 +891,9 @@ def an_interrupt_after_a_wait():
 
     work.arrive = interrupt
     with pytest.raises(Interrupt):
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
     del work.arrive
-    twin.pipeline.finish()
+    twin.pipeline.last_step.finish()
     twin.check()
     twin.check_at_rest()
 
@@ -925,7 +932,7 @@ def ranks():
             twin.update_by_what_was_added()
         if options.get("schedule") == "delayed":
             twin.flush()
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         twin.check_at_rest()
         for i in (0, 1):
             assert_same_bits(f"parameter {i}", twin.tensors[i].memory, twin.naive.params()[i])
@@ -968,7 +975,7 @@ def what_ranks_emit():
             if i == 2:
                 act(twin, rank.rank)
             twin.update_by_what_was_added()
-            twin.pipeline.finish()
+            twin.pipeline.last_step.finish()
             for param in (0, 1):
                 assert_same_bits(f"parameter {param}", twin.tensors[param].memory, twin.naive.params()[param])
         twin.check_at_rest()
@@ -988,7 +995,7 @@ def what_ranks_emit():
 
     def read(twin, rank):
         with pytest.raises(StateError, match="is read between"):
-            twin.pipeline.await_param(0)
+            twin.pipeline.parameters.await_param(0)
 
     for late in ((), (0,)):
         for act in (lambda twin, rank: None, another_micro_step, another_gradient, changed, read):
@@ -1008,7 +1015,7 @@ def another_micro_step_when_states_have_been_updated():
         with pytest.raises(StateError, match="its gradient has been used"):
             twin.pipeline.gradients.end_micro_step()
         twin.update()
-        twin.pipeline.finish()
+        twin.pipeline.last_step.finish()
         twin.check_at_rest()
 
     on_ranks(body)
@@ -1050,7 +1057,7 @@ def a_rank_whose_copy_fails():
                 for i in (1, 0):
                     twin.give(i, twin.draw(i))
                 twin.update()
-                twin.pipeline.finish()
+                twin.pipeline.last_step.finish()
                 rank.sum_integers(np.zeros(1, np.int64), "the end")
             except CollectiveError:
                 twin.pipeline.gradients.drop()
@@ -1073,6 +1080,7 @@ SCENARIOS = [
     serial,
     a_layer_reads_its_parameters,
     a_reader_on_any_stream_reads_its_parameters,
+    all_parameters_are_read,
     states_are_read,
     local_states_are_read,
     a_master_is_loaded,
@@ -1124,7 +1132,7 @@ ELSEWHERE = {
     "__main__",
     "checkpoint.checkpoints",
     "checkpoint.loading",
-    "checkpoint.folder",
+    "support.checkpoint_folder",
     "checkpoint.reader",
     "checkpoint.shard_writer",
     "step_log",
@@ -1265,9 +1273,9 @@ SEARCH = Search(FOUND, {scenario.__name__: scenario for scenario in (*ON_DISK, *
 
 def test_no_mutant_was_dropped():
     """A wait that loses its mark would take its mutants along without a word."""
-    assert len(FOUND) == 222, DROPPED
+    assert len(FOUND) == 223, DROPPED
     assert UNNOTICED.keys() <= FOUND.keys()
-    assert len(SCENARIOS) == 52
+    assert len(SCENARIOS) == 53
     assert len(ON_DISK) == 29
     assert {f"offload_core.{name}" for name in ELSEWHERE} <= {"offload_core.__main__", *modules_of("offload_core")}
 

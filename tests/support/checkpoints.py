@@ -7,6 +7,7 @@ from offload_core.checkpoint.checkpoints import Checkpoints, Contents
 from offload_core.checkpoint.shard_writer import ShardWriter
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.decision import StepArguments
+from offload_core.step.state_access import StateAccess
 
 
 def names_of(subject):
@@ -14,15 +15,15 @@ def names_of(subject):
 
 
 def save(subject, folder, *, wait=True, step=1, keep=None, tag=None, latest=True, checkpoints=None, **contents):
-    checkpoints = checkpoints or Checkpoints(subject.pipeline)
+    checkpoints = checkpoints or Checkpoints(subject.pipeline, StateAccess(subject.pipeline))
     named = Contents(names_of(subject), **contents)
     path = checkpoints.save(folder, named, subject.tensors, step=step, keep=keep, wait=wait, tag=tag, latest=latest)
     return path, checkpoints
 
 
 def load(subject, path, targets=(), names=None, **options):
-    checkpoints = Checkpoints(subject.pipeline)
-    publish = partial(subject.pipeline.flush, subject.tensors)
+    checkpoints = Checkpoints(subject.pipeline, StateAccess(subject.pipeline))
+    publish = partial(subject.pipeline.parameters.flush, subject.tensors)
     return checkpoints.load(path, names or names_of(subject), targets, subject.tensors, publish, **options)
 
 

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 
 from offload_core.checkpoint.checkpoints import Checkpoints, Contents
-from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.manifest import write_manifest
 from offload_core.checkpoint.reader import Want
@@ -16,6 +15,8 @@ from offload_core.config.options import OffloadConfig
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16
 from offload_core.layout.regions import Region
+from offload_core.step.state_access import StateAccess
+from offload_core.support.checkpoint_folder import MANIFEST
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import load, names_of, one_step
 from tests.support.oracles import assert_same_bits
@@ -40,7 +41,7 @@ class Written:
 
         def write(rank):
             subject = subject_of(rank)
-            checkpoints = Checkpoints(subject.pipeline)
+            checkpoints = Checkpoints(subject.pipeline, StateAccess(subject.pipeline))
             for step in (1, 2):
                 one_step(subject, step + rank.rank)
                 frozen = Source.of("frozen", "param", FROZEN, np.arange(20, dtype=np.float32))

@@ -46,7 +46,7 @@ def tree_of(seed):
 def gradients_of(offloaded, xs):
     """Return the gradients that ``value_and_grad`` would give for these micro-batches, one a rank."""
     dtype = np.dtype(offloaded._tree.trained[0].dtype)
-    scale = offloaded._pipeline.loss_scale
+    scale = offloaded._core.loss_scale
     tree = [None] * len(offloaded._tree.leaves)
     for leaf in offloaded._tree.trained:
         param = offloaded._placement.to_numpy(leaf, offloaded._tree.leaves[leaf.position]).astype(np.float32)
@@ -57,7 +57,7 @@ def gradients_of(offloaded, xs):
         tree[leaf.position] = each.astype(np.float32).mean(axis=0) if alone else each
     grads = jax.tree_util.tree_unflatten(offloaded._tree.treedef, tree)
     grads = RankGradients(grads) if isinstance(offloaded._placement, OnMesh) else grads
-    return grads if offloaded._pipeline.scaler is None else ScaledGradients(grads, scale)
+    return grads if offloaded._core.scaler is None else ScaledGradients(grads, scale)
 
 
 class Loader:
@@ -93,7 +93,7 @@ def begin(kind, devices=None, *, seed=0, **fields):
 
 
 def train(offloaded, loader, steps):
-    device = offloaded._pipeline.device
+    device = offloaded._core.device
     for _ in range(steps * (MICRO_BATCHES // device.world_size)):
         xs = np.array([loader.micro_batch() for _ in range(device.world_size)])
         device.collectives.broadcast(xs, "micro-batches")  # a process may have started with other generators

@@ -40,8 +40,8 @@ def assert_equals_one_device(mesh, dtype, steps=3, **fields):
             if step == 2:
                 grads["embed"] = mean["embed"] = None
             grads = RankGradients(grads)
-            if ours._pipeline.scaler is not None:
-                scale = ours._pipeline.loss_scale
+            if ours._core.scaler is not None:
+                scale = ours._core.loss_scale
                 grads, mean = ScaledGradients(grads, scale), ScaledGradients(mean, scale)
             params = ours.update(grads)
             expected = theirs.update(mean)

@@ -99,8 +99,8 @@ def assert_equals_one_device(mesh, dtype, steps=3, **fields):
                 grads.tree["layers"]["w"] = mean["layers"]["w"] = None
             if step == 2:
                 grads.tree["embed"] = mean["embed"] = None
-            if ours._pipeline.scaler is not None:
-                scale = ours._pipeline.loss_scale
+            if ours._core.scaler is not None:
+                scale = ours._core.loss_scale
                 grads, mean = ScaledGradients(grads, scale), ScaledGradients(mean, scale)
             assert_same_tree(whole(ours.update(grads), ours), theirs.update(mean))
         assert repr(ours.report) == repr(theirs.report)

@@ -18,7 +18,7 @@ from offload_core.step.state_access import StateAccess
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support import oracles, state_formats
 from tests.support.kernel_calls import State
-from tests.support.locking_pipeline import LockingPipeline
+from tests.support.locking_pipeline import LockingEngine
 from tests.support.oracles import assert_same_bits
 from tests.support.rules import KINDS, OPTAXS_KINDS, hyper_of, matrix_of, rule_of, updated
 from tests.support.strategies import element_types
@@ -114,7 +114,8 @@ class Subject:
     def __init__(self, device, masters, dtypes, groups, config, scaler=None, collectives=None, leaves=(), hypers=()):
         self.device = device
         self.put = FakeTensor if isinstance(device, FakeDevice) else np.copy
-        self.pipeline = LockingPipeline(config, HostRanks(device, collectives), scaler)
+        self.engine = LockingEngine(config, HostRanks(device, collectives), scaler)
+        self.pipeline = self.engine.pipeline
         rules = [rule_of(config, hypers[group]) if hypers else None for group in groups]
         self.specs = [
             ParamSpec(

@@ -114,7 +114,7 @@ def measure(dtype, frozen=0, shape=SHAPE, **fields):
         "numel": sum(p.numel() for p in model.parameters()),
         "planned": {"host": plan.host_bytes, "device": plan.device_bytes},
         "rows": {f"{row.where} {row.what}": row.n_bytes for row in plan.rows},
-        "host": engine.optimizer.pipeline.memory.n_bytes,
+        "host": engine.optimizer.core.memory.n_bytes,
         "device": memory.most,
         "process": status("VmHWM") - before,
     }

@@ -20,7 +20,7 @@ def assert_agrees(engine: Any) -> None:
 
 def _allowed(engine: Any, tensor: torch.Tensor) -> set[Residency]:
     optimizer = engine.optimizer
-    pipeline, record = optimizer.pipeline, optimizer.sharding.record_of(tensor)
+    pipeline, record = optimizer.core._pipeline, optimizer.sharding.record_of(tensor)
     with no_read():
         values = local_of(tensor)
         has_memory = values.numel() == 0 or values.untyped_storage().nbytes() > 0
@@ -30,8 +30,8 @@ def _allowed(engine: Any, tensor: torch.Tensor) -> set[Residency]:
         assert has_memory == there or record.lasts, "a whole parameter has memory, one in shards none"
         return {Residency.SHARDED} if record.live.holds == 0 else {Residency.RESIDENT}
     if number in optimizer.parts.device_memory._memories:
-        assert has_memory or pipeline.released, "memory that is not released is there"
-        return {Residency.RELEASED} if pipeline.released else {Residency.RESIDENT, Residency.WRITING}
+        assert has_memory or pipeline.parameters.released, "memory that is not released is there"
+        return {Residency.RELEASED} if pipeline.parameters.released else {Residency.RESIDENT, Residency.WRITING}
     assert has_memory
     slot = optimizer.parts.registration.slots.get(tensor)
     if slot is None:

@@ -115,7 +115,7 @@ def test_a_compiled_block_waits_for_its_own_parameters_at_its_own_boundary(compi
         step(engine, seed, device)
     x = batch(3, device).bfloat16()
     engine.backward(engine(x).float().pow(2).mean())
-    release = hold_after_the_first(engine.optimizer.pipeline.device.memory, slow, device)
+    release = hold_after_the_first(engine.optimizer.core.device.memory, slow, device)
     assert engine.step().updated
     first = model[0](x)
     if device != "cpu":
@@ -525,12 +525,12 @@ def test_code_that_is_compiled_waits_for_what_it_reads_and_not_for_another_model
         monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
     other, engine = (wrap(nn.Linear(16, 16).to(device), lr=1e-2, update_in_backward=early) for early in (True, False))
     other.backward(other(batch(0, device)).pow(2).mean())
-    other.optimizer.pipeline.buckets.run(lambda: None)  # all of it has been sent
+    other.optimizer.core._pipeline.buckets.run(lambda: None)  # all of it has been sent
     if device == "cpu":
         slow.gate.clear()
         release = slow.gate.set
     else:
-        release = simulated.hold(engine.optimizer.pipeline.device.memory._to_device)
+        release = simulated.hold(engine.optimizer.core.device.memory._to_device)
     step(engine, 0, device)
     weights = [engine.module.weight, other.module.weight]
     assert all(isinstance(weight, PendingParameter) for weight in weights)

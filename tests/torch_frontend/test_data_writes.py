@@ -209,7 +209,7 @@ def test_where_what_p_data_gave_is_kept_no_parameter_is_sent_early(monkeypatch, 
     kept = engine.module[0].weight.data
     for one in (engine, reference):
         one.backward(loss_of(one, 1))
-    engine.optimizer.pipeline.buckets.run(lambda: None)  # what would be sent early would be there
+    engine.optimizer.core._pipeline.buckets.run(lambda: None)  # what would be sent early would be there
     kept.zero_()
     with torch.no_grad():
         reference.module[0].weight.zero_()

@@ -101,7 +101,7 @@ def test_parameters_that_do_not_come_back_are_those_of_the_step_once_they_can(fi
     engine = run(range(2), fields)
     engine.flush()
     engine.backward(loss_of(engine, 2))
-    engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
+    engine.optimizer.core._pipeline.buckets.run(lambda: None)  # the gradients have left
     with failure():
         engine.step()
         engine.flush()

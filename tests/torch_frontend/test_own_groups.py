@@ -37,8 +37,8 @@ def trained(rank, seeds, **fields):
 def begin_late_update(engine, rank):
     """Begin a step whose first bucket is gathered only when the returned event is set."""
     engine.flush()
-    go, collectives = threading.Event(), engine.optimizer.pipeline.device.collectives
-    name = "gather" if type(engine.optimizer.pipeline.device).__name__ == "HostRanks" else "compare_headers"
+    go, collectives = threading.Event(), engine.optimizer.core.device.collectives
+    name = "gather" if type(engine.optimizer.core.device).__name__ == "HostRanks" else "compare_headers"
     original = getattr(collectives, name)
 
     def late(*arguments):
@@ -227,4 +227,4 @@ def test_a_group_of_one_rank_needs_no_connections():
         before = held()[0]
         engine = wrap(nn.Linear(4, 4))
         assert held()[0] == before
-        assert type(engine.optimizer.pipeline.device.collectives).__name__ == "SingleRank"
+        assert type(engine.optimizer.core.device.collectives).__name__ == "SingleRank"

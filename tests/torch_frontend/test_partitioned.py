@@ -877,7 +877,7 @@ def test_device_memory_does_not_grow_with_depth_and_is_as_planned():
         assert report.device_bytes == 0
         assert report.host["parameters on the host"] >= 4 * report.numel
         assert report.host_bytes == report.planned_host_bytes
-        plan = Planner(engine.optimizer.pipeline.buckets.terms).plan(engine.optimizer.pipeline.params)
+        plan = Planner(engine.optimizer.core._pipeline.buckets.terms).plan(engine.optimizer.core.params)
         [window] = [row for row in plan.rows if row.what == "gathered parameters"]
         assert 0.8 * 4 * 4000 < window.n_bytes <= 4 * 4000  # beside the most gradients
         assert peaks[layers] <= 4 * 4000

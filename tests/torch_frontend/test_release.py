@@ -243,7 +243,7 @@ def test_without_room_on_the_host_nothing_is_released(device, monkeypatch):
     def refused(label, *args, **options):
         raise HostMemoryError(f"{label}: refused")
 
-    monkeypatch.setattr(engine.optimizer.pipeline.memory, "allocate", refused)
+    monkeypatch.setattr(engine.optimizer.core.memory, "allocate", refused)
     with pytest.raises(HostMemoryError, match="released values: refused"):
         engine.release()
     assert not engine.is_released
@@ -314,7 +314,7 @@ def test_a_release_waits_for_no_gradient_and_comes_in_no_backward(fields, device
 def test_a_reader_waits_for_its_own_parameter_alone(device):
     engine = wrap(mixed(), lr=1e-2, param_dtype="bfloat16", reduce_bucket_size=4000)
     train(engine, range(2))
-    module, pipeline = engine.module, engine.optimizer.pipeline
+    module, pipeline = engine.module, engine.optimizer.core._pipeline
     expected = [t.detach().cpu().clone() for t in (module.frozen.weight, module.first.weight)]
     engine.release()
     stream = pipeline.device.memory._to_device
@@ -420,7 +420,7 @@ def test_a_close_restores_first(fields, device):
 def test_a_model_whose_engine_is_gone_stays_released_and_says_so(fields, device):
     engine = wrap(mixed(), lr=1e-2, **fields)
     train(engine, range(2))
-    module, gone = engine.module, weakref.ref(engine.optimizer.pipeline)
+    module, gone = engine.module, weakref.ref(engine.optimizer.core._pipeline)
     engine.release()
     del engine
     gc.collect()

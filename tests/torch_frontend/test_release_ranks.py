@@ -166,7 +166,7 @@ def failing(rank):
     engine = wrap(model_on(device), lr=1e-2, reduce_bucket_size=1000)
     step(engine, 0, rank, device)
     before = whole_bits(engine)
-    copies = engine.optimizer.pipeline.device
+    copies = engine.optimizer.core.device
 
     def fail(*args):
         raise RuntimeError("a copy failed")

@@ -16,10 +16,10 @@ from frontends.torch.deepspeed.utils.zero_to_fp32 import (
     load_state_dict_from_zero_checkpoint,
 )
 from offload_core.__main__ import main
-from offload_core.checkpoint.folder import MANIFEST, find
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.checkpoint.saved_weights import SavedWeights
 from offload_core.errors import CheckpointError, ConfigError
+from offload_core.support.checkpoint_folder import MANIFEST, find
 from tests.support import one_process_group
 from tests.support.deepspeed_checkpoints import Run, model, write
 from tests.support.processes import ROOT, on_ranks, torch_server

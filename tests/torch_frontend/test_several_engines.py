@@ -380,8 +380,8 @@ def six_steps(engine, between=lambda: None):
 def trained_alone(fields, seed, train):
     engine = trainer(seed, **fields)
     train(engine)
-    terms = engine.optimizer.pipeline.buckets.terms
-    planned = terms.working_sizes(terms.kinds(engine.optimizer.pipeline.params))
+    terms = engine.optimizer.core._pipeline.buckets.terms
+    planned = terms.working_sizes(terms.kinds(engine.optimizer.core.params))
     assert sum(bytes_in_turn([sizes]) for sizes in planned.values()) == working_bytes(engine)
     found = everything(engine), working_bytes(engine), bytes_held()
     engine.close()

@@ -104,7 +104,7 @@ def test_a_save_of_another_thread_waits_for_the_steps_end(monkeypatch, tmp_path)
     other = threading.Thread(target=save_and_go_on)
 
     def begin(place):
-        if not other.ident and "in_section" not in place and engine.optimizer.pipeline.state_lock.changing.locked():
+        if not other.ident and "in_section" not in place and engine.optimizer.core.state_lock.changing.locked():
             other.start()
 
     handled_at_each_line(engine.step, begin)
@@ -319,7 +319,7 @@ def test_further_interrupts_while_a_broken_step_is_waited_for_leave_parameters_t
     step(engine, 1)
     engine.flush()
     slow.gate.clear()
-    pipeline = engine.optimizer.pipeline
+    pipeline = engine.optimizer.core._pipeline
     whole, waits = pipeline.step, [pipeline.last_step.finish]
 
     def interrupted_after(*args, **kwargs):

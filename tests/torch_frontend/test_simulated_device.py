@@ -128,7 +128,7 @@ def test_memory_of_an_allocator_without_statistics_is_unknown(lacks, monkeypatch
     engine = wrap(make().to(D), lr=1e-2)
     engine.backward(engine(batch(0).to(D)).pow(2).mean())
     assert engine.step().updated
-    assert (engine.optimizer.pipeline.device.free_bytes() is None) == (lacks != "nothing")
+    assert (engine.optimizer.core.device.free_bytes() is None) == (lacks != "nothing")
     peak = told_by_allocator(torch.accelerator.max_memory_allocated, torch.device(D))
     assert (peak is None) == (lacks == "everything")
 

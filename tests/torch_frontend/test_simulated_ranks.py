@@ -64,7 +64,7 @@ def train(device, rank, **fields):
         engine.backward(engine(batch(seed, rank).to(device)).float().pow(2).mean())
         norms.append(engine.step().grad_norm)
     engine.flush()
-    found = [whole_bits(engine), norms, type(engine.optimizer.pipeline.device).__name__]
+    found = [whole_bits(engine), norms, type(engine.optimizer.core.device).__name__]
     engine.close()
     return found
 
@@ -219,9 +219,9 @@ def failing_on_the_way_back(rank):
         step(0)
         engine.flush()
         engine.backward(engine(batch(1, rank).to(device)).float().pow(2).mean())
-        engine.optimizer.pipeline.buckets.run(lambda: None)  # the gradients have left
+        engine.optimizer.core._pipeline.buckets.run(lambda: None)  # the gradients have left
         torch.accelerator.synchronize()
-        simulated.fail_copy(rank * (len(engine.optimizer.pipeline.buckets.all) if last else 1))  # none on rank 0
+        simulated.fail_copy(rank * (len(engine.optimizer.core._pipeline.buckets.all) if last else 1))  # none on rank 0
 
         def update(engine=engine):
             engine.step()

@@ -113,7 +113,7 @@ def test_random_numbers_follow_a_parameters_name_without_wrappers():
     """A model that is compiled later, or no more, goes on with the same numbers; another name draws others."""
 
     def seeds(model):
-        return [spec.seed for spec in OffloadedAdamW(model.named_parameters()).pipeline.params]
+        return [spec.seed for spec in OffloadedAdamW(model.named_parameters()).core.params]
 
     plain = model()
     compiled = torch.nn.Sequential(torch.compile(plain[0], backend="eager"), plain[1], plain[2])

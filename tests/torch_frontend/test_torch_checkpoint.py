@@ -114,7 +114,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(device, tmp_path, way):
     assert repr(found) == repr(extras)
     train(other, 20, *schedules)
     assert_same(everything(other), everything(engine))
-    assert other.optimizer.pipeline.loss_scale == engine.optimizer.pipeline.loss_scale
+    assert other.optimizer.core.loss_scale == engine.optimizer.core.loss_scale
     assert other.optimizer.param_groups[0]["lr"] == engine.optimizer.param_groups[0]["lr"]
     [shard] = path.glob("*.safetensors")
     stored = safetensors.torch.load_file(shard)  # any reader of the format reads it

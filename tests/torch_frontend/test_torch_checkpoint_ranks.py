@@ -74,7 +74,7 @@ class Run:
         self.schedule = LambdaLR(self.engine.optimizer, lambda step: 1 / (1 + step))
 
     def rounded(self, gradient):
-        unit = self.engine.optimizer.pipeline.loss_scale / 1024
+        unit = self.engine.optimizer.core.loss_scale / 1024
         return ((gradient.double() / unit).round() * unit).to(gradient.dtype)
 
     def train(self, steps):
@@ -92,7 +92,7 @@ class Run:
         with gathered_parameters(self.engine.module.parameters()):
             for name, param in self.engine.module.named_parameters():
                 found[name] = param.detach().contiguous().view(torch.uint8).numpy().tobytes()
-        pipeline = self.engine.optimizer.pipeline
+        pipeline = self.engine.optimizer.core._pipeline
         for i, spec in enumerate(pipeline.params):
             whole = torch.zeros(3, spec.numel, dtype=torch.float64)
             for start, views in pipeline.state_lock.change("a test", StateAccess(pipeline).states, i):

@@ -463,7 +463,7 @@ def test_gradients_leave_as_they_appear():
         p.register_hook(lambda g: gone.append(weakref.ref(g.untyped_storage())))
     engine.backward(loss_of(engine, 0))
     assert len(gone) == 4
-    engine.optimizer.pipeline.buckets.run(lambda: None)  # the copies have ended
+    engine.optimizer.core._pipeline.buckets.run(lambda: None)  # the copies have ended
     assert all(storage() is None for storage in gone)
     for p in engine.module.parameters():
         assert p.grad.shape == p.shape
@@ -542,7 +542,7 @@ def test_the_loss_scale_is_part_of_the_state():
     engine = wrap(make(), param_dtype="float16", initial_loss_scale=2.0**24)
     while not step(engine, 0).updated:
         pass
-    scale = engine.optimizer.pipeline.loss_scale
+    scale = engine.optimizer.core.loss_scale
     assert scale < 2.0**24
     other = wrap(make(), param_dtype="float16", initial_loss_scale=2.0**24)
     other.load_state_dict(engine.state_dict())
@@ -550,7 +550,7 @@ def test_the_loss_scale_is_part_of_the_state():
     for seed in range(3):
         assert step(engine, seed) == step(other, seed)
     assert everything(engine) == everything(other)
-    assert other.optimizer.pipeline.loss_scale == engine.optimizer.pipeline.loss_scale
+    assert other.optimizer.core.loss_scale == engine.optimizer.core.loss_scale
 
 
 @everywhere
@@ -925,7 +925,7 @@ def test_something_that_is_no_module_is_refused():
 
 
 def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(monkeypatch):
-    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: 10_000)
+    monkeypatch.setattr("offload_core.engine.available_bytes", lambda: 10_000)
     allocated = []
     monkeypatch.setattr("offload_core.memory.host_memory.HostMemory.allocate", lambda *a, **k: allocated.append(a))
     expect_refusal(
@@ -935,7 +935,7 @@ def test_a_plan_larger_than_the_memory_is_refused_before_anything_is_allocated(m
         param_dtype="bfloat16",
     )
     expect_refusal(HostMemoryError, r"(?s)exp_avg 12.3 KiB \(state_format='bf16'\)", make())
-    monkeypatch.setattr("offload_core.step.pipeline.available_bytes", lambda: 10**9)
+    monkeypatch.setattr("offload_core.engine.available_bytes", lambda: 10**9)
     monkeypatch.setattr(LateStore, "free", 10_000)
     with late_stores.late():
         expect_refusal(DiskSpaceError, r"needs 36.9 KiB of late store space", make(), param_dtype="bfloat16")
@@ -1159,4 +1159,4 @@ def test_a_boundary_after_gradients_were_removed_is_a_step_without_an_update(dev
     for param in model.parameters():
         param.grad = None
     assert engine.step(boundary=True).skipped == "no gradients"
-    assert engine.optimizer.pipeline.gradients.micro_steps == 0
+    assert engine.optimizer.core.gradients.micro_steps == 0

@@ -12,9 +12,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.integrations.shards import Shards
 from frontends.torch.weights.checkpoint import ModelCheckpoints, load_weights
-from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, ConfigError, StateError
+from offload_core.support.checkpoint_folder import MANIFEST
 from tests.support.checkpoints import Loader
 from tests.support.torch_models import place, same_bits
 

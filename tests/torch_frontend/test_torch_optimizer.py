@@ -548,7 +548,7 @@ def test_a_copy_goes_on_like_the_original(how, early_copy):
 def test_a_dead_optimizer_leaves_no_hook_and_no_memory():
     model = make()
     optimizer = OffloadedAdamW(model.parameters(), early_copy=True)
-    memory = weakref.ref(optimizer.pipeline.memory)
+    memory = weakref.ref(optimizer.core.memory)
     loss_of(model, 0).backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -148,7 +148,7 @@ def test_a_layer_waits_for_its_own_parameters_only(slow):
         slow.gate.clear()
         engine.step()
         assert all(pending(engine))
-        written = [engine.optimizer.pipeline.buckets.of[i][0] for i in range(3)]
+        written = [engine.optimizer.core._pipeline.buckets.of[i][0] for i in range(3)]
         slow.gate.set()
         model[0].weight.sum()
         assert pending(engine) == [False, True, True]
@@ -156,7 +156,7 @@ def test_a_layer_waits_for_its_own_parameters_only(slow):
         assert pending(engine) == [False, False, True]
         assert written[0] is not written[1]
     # what the forward needs first is updated first
-    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.pipeline.arrivals.order)]
+    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.core._pipeline.arrivals.order)]
     assert order == [0, 1, 2]
 
 
@@ -319,11 +319,11 @@ def test_states_are_finished_when_they_are_read(slow):
     slow.delay = 0.02
     step(engine)
     state = engine.optimizer.state[engine.module[0].weight]
-    assert engine.optimizer.pipeline.updates.finished
+    assert engine.optimizer.core._pipeline.updates.finished
     assert state["exp_avg"].abs().sum() > 0
     step(engine, 1)
     saved = engine.optimizer.state_dict()
-    assert engine.optimizer.pipeline.updates.finished
+    assert engine.optimizer.core._pipeline.updates.finished
     assert saved["state"][0]["step"] == 2
 
 
@@ -333,7 +333,7 @@ def test_the_optimizer_alone_has_finished_when_step_returns(device):
     optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, reduce_bucket_size=64)
     loss_of(model, 0).backward()
     optimizer.step()
-    assert optimizer.pipeline.updates.finished
+    assert optimizer.core._pipeline.updates.finished
     assert not any(isinstance(p, PendingParameter) for p in model.parameters())
     assert all(p.isfinite().all() for p in model.parameters())
 
@@ -463,8 +463,8 @@ KEPT, USED, NOT_SENT = "sent early, gradient landed", "sent early, gradient used
 def emit(engine, seed=0):
     """A backward, and the time that the host needs to emit its buckets; their states."""
     engine.backward(loss_of(engine, seed))
-    engine.optimizer.pipeline.buckets.run(lambda: None)
-    works = engine.optimizer.pipeline.buckets.all
+    engine.optimizer.core._pipeline.buckets.run(lambda: None)
+    works = engine.optimizer.core._pipeline.buckets.all
     return {f"{work.publication.state.value}, gradient {work.gradient.state.value}" for work in works}
 
 
@@ -488,7 +488,7 @@ def emit(engine, seed=0):
 def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, state, more):
     options = {**more, **options}
     engine = wrap(make(), **{**EARLY, **options})
-    terms = engine.optimizer.pipeline.buckets.terms
+    terms = engine.optimizer.core._pipeline.buckets.terms
     if terms.examines and (terms.direct or more):
         state = NOT_SENT
     reports, seen = [], set()
@@ -502,7 +502,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
     assert state == NOT_SENT or {KEPT, USED} & seen
     monkeypatch.undo()
     expected, expected_reports = reference(12, **options)
-    masters = [[work.master for work in each.optimizer.pipeline.buckets.all] for each in (engine, expected)]
+    masters = [[work.master for work in each.optimizer.core._pipeline.buckets.all] for each in (engine, expected)]
     assert masters[0] == masters[1] or not (terms.direct or more), "a master weight of its own takes memory"
     assert repr(reports) == repr(expected_reports)  # a norm may be NaN
     if options.get("gradient_clipping") == 0.1:
@@ -516,7 +516,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
 @pytest.mark.parametrize("more", [{}, STAGE_3], ids=["stage 2", "stage 3"])
 def test_gradients_take_the_memory_of_few_buckets_on_the_host(device, more):
     engine = wrap(make(), **EARLY, **more)
-    buckets = engine.optimizer.pipeline.buckets.all
+    buckets = engine.optimizer.core._pipeline.buckets.all
     assert len(buckets) > GRADIENT_SLOTS
     for seed in range(3):
         step(engine, seed)
@@ -547,7 +547,7 @@ def test_gradients_on_the_cpu_are_those_of_one_bucket_at_a_time_as_planned(more)
             param.register_hook(arrived)
         for seed in range(3):
             step(engine, seed)
-        planned = Planner(engine.optimizer.pipeline.buckets.terms).plan(engine.optimizer.pipeline.params)
+        planned = Planner(engine.optimizer.core._pipeline.buckets.terms).plan(engine.optimizer.core.params)
         [row] = [row for row in planned.rows if row.what == "gradients"]
         return max(seen) // (2 * 32 * 32), row.n_bytes // (2 * 32 * 32)
 
@@ -726,7 +726,7 @@ def test_a_change_from_outside_before_the_backward_is_part_of_what_is_emitted(de
                 engine.module[0].weight.copy_(torch.full((8, 3, 3, 3), 0.1 * seed))
             x = torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(seed)).to(place())
             engine.backward(engine(x).float().pow(2).mean())
-            engine.optimizer.pipeline.buckets.run(lambda: None)
+            engine.optimizer.core._pipeline.buckets.run(lambda: None)
             assert engine.step().updated
     assert_equal(engines[0], engines[2])
     assert_equal(engines[1], engines[2])
@@ -862,7 +862,7 @@ def test_changes_before_the_step_count_where_no_gradient_was_used_yet(device, ch
         for number in range(4):
             x = torch.arange(16.0, device=place()) / 16
             engine.backward(engine(x) if clipping is None else engine(x) + engine.module.other.square().sum())
-            engine.optimizer.pipeline.buckets.run(lambda: None)
+            engine.optimizer.core._pipeline.buckets.run(lambda: None)
             if number == 2:
                 change(engine)
             assert engine.step().updated

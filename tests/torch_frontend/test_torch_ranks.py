@@ -88,7 +88,7 @@ def test_buckets_that_stay_on_the_device_give_the_same_bits(drawn):
                 engine = wrap(make(), lr=1e-2, param_dtype="bfloat16", gradient_clipping=0.05, reduction=reduction,
                               gradient_accumulation_steps=2, reduce_bucket_size=1000)  # fmt: skip
                 norms = [report.grad_norm for report in train(engine, rank, range(6))]
-                kind = type(engine.optimizer.pipeline.device).__name__
+                kind = type(engine.optimizer.core.device).__name__
                 result[kind, reduction] = bits(engine.module), norms, engine.sent_bytes
         return result
 
@@ -395,7 +395,7 @@ def test_after_a_rank_was_lost_in_mid_update_what_is_half_done_is_refused():
         engine = wrap(make(), reduce_bucket_size=1000, param_dtype="bfloat16")
         train(engine, rank, [0])
         engine.optimizer.state_dict()
-        collectives = engine.optimizer.pipeline.device.collectives
+        collectives = engine.optimizer.core.device.collectives
         gather = collectives.gather
 
         def gathering(send, received, what):

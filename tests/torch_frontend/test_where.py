@@ -81,7 +81,7 @@ def test_a_rank_that_waits_for_rank_0_says_that_it_may_be_any_and_names_data_onc
     @on_ranks(2)
     def found(rank):
         engine = wrap(make())
-        group = engine.optimizer.pipeline.device.collectives._own
+        group = engine.optimizer.core.device.collectives._own
         said = []
         if rank == 0:
             until((tmp_path / "asked").exists)

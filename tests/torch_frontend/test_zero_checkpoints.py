@@ -180,10 +180,10 @@ def test_a_dynamic_loss_scale_goes_on_where_it_was(cur_iter, last_overflow_iter,
     checkpoint = zero_checkpoint(tmp_path)
     assert checkpoint.loss_scale == {"cur_scale": 512.0, "dynamic": True, **numbers}
     checkpoint.load(engine)
-    assert engine.optimizer.pipeline.scaler.state_dict() == {"scale": 512.0, "good_steps": good_steps, "tolerated": 2}
+    assert engine.optimizer.core.scaler.state_dict() == {"scale": 512.0, "good_steps": good_steps, "tolerated": 2}
     fixed = engine_of(param_dtype="float16", loss_scale=8.0)
     checkpoint.load(fixed)
-    assert fixed.optimizer.pipeline.scaler.scale == 8.0
+    assert fixed.optimizer.core.scaler.scale == 8.0
     run.optimizer = {"loss_scaler": scaler(cur_scale=-1.0, dynamic=True, **numbers)}
     write(tmp_path, run, 2, 2, tag="damaged")
     before = states_of(engine)

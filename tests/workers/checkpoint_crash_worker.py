@@ -19,8 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-import offload_core.checkpoint.folder
 import offload_core.checkpoint.shard_writer
+import offload_core.support.checkpoint_folder
 from offload_core.checkpoint.checkpoints import Checkpoints, Contents
 from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.reader import Checkpoint, Want
@@ -78,7 +78,7 @@ class Run:
         self.pipeline.add_parameters(specs, self.tensors)
         self.buffer = np.zeros(9, np.float32)
         self.region = Region((9,), 0, 9)
-        self.checkpoints = Checkpoints(self.pipeline)
+        self.checkpoints = Checkpoints(self.pipeline, StateAccess(self.pipeline))
 
     def views(self):
         for i, numel in enumerate(SIZES):
@@ -124,7 +124,7 @@ class Run:
         """The step that was loaded, whole."""
         self.become(0)
         target = Target("buffer", (9,), lambda kind: [Want("buffer", kind, self.region, self.buffer)])
-        publish = partial(self.pipeline.flush, self.tensors)
+        publish = partial(self.pipeline.parameters.flush, self.tensors)
         loaded = self.checkpoints.load(folder, self.names, [target], self.tensors, publish)
         step = loaded.step
         assert all(np.array_equal(view, expected(step)) for view, expected in self.views()), "a mixture"
@@ -147,7 +147,9 @@ class Killer:
         for name in CALLS:
             setattr(os, name, self.watched(getattr(os, name), name))
         io.open = self.watched(io.open, "open")
-        offload_core.checkpoint.folder.exchange = self.watched(offload_core.checkpoint.folder.exchange, "rename")
+        offload_core.support.checkpoint_folder.exchange = self.watched(
+            offload_core.support.checkpoint_folder.exchange, "rename"
+        )
 
     def watched(self, call, name):
         def watching(*args, **options):

@@ -86,7 +86,7 @@ def peak_of(offloaded, plan, before, gradients):
 
     Copies arrive as late as they may: when the caller waits for them.
     """
-    pipeline, updates = offloaded._pipeline, offloaded._updates
+    pipeline, updates = offloaded._core._pipeline, offloaded._updates
     most, opened = {"host": 0, "device": 0}, threading.Event()
 
     def sample():

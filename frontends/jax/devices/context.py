@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, get_abstract_mesh
 
+from offload_core.engine import StateLock
 from offload_core.errors import StateError
-from offload_core.step.state_lock import StateLock
 from offload_core.support.threads import Task, TaskThread
 
 P = ParamSpec("P")

@@ -10,25 +10,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.checkpoint.checkpoints import Checkpoints, Contents, Names, translation
-from offload_core.checkpoint.loading import Target
-from offload_core.checkpoint.reader import Loaded, Want
-from offload_core.checkpoint.safetensors import NAME_OF
-from offload_core.checkpoint.shard_writer import Source
-from offload_core.checkpoint.stateful import (
-    LastPart,
-    check_random_state,
-    check_run,
-    parts_of_random_state,
-    parts_of_states,
-    random_state,
-    set_random_state,
-    states_of,
+from offload_core.dtypes import SAFETENSORS_NAMES
+from offload_core.engine import (
+    ArrayType,
+    Contents,
+    Engine,
+    Names,
+    RandomState,
+    Run,
+    Source,
+    Target,
+    Want,
+    translation,
 )
-from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError
 from offload_core.layout.regions import Region
-from offload_core.step.pipeline import Pipeline
 
 from ..devices.device import read
 from ..placement.placement import Placement
@@ -71,9 +67,9 @@ ARRAYS = [
 class TreeCheckpoints:
     """The checkpoints of a wrapped tree; loading puts new leaves in it."""
 
-    def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
-        self.core = Checkpoints(pipeline)
-        self._pipeline = pipeline
+    def __init__(self, core: Engine, placement: Placement, tree: WrappedTree) -> None:
+        self._core, self._checkpoints = core, core.checkpoints
+        self.wait, self.has_none = self._checkpoints.wait, self._checkpoints.has_none
         self._placement = placement
         self._paths = dotted_names(tree.now())
         self._tree = tree
@@ -90,19 +86,18 @@ class TreeCheckpoints:
         wait: bool,
     ) -> Path:
         """Save the tree, and return the checkpoint's folder."""
-        updates = self._pipeline.update_count
-        with self.core.together("save"):
+        updates = self._core.update_count
+        with self._checkpoints.together("save"):
             self._tree.check_alive("save_checkpoint")
             names = self._names(None)
             untrained = {names[i]: i for i in self._untrained()}
             shapes = {name: _form(name, self._leaves[i]) for name, i in untrained.items()}
-            first = self._pipeline.rank == 0
+            first = self._core.rank == 0
             sources = [s for name, i in untrained.items() for s in _sources(name, self._leaves[i], first=first)]
-            state = {"updates": updates, "groups": None, "stateful": states_of(stateful), "extras": extras}
-        own = {"random": random_state()}
+        run, state = Run(stateful, extras, RandomState()), {"groups": None}
         trained = self._of_each(names)
-        contents = Contents(trained, sources, shapes, state, own, ARRAYS, front_end="jax", parts=True)
-        return self.core.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
+        contents = Contents(trained, sources, shapes, run, state, types=ARRAYS, front_end="jax", parts=True)
+        return self._checkpoints.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
 
     def load(
         self,
@@ -118,19 +113,12 @@ class TreeCheckpoints:
         Args:
             publish: brings master weights to the trained leaves.
         """
-
-        def accept(loaded: Loaded) -> list[LastPart]:
-            count = partial(setattr, self._pipeline.counts, "updates", check_run(loaded))
-            last = [LastPart("the count of updates", count, ours=True)]
-            alone = self._pipeline.rank == 0
-            last += parts_of_states(stateful, loaded.state["stateful"], loaded.checkpoint.path, alone=alone)
-            return last + (parts_of_random_state(loaded, check_random_state, set_random_state) if random_state else [])
-
-        with self.core.together("load"):
+        with self._checkpoints.together("load"):
             theirs = self._names(names)
             targets = [self._target(theirs[i], i) for i in self._untrained()]
-        trained = self._of_each(theirs)
-        return self.core.load(path, trained, targets, self._tensors(), publish, ARRAYS, accept=accept).state["extras"]
+        run = Run(stateful, random=RandomState() if random_state else None)
+        trained, tensors = self._of_each(theirs), self._tensors()
+        return self._checkpoints.load(path, trained, targets, tensors, publish, ARRAYS, run=run).state["extras"]
 
     # --- the tree's arrays ---------------------------------------------------------------------------
 
@@ -177,10 +165,10 @@ class TreeCheckpoints:
 
 def _form(name: str, leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     shape, dtype = numpy_form(leaf)
-    if dtype not in NAME_OF:
+    if dtype not in SAFETENSORS_NAMES:
         raise CheckpointError(
-            f"{name!r} is an array of {dtype}; expected one of {', '.join(map(str, NAME_OF))}: a checkpoint cannot "
-            "hold it"
+            f"{name!r} is an array of {dtype}; expected one of {', '.join(map(str, SAFETENSORS_NAMES))}: a checkpoint "
+            "cannot hold it"
         )
     return shape, dtype
 

@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from offload_core.checkpoint.export import Weight, export_weights
-from offload_core.checkpoint.safetensors import NAME_OF
-from offload_core.dtypes import BY_NAME
+from offload_core.dtypes import BY_NAME, SAFETENSORS_NAMES
+from offload_core.engine import Engine, Weight, export_weights
 from offload_core.errors import ParameterError
-from offload_core.step.pipeline import Pipeline
 from offload_core.support import checks
 
 from ..tree.trees import is_array, is_key
@@ -27,7 +25,7 @@ class WholeLeaf(Protocol):
 
 def export_safetensors(
     tree: Any,
-    pipeline: Pipeline,
+    core: Engine,
     whole_leaf: WholeLeaf,
     folder: str | os.PathLike[str],
     *,
@@ -44,15 +42,15 @@ def export_safetensors(
         for i, (path, leaf) in enumerate(flat)
         if is_array(leaf) and not is_key(leaf)
     ]
-    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=pipeline.collectives)
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=core.collectives)
 
 
 def _weight(name: str, position: int, leaf: Any, target: np.dtype | None, whole_leaf: WholeLeaf) -> Weight:
     if not name:
         raise ParameterError("export_safetensors: the tree is one array and has no name; expected a dict of arrays")
     dtype = target if target is not None and jnp.issubdtype(leaf.dtype, jnp.floating) else np.dtype(leaf.dtype)
-    if dtype not in NAME_OF:
-        known = ", ".join(known.name for known in NAME_OF)
+    if dtype not in SAFETENSORS_NAMES:
+        known = ", ".join(known.name for known in SAFETENSORS_NAMES)
         raise ParameterError(f"export_safetensors: {name!r} has dtype {dtype}, expected one of {known}")
 
     def read(wanted: bool) -> np.ndarray | None:

@@ -9,12 +9,10 @@ import numpy as np
 
 from offload_core.config.options import OffloadConfig
 from offload_core.dtypes import BY_NUMPY
+from offload_core.engine import Engine, LossScaler
 from offload_core.errors import ParameterError, StateError
 from offload_core.rules import MASTER, STATE_NAMES, Rule
-from offload_core.step.health import Use
-from offload_core.step.loss_scale import checked_state
-from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess, checked_count
+from offload_core.support.checks import checked_count
 from offload_core.support.threads import uninterrupted
 
 from ..optax_bridge.rule_words import WORDS
@@ -32,10 +30,11 @@ class TreeStates:
     reads has done so before.
     """
 
-    def __init__(self, pipeline: Pipeline, placement: Placement, tree: WrappedTree) -> None:
-        self._pipeline = pipeline
-        self._states = StateAccess(pipeline)
-        self._config = pipeline.config
+    def __init__(self, core: Engine, placement: Placement, tree: WrappedTree) -> None:
+        self._core, self._gradients, self._parameters = core, core.gradients, core.parameters
+        self._scaler = core.scaler
+        self._states = core.states
+        self._config = core.config
         self._placement = placement
         self._tree = tree
         self._trained = {leaf.position: leaf for leaf in tree.trained}
@@ -72,7 +71,7 @@ class TreeStates:
     def to_pytree(self, count: int, *, sharded: bool) -> dict[str, Any]:
         """As ``OffloadedParams.to_pytree``, after so many updates."""
         steps = {position: self._states.step_count(leaf.params[0]).copy() for position, leaf in self._trained.items()}
-        scaler = self._pipeline.scaler
+        scaler = self._scaler
         return {
             "count": count,
             "params": self._tree.of(
@@ -163,21 +162,21 @@ class TreeStates:
         count = self._checked("load_pytree", states, [tree["count"], *steps.values()])[0]
         scale = tree.get("loss_scale")
         try:
-            if self._pipeline.scaler is not None and scale is not None:
-                checked_state(scale)
+            if self._scaler is not None and scale is not None:
+                LossScaler.checked(scale)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise StateError(f"load_pytree: loss_scale ({error!r}); expected what to_pytree() gave") from None
         placed = {position: self._placed(position, value) for position, value in params.items()}
-        self._pipeline.gradients.drop()
+        self._gradients.drop()
         flush()  # else parameters that schedule="delayed" holds back would follow
 
         def take_over() -> None:
             self._restore(states, steps)
             for position, leaf in placed.items():
                 self._tree.leaves[position] = leaf
-            if self._pipeline.scaler is not None and scale is not None:
-                self._pipeline.scaler.load_state_dict(scale)
-            self._pipeline.update_count = count
+            if self._scaler is not None and scale is not None:
+                self._scaler.load_state_dict(scale)
+            self._core.update_count = count
 
         self._replace(take_over)
 
@@ -186,13 +185,13 @@ class TreeStates:
         given, steps, count = states_of(state, self._rule)
         states = {name: self._leaves_of(given, name, self._shapes, "load_optax_state") for name in given}
         self._checked("load_optax_state", states, [steps, count])
-        self._pipeline.check(Use.READ)  # the master weights stay
-        self._pipeline.gradients.drop()
+        self._core.check_readable()  # the master weights stay
+        self._gradients.drop()
         flush()
 
         def take_over() -> None:
             self._restore(states, dict.fromkeys(self._shapes, steps))
-            self._pipeline.update_count = count
+            self._core.update_count = count
 
         self._replace(take_over)
 
@@ -202,9 +201,9 @@ class TreeStates:
         for path, value, leaf in zip(self._tree.paths, values, self._tree.leaves, strict=True):
             if is_array(leaf):
                 check_form("load_params", path, value, leaf)
-        self._pipeline.check(Use.READ)  # the moments stay
-        self._pipeline.finish()
-        if self._pipeline.last_step.behind:
+        self._core.check_readable()  # the moments stay
+        self._core.finish()
+        if self._parameters.stale:
             raise StateError(
                 "load_params: schedule='delayed' holds back the last update, which would be lost; expected "
                 "params = offloaded.flush(), then the change, then load_params(params)"
@@ -224,10 +223,10 @@ class TreeStates:
         self._replace(take_over, masters=False)
 
     def _replace(self, take_over: Callable[[], None], *, masters: bool = True) -> None:
-        """As ``Pipeline.replacing_states``, and no signal can interrupt it."""
+        """As ``Engine.replacing_states``, and no signal can interrupt it."""
 
         def section() -> None:
-            with self._pipeline.replacing_states(masters=masters):
+            with self._core.replacing_states(masters=masters):
                 take_over()
 
         uninterrupted(section)
@@ -260,7 +259,7 @@ class TreeStates:
         parts = [np.asarray(part) for part in self._placement.parts(leaf, value)]
         if leaf.layout is None:
             return [part.reshape(-1) for part in parts]
-        return [leaf.layout.of_slices(dict(zip(self._pipeline.device.ranks, parts, strict=True)))]
+        return [leaf.layout.of_slices(dict(zip(self._placement.device.ranks, parts, strict=True)))]
 
     def _checked(self, what: str, states: Mapping[str, Mapping[int, Any]], counts: Iterable[Any]) -> list[int]:
         """Check states and numbers of updates before anything changes, and return the numbers."""

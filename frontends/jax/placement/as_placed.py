@@ -18,7 +18,7 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
-from offload_core.plans.at_once import Held, held_shards
+from offload_core.memory.plan import ArrayBytes
 from offload_core.ranks.collectives import Collectives, SingleRank, merged
 
 from ..devices.device import JaxDevice, ParameterBuffers
@@ -98,14 +98,16 @@ class AsPlaced(ABC):
 
     # --- memory --------------------------------------------------------------------------------------
 
-    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[ArrayBytes]:
         found = []
         for leaf in leaves:
             copies = [len(shard.devices) for shard in leaf.shards]
-            found.append(held_shards(leaf.params, [specs[i] for i in leaf.params], copies, on_host=self.on_host))
+            found.append(
+                ArrayBytes.of_shards(leaf.params, [specs[i] for i in leaf.params], copies, on_host=self.on_host)
+            )
         return found
 
-    # --- the pipeline's tensors ----------------------------------------------------------------------
+    # --- the core's tensors ----------------------------------------------------------------------
 
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         found: list[Any] = []
@@ -115,7 +117,7 @@ class AsPlaced(ABC):
 
     @abstractmethod
     def _tensor(self, part: jax.Array) -> Any:
-        """Return an array of one device as the pipeline reads and writes it."""
+        """Return an array of one device as the core reads and writes it."""
 
     def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
         return list(arrays)
@@ -157,7 +159,7 @@ class AsPlaced(ABC):
 
     @abstractmethod
     def _value(self, target: Any, shard: Shard) -> Any:
-        """Return a part of a parameter, in its own shape, that the pipeline has written."""
+        """Return a part of a parameter, in its own shape, that the core has written."""
 
     # --- whole values --------------------------------------------------------------------------------
 
@@ -201,7 +203,7 @@ class OnHosts(AsPlaced):
     def _place(self, device: jax.Device) -> int:
         return 0
 
-    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[ArrayBytes]:
         # The buffers are the parameters themselves, so that they count as device memory.
         self.buffer_memory = HostMemory(self._threads)
         self.buffers = ParameterBuffers(self.buffer_memory, specs)

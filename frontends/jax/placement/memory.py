@@ -7,11 +7,9 @@ from typing import Any
 
 import jax
 
+from offload_core.engine import Engine
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.plan import MemoryPlan, PlanRow
-from offload_core.plans.at_once import SHARDS, rows_at_once
-from offload_core.plans.terms import PARAMETERS
-from offload_core.step.pipeline import Pipeline
+from offload_core.memory.plan import PARAMETERS, SHARDS, MemoryPlan, PlanRow
 
 from ..tree.memory_kinds import in_host_memory
 from ..tree.wrapped_tree import Leaf, WrappedTree
@@ -21,13 +19,13 @@ NOT_TRAINED = "arrays that are not trained"
 
 
 def checked_plan(
-    pipeline: Pipeline,
+    core: Engine,
     placement: Placement,
     leaves: Sequence[Any],
     trained: Sequence[Leaf],
     specs: Sequence[ParamSpec],
 ) -> list[PlanRow]:
-    """Plan the memory that training takes besides the pipeline's host memory, and check that all of it is there.
+    """Plan the memory that training takes besides the core's host memory, and check that all of it is there.
 
     Args:
         leaves: of the tree, before they are placed.
@@ -36,8 +34,8 @@ def checked_plan(
     Raises:
         HostMemoryError, DeviceMemoryError, DiskSpaceError: it does not fit into the memory that is available.
     """
-    planner, device = pipeline.planner, placement.device
-    planned = rows_at_once(planner.terms, specs, placement.held(trained, specs), on_host=placement.on_host)
+    device = placement.device
+    planned = core.rows_at_once(specs, placement.held(trained, specs), on_host=placement.on_host)
     positions = {leaf.position for leaf in trained}
     others = [leaf for i, leaf in enumerate(leaves) if i not in positions and isinstance(leaf, jax.Array)]
     n_bytes = len(device.ranks) * sum(array.nbytes for array in others)
@@ -46,10 +44,10 @@ def checked_plan(
     held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
 
     def plan() -> MemoryPlan:
-        made = planner.plan_with(planned, specs, devices=len(device.ranks), shared=placement.on_host)
+        made = core.plan_at_once(planned, specs, devices=len(device.ranks), shared=placement.on_host)
         return replace(made, held=held)
 
-    pipeline.check_memory(plan(), specs, plan)
+    core.check_memory(plan(), specs, plan)
     return planned
 
 

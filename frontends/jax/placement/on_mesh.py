@@ -18,7 +18,7 @@ from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec, round_up, shard_unit
 from offload_core.layout.regions import InMemory
-from offload_core.plans.at_once import SHARDS, Held, held_shards
+from offload_core.memory.plan import SHARDS, ArrayBytes
 from offload_core.ranks.collectives import merged
 
 from ..devices.mesh.axis import REPLICATED, MeshAxis
@@ -99,17 +99,17 @@ class OnMesh:
         numel = math.prod(leaf.shape) if leaf.layout is None else leaf.layout.numel
         return [ParamSpec(leaf.path, numel, dtype, elements=elements, partitioned=leaf.layout is not None)]
 
-    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[ArrayBytes]:
         found, n_ranks = [], len(self._axis.ranks)
         for leaf in leaves:
             [param] = leaf.params
             if leaf.layout is None:
-                found.append(held_shards(leaf.params, [specs[param]], [n_ranks], on_host=False))
+                found.append(ArrayBytes.of_shards(leaf.params, [specs[param]], [n_ranks], on_host=False))
                 continue
             numel = n_ranks * leaf.layout.local_numel
             n_bytes = numel * specs[param].dtype.itemsize
             where = "device" if self._memory_kind is None else "host"
-            found.append(Held(leaf.params, n_bytes, n_bytes, numel * FLOAT32.itemsize, SHARDS, where))
+            found.append(ArrayBytes(leaf.params, n_bytes, n_bytes, numel * FLOAT32.itemsize, SHARDS, where))
         return found
 
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
@@ -132,7 +132,7 @@ class OnMesh:
             return self._axis.replicate(value)
         return self._axis.put(value, self._axis.cut_along(leaf.layout.dim), self._memory_kind)
 
-    # --- the pipeline's tensors ----------------------------------------------------------------------
+    # --- the core's tensors ----------------------------------------------------------------------
 
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return [

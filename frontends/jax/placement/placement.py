@@ -14,7 +14,7 @@ from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.numa import work_near
 from offload_core.memory.pinning import DRIVERS
-from offload_core.plans.at_once import Held
+from offload_core.memory.plan import ArrayBytes
 
 from ..devices.mesh.axis import MeshAxis
 from ..tree.memory_kinds import on_cpu
@@ -88,7 +88,7 @@ class Placement(Protocol):
     on_host: bool
     """True if the devices' memory is the host's."""
 
-    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[Held]:
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[ArrayBytes]:
         """Return the bytes that the arrays of these parameters will take on this process's devices.
 
         Call this before any other method that takes leaves.
@@ -96,11 +96,11 @@ class Placement(Protocol):
         ...
 
     def start(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
-        """Return the tensors from which the pipeline reads start values, one for each of the core's parameters."""
+        """Return the tensors from which the core reads start values, one for each of the core's parameters."""
         ...
 
     def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
-        """Return the arrays given to :meth:`start`, after the pipeline has made their tensors alike on all ranks."""
+        """Return the arrays given to :meth:`start`, after the core has made their tensors alike on all ranks."""
         ...
 
     def check_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool) -> None:
@@ -108,15 +108,15 @@ class Placement(Protocol):
         ...
 
     def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
-        """Return a gradient of ``like`` as the pipeline takes it, one for each of the core's parameters.
+        """Return a gradient of ``like`` as the core takes it, one for each of the core's parameters.
 
         Args:
-            donate: delete it when the pipeline has read it.
+            donate: delete it when the core has read it.
         """
         ...
 
     def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
-        """Return the tensors to which the pipeline writes the next values of these parameters."""
+        """Return the tensors to which the core writes the next values of these parameters."""
         ...
 
     def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:

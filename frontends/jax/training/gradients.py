@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from offload_core.engine import LossScaler
 from offload_core.errors import GradientError
 from offload_core.ranks.collectives import Collectives
 from offload_core.ranks.consistency import combine
-from offload_core.step.loss_scale import LossScaler
 from offload_core.support.checks import kind_of
 
 from ..tree.trees import ARRAY

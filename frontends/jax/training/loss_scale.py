@@ -7,8 +7,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from offload_core.engine import LossScaler
 from offload_core.errors import GradientError, StateError
-from offload_core.step.loss_scale import LossScaler
 
 from ..devices.context import is_manual, is_traced
 from ..tree.trees import put

@@ -1,4 +1,4 @@
-"""One update of a wrapped tree: its gradients go to the pipeline, and the parameters that it writes become leaves."""
+"""One update of a wrapped tree: its gradients go to the core, and the parameters that it writes become leaves."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -7,11 +7,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from offload_core.engine import Engine, StepArguments, StepReport
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.rules import Hyper
-from offload_core.step.decision import StepArguments
-from offload_core.step.health import Use
-from offload_core.step.pipeline import Pipeline, StepReport
 
 from ..devices.mesh.tensors import delete
 from ..devices.numbers import beside_the_accelerator
@@ -26,7 +24,7 @@ class MicroStep(NamedTuple):
     """The arguments of an update, after all checks."""
 
     gradients: dict[int, Any]
-    """The gradients as the pipeline takes them, by the number of its parameter."""
+    """The gradients as the core takes them, by the number of its parameter."""
     hypers: Sequence[Hyper]
     """The hyperparameters of each group."""
     donated: Sequence[Any]
@@ -36,20 +34,18 @@ class MicroStep(NamedTuple):
 class TreeUpdates:
     """The updates of a wrapped tree.
 
-    The caller of each method holds the pipeline's state lock, in the middle of a change.
+    The caller of each method holds the core's state lock, in the middle of a change.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, placement: Placement, tree: WrappedTree, loss_scale: DeviceScale | None
-    ) -> None:
+    def __init__(self, core: Engine, placement: Placement, tree: WrappedTree, loss_scale: DeviceScale | None) -> None:
         self.report: StepReport | None = None
         """The report of the last micro-step; None: there was none."""
-        self._pipeline = pipeline
-        self._gradients, self._last_step = pipeline.gradients, pipeline.last_step
+        self._core = core
+        self._gradients, self._parameters = core.gradients, core.parameters
         self._placement = placement
         self._tree = tree
         self._loss_scale = loss_scale
-        self._config = config = pipeline.config
+        self._config = config = core.config
         self._groups = [(group, config.rule(group).hyper) for group in config.groups()]
         """The configuration's groups, and the class of each one's hyperparameters."""
         self._constant: list[Hyper] | None = None
@@ -57,9 +53,9 @@ class TreeUpdates:
         if not (callable(config.lr) or callable(config.betas)):
             self._constant = _of_each_group(hyper(**config.values(0, group)) for group, hyper in self._groups)
         self._targets: list[Any] = []
-        """The tensors to which the pipeline writes the next parameters; empty when the leaves are made of them."""
-        self._followed = self._last_step.publications
-        """The number of the pipeline's last publication of which leaves were made."""
+        """The tensors to which the core writes the next parameters; empty when the leaves are made of them."""
+        self._followed = self._parameters.publications
+        """The number of the core's last publication of which leaves were made."""
 
     def check(self, grads: Any, learning_rate: Any = None, *, donate: bool) -> MicroStep:
         """Check everything, and return all that :meth:`take` needs.
@@ -70,14 +66,14 @@ class TreeUpdates:
             learning_rate: a rate or a schedule in place of the configuration's; None: the configuration's.
             donate: delete each gradient as soon as it is read.
         """
-        pipeline, placement, trained = self._pipeline, self._placement, self._tree.trained
+        core, placement, trained = self._core, self._placement, self._tree.trained
         self.follow()
-        pipeline.check(Use.READ)  # before the processes meet
-        device = pipeline.device
+        core.check_readable()  # before the processes meet
+        device = core.device
         parameters = [(leaf.path, leaf.dtype) for leaf in trained]
         likes = [self._tree.leaves[leaf.position] for leaf in trained]
         try:
-            arrays, unreduced = given_gradients(grads, self._tree, pipeline.scaler, device.world_size)
+            arrays, unreduced = given_gradients(grads, self._tree, core.scaler, device.world_size)
             for leaf, array, like in zip(trained, arrays, likes, strict=True):
                 if array is not None:
                     placement.check_gradient(leaf, array, like, unreduced=unreduced)
@@ -101,7 +97,7 @@ class TreeUpdates:
         """Return the hyperparameters of this update, as :func:`_of_each_group`."""
         if self._constant is not None and learning_rate is None:
             return self._constant
-        updates, hypers = self._pipeline.update_count, []
+        updates, hypers = self._core.update_count, []
         with beside_the_accelerator() as number:
             count = number(updates)
             for group, hyper in self._groups:
@@ -118,7 +114,7 @@ class TreeUpdates:
 
     def take(self, given: MicroStep) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
-        pipeline = self._pipeline
+        core = self._core
         if self._gradients.at_boundary:
             self._targets = self._new_targets()
         try:
@@ -130,12 +126,12 @@ class TreeUpdates:
             self.report = self._gradients.end_micro_step()
             if self.report is None:
                 divisor = float(self._config.gradient_accumulation_steps)
-                self.report = pipeline.step(StepArguments(given.hypers, self._targets, divisor))
-                self._last_step.finish_publications()
+                self.report = core.step(StepArguments(given.hypers, self._targets, divisor))
+                self._parameters.finish()
             if given.donated:
                 delete(given.donated)
         except BaseException:
-            with suppress(StateError):  # a pipeline that has lost a rank may refuse even that
+            with suppress(StateError):  # a core that has lost a rank may refuse even that
                 self._gradients.drop()
             raise
         self.follow()
@@ -146,18 +142,18 @@ class TreeUpdates:
         return self._placement.targets(trained, [self._tree.leaves[leaf.position] for leaf in trained])
 
     def follow(self) -> None:
-        """Make the tree's leaves of the parameters that the pipeline wrote last.
+        """Make the tree's leaves of the parameters that the core wrote last.
 
         All that read leaves call this first, because an interrupt may have ended the call that had them written. It
         may be interrupted itself: the next call begins anew.
         """
         if self._loss_scale is not None:
             self._loss_scale.follow()
-        publications = self._last_step.publications
+        publications = self._parameters.publications
         if publications != self._followed:
-            if self._last_step.is_publishing:
-                self._last_step.finish_publications()
-            leaves, published = self._tree.leaves, self._last_step.published
+            if self._parameters.are_in_flight:
+                self._parameters.finish()
+            leaves, published = self._tree.leaves, self._parameters.written
             for leaf in self._tree.trained:
                 if all(published.get(i, False) for i in leaf.params):
                     targets = [self._targets[i] for i in leaf.params]
@@ -176,7 +172,7 @@ class TreeUpdates:
         """Bring the leaves to the values of their master weights."""
         self.follow()
         self._targets = self._new_targets()
-        self._pipeline.flush(self._targets)
+        self._parameters.flush(self._targets)
         self.follow()
 
 

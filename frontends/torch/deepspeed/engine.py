@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload_core.checkpoint.folder import MANIFEST
 from offload_core.config.options import OffloadConfig
 from offload_core.deepspeed.names import is_theirs, refuse
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.support import checks
+from offload_core.support.checkpoint_folder import MANIFEST
 from offload_core.support.threads import uninterrupted
 
 from ..engine import Engine
@@ -148,7 +148,7 @@ class DeepSpeedEngine(Engine):
         """Return the loss for a ``backward()`` of its own, where there is no loss scaling."""
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.requires_grad):
             raise MisuseError("scale() of what is no loss; expected a scalar tensor that requires a gradient")
-        if self.optimizer.pipeline.scaler is not None:
+        if self.optimizer.core.scaler is not None:
             raise GradientError("scale() under loss scaling; expected engine.backward(loss), which scales it itself")
         return loss
 
@@ -183,7 +183,8 @@ class DeepSpeedEngine(Engine):
         """Return True if the next ``step()`` makes an update. Without managed accumulation it is True inside it."""
         if not self._managed:
             return self._in_step
-        return self.optimizer.pipeline.gradients.at_boundary if self._forced is None else self._forced
+        gradients = self.optimizer.core.gradients
+        return gradients.at_boundary if self._forced is None else self._forced
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide whether the next calls of ``step()`` make updates; None: the engine counts again."""

@@ -51,11 +51,11 @@ def get_gradient(param: torch.Tensor, *, own: bool) -> torch.Tensor | None:
     if optimizer is None:
         return None
     found = optimizer.own_gradient(param) if own else optimizer.whole_gradient(param)
-    return None if found is None else found.mul_(optimizer.pipeline.loss_scale).to(param.device)
+    return None if found is None else found.mul_(optimizer.core.loss_scale).to(param.device)
 
 
 def set_gradient(param: torch.Tensor, value: torch.Tensor, *, own: bool) -> None:
     """Overwrite a gradient, which carries the loss scale: whole or this rank's part."""
     if (optimizer := optimizer_of(param)) is not None:
-        unscaled = value.detach().float() / optimizer.pipeline.loss_scale
+        unscaled = value.detach().float() / optimizer.core.loss_scale
         optimizer.load_gradient(param, unscaled if own else _shaped(unscaled, param), own=own)

@@ -22,7 +22,7 @@ class RunCounts:
         """The optimizer's updates that its scheduler has followed. A load sets it, with the counts."""
 
     def _own(self) -> dict[str, int]:
-        skipped = self._optimizer.pipeline.counts.skipped
+        skipped = self._optimizer.core.skipped_count
         steps = self._optimizer.updates + skipped
         return {"global_steps": steps, "skipped_steps": skipped, "global_samples": steps * self._samples()}
 

@@ -17,10 +17,10 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from offload_core.checkpoint.folder import CHECKPOINT_NAME, rotate
 from offload_core.config.options import ConfigLike, OffloadConfig
 from offload_core.config.settings import OffloadSettings
 from offload_core.errors import CheckpointError, ConfigError
+from offload_core.support.checkpoint_folder import CHECKPOINT_NAME, rotate
 from offload_core.support.checks import shown
 
 from ..engine import Engine, wrap
@@ -379,7 +379,8 @@ class OffloadPrecision(Precision):
         result = closure()
         self._after_closure(model, optimizer)
         skipped = model.automatic_optimization and result is None  # training_step gave no loss
-        if not (skipped and not self._engine.optimizer.pipeline.gradients.are_waiting):
+        gradients = self._engine.optimizer.core.gradients
+        if gradients.are_waiting or not skipped:
             self._engine.step(boundary=True)
         return result
 

@@ -6,14 +6,14 @@ from typing import Any
 
 from torch import nn
 
-from offload_core.checkpoint.reader import Checkpoint, Loaded
+from offload_core.engine import Checkpoint, Loaded
 from offload_core.errors import CheckpointError
 from offload_core.support.checks import shown
 
 from ..internals.compiled import uncompiled
 from ..optim.optimizer import OffloadedOptimizer
 from ..training.groups import groups_of_params
-from ..weights.checkpoint import TENSORS, ModelCheckpoints, random_states, set_random_states
+from ..weights.checkpoint import RANDOM, TENSORS, ModelCheckpoints
 
 FOLDER = "offload"
 """The name of the engine's folder in the library's."""
@@ -78,12 +78,12 @@ class Shards:
             optimizer.parts.take_on_all([named[name] for name in saved if named.get(name) in members], groups)
         checkpoints = ModelCheckpoints(model, optimizer)
         checkpoints.load(path, stateful=stateful, names=None, random_state=True, accept_extras=accept_extras)
-        self._random = random_states()
+        self._random = RANDOM.get()
 
     def resume_random(self) -> None:
         """Restore the loaded random generators, once: the library's loop draws from them to restart a loader."""
         if self._random is not None:
-            set_random_states(self._random)
+            RANDOM.set(self._random)
             self._random = None
 
     def forget_random(self) -> None:

@@ -122,7 +122,7 @@ class OffloadCallback(TrainerCallback):
         if args.fsdp:
             _check_rate(args, _offloaded(kwargs))
             return
-        world_size = _offloaded(kwargs).pipeline.world_size
+        world_size = _offloaded(kwargs).core.world_size
         if world_size != args.world_size and (args.save_strategy != "no" or state.global_step):
             raise ConfigError(
                 f"checkpoints of {args.world_size} processes, and the optimizer's states are partitioned over "
@@ -223,8 +223,8 @@ class OffloadCallback(TrainerCallback):
             added["offload_grad_norm"] = report.grad_norm
         if scaler is not None:
             added["loss_scale"] = scaler.get_scale()
-        elif offloaded.pipeline.scaler is not None:
-            added["loss_scale"] = offloaded.pipeline.loss_scale
+        elif offloaded.core.scaler is not None:
+            added["loss_scale"] = offloaded.core.loss_scale
         running["logs"].update(added)
         state.log_history[-1].update(added)  # it is a copy of logs
 

@@ -58,7 +58,7 @@ class Life:
 
     @property
     def slots(self) -> Mapping[torch.Tensor, Slot]:
-        """The parameters that have states, in the pipeline's order."""
+        """The parameters that have states, in the core's order."""
         return _NONE
 
     @property
@@ -119,10 +119,12 @@ class Open(Life):
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
+        self._core = core = steps.parts.core
+        self._parameters = core.parameters
 
     @property
     def updates(self) -> int:
-        return self._steps.parts.pipeline.update_count
+        return self._core.update_count
 
     @updates.setter
     def updates(self, count: int) -> None:
@@ -145,10 +147,10 @@ class Open(Life):
 
     @property
     def released(self) -> bool:
-        return self._steps.parts.pipeline.released
+        return self._parameters.released
 
     def where(self, tensors: Callable[[], str]) -> str:
-        return self._steps.parts.pipeline.where(tensors)
+        return self._core.where(tensors)
 
 
 class OpenAlone(Open):

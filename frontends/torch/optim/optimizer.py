@@ -11,14 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from offload_core.checkpoint.checkpoints import Checkpoints
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.deepspeed import translation
+from offload_core.engine import Checkpoints, Engine, LossScaler, StateLock, StepReport, changes, whole
 from offload_core.errors import CollectiveError, ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
-from offload_core.step.loss_scale import LossScaler
-from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.step.state_lock import StateLock, changes, whole
 from offload_core.support.checks import integer
 from offload_core.support.last_words import say_error_last
 from offload_core.support.threads import uninterrupted
@@ -202,7 +199,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         scaler: LossScaler | None = None,
         casts: Casts | None = None,
     ) -> None:
-        """Make the pipeline and the other parts, and take on the trainable parameters of all groups.
+        """Make the core and the other parts, and take on the trainable parameters of all groups.
 
         Args:
             scaler: the loss scaler of a copied or unpickled optimizer; an Engine's follows from the configuration.
@@ -237,13 +234,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
         """Make the parts that hold parameters and states, and take on these parameters."""
         parts = self._foundation.parts(self, named, self.param_groups, model)
-        parts.pipeline.update_count = self._life.updates
+        parts.core.update_count = self._life.updates
         steps = Steps(parts)
         self._life = OpenAlone(steps) if self._model is None else Open(steps)
         steps.hypers(self.param_groups)  # from here on nothing else may set what functions give
-        self._state_lock = parts.pipeline.state_lock
+        self._state_lock = parts.core.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
-        self._checkpoints = Checkpoints(parts.pipeline)
 
     @property
     def updates(self) -> int:
@@ -265,9 +261,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._life.steps_of(self).parts
 
     @property
-    def pipeline(self) -> Pipeline:
+    def core(self) -> Engine:
         """The core that holds the states."""
-        return self._life.steps_of(self).parts.pipeline
+        return self._life.steps_of(self).parts.core
 
     @whole("flush()")
     def flush(self) -> None:  # waits
@@ -289,11 +285,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def checkpoints(self) -> Checkpoints:
         """Saves and loads the states."""
         self._life.begin(self)
-        return self._checkpoints
+        return self.core.checkpoints
 
     @property
     def slots(self) -> list[Slot]:
-        """One for each parameter that has states, in the pipeline's order."""
+        """One for each parameter that has states, in the core's order."""
         return [*self._life.slots.values()]
 
     def has_states(self, param: torch.Tensor) -> bool:
@@ -332,7 +328,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def loss_scale(self) -> float:
         """The factor on the loss in the next backward; 1.0 without loss scaling."""
-        return self.pipeline.loss_scale
+        return self.core.loss_scale
 
     cur_scale = loss_scale
 
@@ -344,9 +340,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     @property
     def sent_bytes(self) -> int:
         """Bytes of gradients and parameters that this rank has sent to other ranks."""
-        pipeline = self.pipeline
-        self._state_lock.change("sent_bytes", pipeline.finish)
-        return pipeline.device.sent_bytes + self.sharding.sent_bytes
+        core = self.core
+        self._state_lock.change("sent_bytes", core.finish)
+        device = core.device
+        return device.sent_bytes + self.sharding.sent_bytes
 
     def memory_report(self, model: nn.Module | None = None) -> MemoryReport:
         """Planned and measured bytes.
@@ -424,7 +421,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             return
         parts = self.parts
         changed = parts.registration.grown() or parts.registration.have_other_states(self.param_groups)
-        if changed and not parts.pipeline.gradients.are_waiting:
+        gradients = self.core.gradients
+        if changed and not gradients.are_waiting:
             self.checkpoints.wait()
             self._start_over(parts)
 
@@ -434,12 +432,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         named = [entry for entry in named_in(self.param_groups, self.names) if entry[1] in slots]
         parts.let_go()
         try:
-            parts.pipeline.start_over()
+            parts.core.start_over()
             self._open(named, None if self._model is None else self._model())
             self.parts.states.keep_masters(masters)
         except BaseException:
             self._life = Closed()
-            parts.pipeline.close()
+            parts.core.close()
             raise
 
     @whole("close()")
@@ -451,7 +449,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
                 parts.device_memory.settle()
-                parts.pipeline.conclude(parts.registration.flush)
+                parts.core.conclude(parts.registration.flush)
         self.sharding.make_whole()
         uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
 
@@ -515,8 +513,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def occupied(self) -> str | None:
         """Return the reason why it cannot end now; None: it is idle."""
         parts = self.parts
+        gradients = self.core.gradients
         running = backward_number() != NO_BACKWARD or parts.intake.in_backward or self._state_lock.is_changing()
-        if running or parts.intake.fresh or parts.intake.has_deferred or parts.pipeline.gradients.are_waiting:
+        if running or parts.intake.fresh or parts.intake.has_deferred or gradients.are_waiting:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
         return None
 
@@ -529,10 +528,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def accumulate_over(self, micro_steps: int) -> None:
         """As ``Engine.set_gradient_accumulation_steps``."""
-        pipeline = self.pipeline
+        core = self.core
         integer("gradient_accumulation_steps", micro_steps, least=1)
         what, waiting = "set_gradient_accumulation_steps()", self.parts.intake.has_deferred
-        self._state_lock.change(what, pipeline.accumulate_over, micro_steps, waiting=waiting)
+        self._state_lock.change(what, core.accumulate_over, micro_steps, waiting=waiting)
         self.config = replace(self.config, gradient_accumulation_steps=micro_steps)
 
     @untraced
@@ -544,7 +543,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             self._state_lock.change("zero_grad()", self.parts.intake.discard)
         except Exception:
-            if not self.parts.pipeline.usable:  # those of a backward that broke off must not wait for a load
+            if not self.parts.core.usable:  # those of a backward that broke off must not wait for a load
                 super().zero_grad(set_to_none)
             raise
         super().zero_grad(set_to_none)
@@ -592,9 +591,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         if self._life.follow_shards(self):
             return super().state_dict()
-        if self.pipeline.world_size == 1:
+        if self.core.world_size == 1:
             self.flush()  # among ranks that would be collective under schedule="delayed"
-        return completed(super().state_dict(), self.pipeline)
+        return completed(super().state_dict(), self.core)
 
     @whole("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -735,7 +734,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._state_lock.change("load_gradient()", self.parts.gradients.load, param, values, own=own)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self.pipeline.world_size > 1 or self.sharding.is_fixed:
+        if self.core.world_size > 1 or self.sharding.is_fixed:
             raise StateError(
                 "copying or pickling an optimizer of several ranks or of partitioned parameters; expected its "
                 "state_dict() to be copied"
@@ -744,7 +743,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             name: getattr(self, name) for name in ("config", "early_copy", "updates", "casts", "names", "takes_names")
         }
         state = {"state": defaultdict(dict, plain_entries(self.state))}
-        return {**super().__getstate__(), **state, **own, "scaler": self.pipeline.scaler}
+        return {**super().__getstate__(), **state, **own, "scaler": self.core.scaler}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state: ``load_state_dict`` calls this with hidden entries, copy and pickle on an empty object."""

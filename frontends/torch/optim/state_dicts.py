@@ -9,11 +9,10 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from offload_core.device.protocols import Device
+from offload_core.engine import Engine, LossScaler
 from offload_core.errors import ConfigError, ConfigWarning, StateError
 from offload_core.rules import MASTER, STATE_NAMES, Rule
-from offload_core.step.loss_scale import LossScaler, checked_state
-from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import checked_count
+from offload_core.support.checks import checked_count
 from offload_core.support.user_line import UserLine
 
 from ..training.groups import hyper_of, loaded, scheduled
@@ -78,7 +77,7 @@ def check_counts(state_dict: Mapping[str, Any], scaler: LossScaler | None) -> No
         if "updates" in state_dict:
             checked_count(state_dict["updates"])
         if scaler is not None and "loss_scale" in state_dict:
-            checked_state(state_dict["loss_scale"])
+            LossScaler.checked(state_dict["loss_scale"])
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise StateError(
             f"load_state_dict: its number of updates or its loss scale cannot be taken ({error!r}); expected those of "
@@ -86,7 +85,7 @@ def check_counts(state_dict: Mapping[str, Any], scaler: LossScaler | None) -> No
         ) from None
 
 
-def completed(state_dict: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
+def completed(state_dict: dict[str, Any], core: Engine) -> dict[str, Any]:
     """Return torch's state dict of an optimizer with plain tensors, and with the states that torch knows nothing of."""
     if "state" in state_dict:  # a hook may have replaced the whole dict
         entries = state_dict["state"]
@@ -97,11 +96,12 @@ def completed(state_dict: dict[str, Any], pipeline: Pipeline) -> dict[str, Any]:
         steps = {k: int(e.unlisted[STEP]) for k, e in entries.items() if isinstance(e, Views) and e.unlisted}
         if steps:
             state_dict[STEPS] = steps
-    if pipeline.world_size > 1:
-        state_dict["partition"] = partition(pipeline.device)
-    if scheduled(pipeline.config, pipeline.update_count):
-        state_dict["updates"] = pipeline.update_count
-    return state_dict if pipeline.scaler is None else state_dict | {"loss_scale": pipeline.scaler.state_dict()}
+    if core.world_size > 1:
+        state_dict["partition"] = partition(core.device)
+    if scheduled(core.config, core.update_count):
+        state_dict["updates"] = core.update_count
+    scaler = core.scaler
+    return state_dict if scaler is None else state_dict | {"loss_scale": scaler.state_dict()}
 
 
 def checked_and_hidden(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -111,19 +111,20 @@ def checked_and_hidden(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, 
     Raises:
         StateError: the states are another rank's, or a count is out of range; nothing has changed.
     """
-    pipeline: Pipeline = optimizer.pipeline
-    check_partition(pipeline.device, optimizer.param_groups, state_dict)
-    check_counts(state_dict, pipeline.scaler)
+    core: Engine = optimizer.core
+    scaler, states = core.scaler, core.states
+    check_partition(core.device, optimizer.param_groups, state_dict)
+    check_counts(state_dict, scaler)
 
     entries = with_steps(state_dict["state"], state_dict.get(STEPS, {}))
 
     def take_counts() -> None:
-        optimizer.updates = int(state_dict.get("updates", max(map(float, pipeline.counts.steps), default=0)))
-        if pipeline.scaler is not None and "loss_scale" in state_dict:
-            pipeline.scaler.load_state_dict(state_dict["loss_scale"])
+        optimizer.updates = int(state_dict.get("updates", states.largest_step_count()))
+        if scaler is not None and "loss_scale" in state_dict:
+            scaler.load_state_dict(state_dict["loss_scale"])
 
     if "updates" not in state_dict and not any(STEP in entry for entry in entries.values()):
-        _warn_of_schedule(pipeline)
+        _warn_of_schedule(core)
     groups = state_dict["param_groups"]
     if not optimizer.takes_names:  # an engine's, of before, or with names of the user's
         groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
@@ -131,9 +132,9 @@ def checked_and_hidden(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, 
     return {**state_dict, "param_groups": groups, "state": hidden | {Hidden: take_counts}}
 
 
-def _warn_of_schedule(pipeline: Pipeline) -> None:
+def _warn_of_schedule(core: Engine) -> None:
     """Warn if a schedule would go on from the first update, because the states count none."""
-    names = scheduled(pipeline.config, 0)
+    names = scheduled(core.config, 0)
     if names:
         UserLine.now("torch").warn(
             ConfigWarning(
@@ -187,7 +188,7 @@ class LoadedState:
         Raises:
             StateError, ConfigError: they do not fit; nothing has changed.
         """
-        config, given = parts.pipeline.config, self.rest["param_groups"]
+        config, given = parts.core.config, self.rest["param_groups"]
         for g, group in enumerate(given):
             hyper_of(g, group, config.optimizer)
         groups = [loaded(group, defaults, config) for group in given]
@@ -203,7 +204,7 @@ def _check_same_rules(parts: Parts, groups: Sequence[Mapping[str, Any]], rules: 
     """Raise :class:`ConfigError` if parameters would be in a group of another rule than that of their states."""
     for g, (rule, group) in enumerate(zip(rules, groups, strict=True)):
         for slot in parts.registration.slots.values():
-            mine = parts.pipeline.params[slot.index].rule
+            mine = parts.core.params[slot.index].rule
             if mine != rule and any(slot.param is param for param in group["params"]):
                 raise ConfigError(
                     f"load_state_dict: parameter group {g} is of {rule.name}, and the states of {slot.name!r} are of "
@@ -261,7 +262,7 @@ def torch_state_dict(optimizer: Any, *, rank0_only: bool) -> dict[str, Any] | No
     settings = {name: value for name, value in made.items() if name != "params"}
     fused = {"fused": True} if "fused" in settings else {}
     groups = [{**settings, **group, **fused} for group in optimizer.state_dict()["param_groups"]]
-    wanted = optimizer.pipeline.rank == 0 or not rank0_only
+    wanted = optimizer.core.rank == 0 or not rank0_only
     numbers = [i for group in groups for i in group["params"]]
     params = [param for group in optimizer.param_groups for param in group["params"]]
     state = {}

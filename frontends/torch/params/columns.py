@@ -48,7 +48,7 @@ class Likeness:
 
 
 class Columns:
-    """Parameters in the pipeline's order, and their properties when their states were made."""
+    """Parameters in the core's order, and their properties when their states were made."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

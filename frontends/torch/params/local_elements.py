@@ -33,7 +33,7 @@ class LocalElements(ABC):
 
     @abstractmethod
     def memory(self) -> torch.Tensor | OnDisk:
-        """Return the one-dimensional memory that the pipeline reads start values from and publishes to."""
+        """Return the one-dimensional memory that the core reads start values from and publishes to."""
 
     @abstractmethod
     def copy(self) -> torch.Tensor | None:
@@ -90,7 +90,7 @@ class ElementsInPlace(LocalElements):
         self._data_writes = data_writes
 
     def memory(self) -> torch.Tensor:
-        # Autograd must not count the pipeline's writes; ``Registration.follow_update`` counts each once.
+        # Autograd must not count the core's writes; ``Registration.follow_update`` counts each once.
         return flat(data_of(local_of(self.param)))
 
     def copy(self) -> None:

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from offload_core.checkpoint.safetensors import NAME_OF
 from offload_core.device.exchange_sizes import REFUSED_DEVICES
-from offload_core.dtypes import BFLOAT16, BYTE, FLOAT16, FLOAT32, ElementType
+from offload_core.dtypes import BFLOAT16, BYTE, FLOAT16, FLOAT32, SAFETENSORS_NAMES, ElementType
 from offload_core.errors import GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import Elements, InMemory
@@ -29,7 +28,7 @@ _ADDITIONS = (torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor)
 MOVED_TYPES = ELEMENT_TYPES | {torch.uint8: BYTE}
 """The element types of tensors that the engine moves; tensors of :data:`ELEMENT_TYPES` may also train."""
 TORCH_DTYPES = {element_type: dtype for dtype, element_type in MOVED_TYPES.items()}
-NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in NAME_OF}
+NUMPY_DTYPES = {getattr(torch, dtype.name): dtype for dtype in SAFETENSORS_NAMES}
 """The NumPy types of all torch types that files can hold."""
 
 

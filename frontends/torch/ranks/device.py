@@ -212,7 +212,7 @@ class AcceleratorDevice(TorchDevice):
     """A device with streams. A bucket is packed there and moves in one non-blocking copy from or to pinned memory.
 
     Each direction has one stream. At most two buckets are on their way to the host, because gradients that backward
-    makes faster than they leave would fill the device. The pipeline bounds the copies to the device.
+    makes faster than they leave would fill the device. The core bounds the copies to the device.
     """
 
     addressable = False

@@ -9,10 +9,9 @@ from torch import nn
 from torch.autograd.graph import increment_version, saved_tensors_hooks
 
 from offload_core.device.protocols import GatheringDevice
+from offload_core.engine import Engine
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
-from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess
 from offload_core.support.blocks import Blocks
 from offload_core.support.checks import kind_of
 from offload_core.support.hints import hinted
@@ -34,13 +33,12 @@ class Gathering:
     """
 
     def __init__(
-        self, parameters: PartitionedParameters, runs: ModuleRuns, world: GatheringDevice, pipeline: Pipeline
+        self, parameters: PartitionedParameters, runs: ModuleRuns, world: GatheringDevice, core: Engine
     ) -> None:
         self._parameters = parameters
         self.runs = runs
         self._world = world
-        self._pipeline = pipeline
-        self._state_lock = pipeline.state_lock
+        self._state_lock, self._states = core.state_lock, core.states
         self._open = Blocks()
         """The open blocks of ``gathered_parameters`` and ``generating``."""
         self._managed = [*map(manage, parameters.of_model)]
@@ -191,8 +189,7 @@ class Gathering:
                 increment_version(param)
                 record.spread = param._version
                 if record.index is not None:
-                    adopt = StateAccess(self._pipeline).adopt
-                    self._state_lock.change("gathered_parameters()", adopt, record.index, values)
+                    self._state_lock.change("gathered_parameters()", self._states.adopt, record.index, values)
                 record.shard.write(values)
 
     def _send(self, spec: ParamSpec, values: torch.Tensor, source: int) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import GatheringDevice
 from offload_core.disk.shards import OnDisk, ShardsInMemory
+from offload_core.engine import Engine
 from offload_core.errors import ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.layout.regions import InMemory
@@ -24,8 +25,6 @@ from offload_core.memory.plan import PlanRow
 from offload_core.ranks.consistency import check_start
 from offload_core.rules import Matrix
 from offload_core.stage3.live_params import LiveParams, PartitionedParam
-from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess
 
 from ..internals.private import grad_mode_kept, no_read, storage_of
 from ..params.casting import Casts
@@ -68,7 +67,7 @@ class PartitionedParameter(Cut):
         self.storage = storage_of(self.whole)
         """The number of the storage of ``whole`` (``storage_of``)."""
         self.index: int | None = None
-        """The parameter's number in the pipeline; None while it is not trained."""
+        """The parameter's number in the core; None while it is not trained."""
         self.data_writes = DataWrites(param)
         self.spread = -1
         """The parameter's version after ``gathered_parameters`` last gave all ranks one rank's values."""
@@ -114,7 +113,7 @@ class ElementsInShards(LocalElements):
     """This rank's shards of a parameter. Readers gather the parameter, which waits for the shards. Only
     ``gathered_parameters`` changes the shards.
 
-    It has only a weak reference to the record, because the record refers to the pipeline: a parameter must not.
+    It has only a weak reference to the record, because the record refers to the core: a parameter must not.
     """
 
     def __init__(self, record: PartitionedParameter) -> None:
@@ -159,7 +158,7 @@ class PartitionedParameters:
     Args:
         device: the device of whole parameters.
         world: the device and ranks over which shards are gathered.
-        pipeline: updates the trained parameters.
+        core: updates the trained parameters.
         casts: the element types of the parameters after casting.
         matrices: the matrices of frozen parameters, which must not be cut, so that the parameters can be trained later.
     """
@@ -169,16 +168,16 @@ class PartitionedParameters:
         model: nn.Module,
         device: torch.device,
         world: GatheringDevice,
-        pipeline: Pipeline,
+        core: Engine,
         casts: Casts,
         matrices: Mapping[torch.Tensor, Matrix],
     ) -> None:
-        self._config = config = pipeline.config
-        self._pipeline = pipeline
+        self._config = config = core.config
+        self._states, self._trained = core.states, core.parameters
         self._casts = casts
         self._device = device
         self._world = world
-        self.live = LiveParams(config, world, pipeline.state_lock, pipeline.health)
+        self.live = core.live_params(world)
         """Tracks which parameters are whole."""
         self.records: dict[torch.Tensor, PartitionedParameter] = {}
         """The records by parameter. Module hooks use :meth:`among`, because hashing a tensor in shards calls its class.
@@ -186,7 +185,7 @@ class PartitionedParameters:
         self._owners: dict[torch.Tensor, tuple[str, str]] = {}
         """The name of each parameter of the model, and the type and name of its module."""
         self._matrices = matrices
-        self._tier = tier_for(config, device, pipeline.memory)
+        self._tier = tier_for(config, device, core.memory)
         self.packed = packed_values(model)
         """The values of frozen quantised parameters."""
         for name, module in model.named_modules():
@@ -331,7 +330,7 @@ class PartitionedParameters:
         """Return a trained parameter's shards if its master weights hold them, else None."""
         if record.index is None:
             return None
-        return self._tier.in_states(StateAccess(self._pipeline), record.index, record.spec.dtype)
+        return self._tier.in_states(self._states, record.index, record.spec.dtype)
 
     def _place(self, record: PartitionedParameter, shard: Shard) -> None:
         record.shard = shard
@@ -339,9 +338,9 @@ class PartitionedParameters:
         record.live.shards = shard.source(self._world.host_array if on_host else _itself)
 
     def train(self, record: PartitionedParameter, index: int) -> None:
-        """Connect the record with the parameter's number in the pipeline."""
+        """Connect the record with the parameter's number in the core."""
         record.index = index
-        record.live.updated = partial(self._pipeline.update_of, index)
+        record.live.updated = partial(self._trained.update_of, index)
 
     @property
     def shard_bytes(self) -> int:

@@ -9,11 +9,10 @@ import torch
 from torch import nn
 
 from offload_core.disk.shards import OnDisk
+from offload_core.engine import Engine
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.plan import DEVICE, DISK, FROZEN_SHARDS, PlanRow
-from offload_core.plans.terms import GATHERED, PARAMETERS
+from offload_core.memory.plan import DEVICE, DISK, FROZEN_SHARDS, GATHERED, PARAMETERS, PlanRow
 from offload_core.rules import Matrix
-from offload_core.step.pipeline import Pipeline
 
 from ..internals.compiled import Around, run_compiled_modules
 from ..params.casting import Casts
@@ -32,7 +31,7 @@ class PartitionedModel(Sharding):
     Args:
         device: the device of whole parameters.
         group: as in ``device_for``. Gathers use a private group, and making it is collective.
-        pipeline: updates the trained parameters.
+        core: updates the trained parameters.
         casts: the element types of the model's tensors after casting.
         matrices: the matrices of frozen parameters, which must not be cut.
     """
@@ -44,19 +43,20 @@ class PartitionedModel(Sharding):
         model: nn.Module,
         device: torch.device,
         group: Any,
-        pipeline: Pipeline,
+        core: Engine,
         casts: Casts,
         matrices: Mapping[torch.Tensor, Matrix],
     ) -> None:
-        check_hooks_run(model, pipeline.config.param_persistence_threshold)
-        self._pipeline = pipeline
-        self._world = device_for(device, group, pipeline.config, separate=True)
-        self._world.trace = pipeline.device.trace
-        self.parameters = PartitionedParameters(model, device, self._world, pipeline, casts, matrices)
+        config, trained_on = core.config, core.device
+        check_hooks_run(model, config.param_persistence_threshold)
+        self._gradients = core.gradients
+        self._world = device_for(device, group, config, separate=True)
+        self._world.trace = trained_on.trace
+        self.parameters = PartitionedParameters(model, device, self._world, core, casts, matrices)
         self.live = self.parameters.live
         """Tracks which parameters are whole."""
-        self.runs = ModuleRuns(model, self.parameters, pipeline, leaf_modules(model, pipeline.config.leaf_modules))
-        self.gathering = Gathering(self.parameters, self.runs, self._world, pipeline)
+        self.runs = ModuleRuns(model, self.parameters, core, leaf_modules(model, config.leaf_modules))
+        self.gathering = Gathering(self.parameters, self.runs, self._world, core)
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return param in self.parameters
@@ -149,7 +149,7 @@ class PartitionedModel(Sharding):
         return [*self.runs.leaves]
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool, *, waiting: bool) -> Collection[torch.Tensor]:
-        self._pipeline.check_idle("leaf modules are to change", waiting=waiting)
+        self._gradients.check_none("leaf modules are to change", waiting=waiting)
         self.runs.mark_leaves(modules, leaf)
         return self.runs.leaves.numbers()
 

@@ -22,8 +22,8 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
+from offload_core.engine import Engine
 from offload_core.stage3.live_params import LiveParams
-from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up
 
 from ..internals.compiled import GraphHook
@@ -118,7 +118,7 @@ class ModuleRuns:
     """
 
     def __init__(
-        self, model: nn.Module, parameters: PartitionedParameters, pipeline: Pipeline, leaves: Iterable[nn.Module]
+        self, model: nn.Module, parameters: PartitionedParameters, core: Engine, leaves: Iterable[nn.Module]
     ) -> None:
         self._model = weakref.ref(model)
         self._parameters = parameters
@@ -127,7 +127,7 @@ class ModuleRuns:
         """By backward, the runs that keep their parameters."""
         self._saved = SavedTensors()
         self._hooks = ModuleHooks()
-        self.whole = WholeParameters(parameters, pipeline, self.touch)
+        self.whole = WholeParameters(parameters, core, self.touch)
         self.leaves = LeafModules(model, leaves, several=parameters.live.device.world_size > 1)
         self.units = _Units(self)
         """Runs the forwards of compiled modules."""

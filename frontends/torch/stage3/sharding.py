@@ -75,7 +75,7 @@ class Sharding(ABC):
         parameters are also whole, and get their states. At its end only the shards stay. Collective.
 
         Args:
-            first: the pipeline's number for the first entry.
+            first: the core's number for the first entry.
         """
 
     @abstractmethod

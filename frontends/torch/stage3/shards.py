@@ -15,9 +15,9 @@ import torch
 from offload_core.config.options import OffloadConfig
 from offload_core.disk.shards import DiskShards, OnDisk, ShardsInMemory, ShardSource
 from offload_core.dtypes import ElementType
+from offload_core.engine import StateAccess
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import DEVICE, DISK, HOST, PARAMETER_SHARDS
-from offload_core.step.state_access import StateAccess
 
 from ..params.tensors import MOVED_TYPES, TORCH_DTYPES, memory
 from ..ranks.device import as_torch
@@ -28,7 +28,7 @@ class Shard(ABC):
     """A rank's shards of a parameter, concatenated.
 
     Attributes:
-        values: the memory or disk space that the pipeline reads start values from and publishes to.
+        values: the memory or disk space that the core reads start values from and publishes to.
     """
 
     values: torch.Tensor | OnDisk

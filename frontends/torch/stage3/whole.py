@@ -8,8 +8,8 @@ from functools import partial
 
 import torch
 
+from offload_core.engine import Engine
 from offload_core.errors import StateError
-from offload_core.step.pipeline import Pipeline
 
 from ..internals.private import innermost_transform, outside_transforms
 from ..params.managed import managed
@@ -23,15 +23,16 @@ class WholeParameters:
     """The partitioned parameters of a model that are whole now.
 
     Args:
-        pipeline: updates the parameters.
+        core: updates the parameters.
         touch: a method that gathers a released parameter before it is read, or raises :class:`StateError`. Its object
             is not kept alive.
     """
 
-    def __init__(self, parameters: PartitionedParameters, pipeline: Pipeline, touch: _Touch) -> None:
+    def __init__(self, parameters: PartitionedParameters, core: Engine, touch: _Touch) -> None:
         self._live = parameters.live
-        self._pipeline = pipeline
-        self._state_lock = pipeline.state_lock
+        self._core = core
+        self._parameters = core.parameters
+        self._state_lock = core.state_lock
         self._touch = weakref.WeakMethod(touch)
         self._kept: dict[PartitionedParameter, bool] = {}
         """Parameters that stay whole after their runs: until they change (True), or until the next forward (False)."""
@@ -45,13 +46,13 @@ class WholeParameters:
         for record in records:
             if self.was_sent_early(record):
                 assert record.index is not None
-                self._state_lock.run(self._pipeline.await_param, record.index)
+                self._state_lock.run(self._parameters.await_param, record.index)
         try:
             with nullcontext() if innermost_transform() is None else outside_transforms():
                 self._live.acquire([record.live for record in records])
         except BaseException:
             # If an update failed, finish() raises its error, which is the cause.
-            self._state_lock.change("a gathering of parameters", self._pipeline.finish)
+            self._state_lock.change("a gathering of parameters", self._core.finish)
             raise
         for record in records:
             for tensor in record.values.tensors:
@@ -59,7 +60,7 @@ class WholeParameters:
 
     def was_sent_early(self, record: PartitionedParameter) -> bool:
         """Return True if the parameter's shards may be of a step that has not come (``update_in_backward``)."""
-        return record.index is not None and self._pipeline.early.holds(record.index)
+        return record.index is not None and self._parameters.was_sent_early(record.index)
 
     def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
         """End one :meth:`hold` of these parameters. With ``may_stay`` they may stay whole for their next use."""

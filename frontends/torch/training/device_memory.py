@@ -24,11 +24,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from offload_core.device.events import AfterAll, Done, Event
 from offload_core.device.protocols import Copy, TensorMemory
 from offload_core.disk.shards import OnDisk
+from offload_core.engine import Engine
 from offload_core.errors import DeviceMemoryError, ParameterError, StateError
 from offload_core.memory.host_memory import format_bytes
 from offload_core.memory.plan import format_table
 from offload_core.ranks.consistency import combine, together
-from offload_core.step.pipeline import Pipeline
 from offload_core.support.threads import clear_up, uninterrupted
 
 from ..internals.private import NO_BACKWARD, backward_number, no_read
@@ -224,23 +224,23 @@ class _Leaves(_Stays):
 class DeviceMemory:
     """The device memory of an optimizer's parameters and of its model's other tensors.
 
-    It lives as long as the pipeline.
+    It lives as long as the core.
 
     Args:
-        memory: the pipeline's device.
+        memory: the core's device.
     """
 
     def __init__(
         self,
-        pipeline: Pipeline,
+        core: Engine,
         memory: TensorMemory,
         registration: Registration,
         intake: Intake,
         sharding: Sharding,
     ) -> None:
-        self._pipeline = pipeline
-        self._world = pipeline.device
-        self._memory = memory
+        self._core, self._parameters, self._gradients = core, core.parameters, core.gradients
+        self._world = core.device
+        self._memory, self._host_memory = memory, core.memory
         self._registration = registration
         self._intake = intake
         self._sharding = sharding
@@ -248,7 +248,7 @@ class DeviceMemory:
         self._place = _Stays() if memory.addressable else _Leaves(self._device)
         self._memories: dict[int, _Memory] = {}
         """The storages that were released last, by their number; none once all have come back. They have memory again
-        unless the pipeline says that parameters are released."""
+        unless the core says that parameters are released."""
         self._on_device: dict[PartitionedParameter, Shard] = {}
         """The shards on the device of parameters that are not trained; while they are released, a copy stands in their
         place."""
@@ -258,7 +258,7 @@ class DeviceMemory:
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor, or while it is released its values on the host. Trained parameters may have none there."""
-        if not self._pipeline.released or tensor.layout is not torch.strided:
+        if not self._parameters.released or tensor.layout is not torch.strided:
             return tensor
         with no_read():
             memory = self._memories.get(_number(tensor))
@@ -280,7 +280,7 @@ class DeviceMemory:
             ParameterError: there is nothing of a name in ``keep``, or a tensor's memory cannot be given back.
             HostMemoryError: the host has no room for copies.
         """
-        pipeline, slots = self._pipeline, self._registration.slots
+        slots = self._registration.slots
         before = self._place.allocator()
         with self._together("release()"):
             if self._agreed("release()"):
@@ -293,7 +293,7 @@ class DeviceMemory:
             copied = [memory for memory in memories if memory.to_copy]
             self._host_for(copied)
         with self._together("release()"):
-            pipeline.flush(self._registration.current_tensors())
+            self._parameters.flush(self._registration.current_tensors())
             self._sharding.before_change()
             self._await_others(memories)
             for slot in slots.values():
@@ -304,7 +304,7 @@ class DeviceMemory:
 
         @torch.no_grad()  # in the section's own thread
         def section() -> None:
-            pipeline.release(
+            self._parameters.release(
                 "released parameters have no memory on the device; expected engine.restore() (or optimizer.restore()) "
                 "before they are used: while they are released, only what reads states works, as saves do"
             )
@@ -329,7 +329,7 @@ class DeviceMemory:
 
     def _agreed(self, what: str) -> bool:
         """True if parameters are released; :class:`StateError` on all ranks if that is so on some alone."""
-        released, collectives = self._pipeline.released, self._pipeline.collectives
+        released, collectives = self._parameters.released, self._core.collectives
         if not combine(collectives, what, same=[released]).alike.all():
             raise StateError(
                 f"{what}: parameters are {'released' if released else 'on the device'} on this rank, and not so on "
@@ -341,7 +341,7 @@ class DeviceMemory:
         if backward_number() != NO_BACKWARD or self._intake.in_backward:
             raise StateError("release() in the middle of a backward; expected it after step()")
         self._sharding.check_closed("release()")
-        self._pipeline.check_idle("release()", waiting=self._intake.fresh or self._intake.has_deferred)
+        self._gradients.check_none("release()", waiting=self._intake.fresh or self._intake.has_deferred)
 
     def _to_release(self, named: Sequence[tuple[str, torch.Tensor]], keep: Collection[str]) -> list[_Memory]:
         """The storages to release: those of these tensors and of shards, but of none that stays."""
@@ -399,7 +399,7 @@ class DeviceMemory:
             end += -(-memory.n_bytes // _ALIGNMENT) * _ALIGNMENT
         if end > self._host.nbytes:
             self._host = np.empty(0, np.uint8)  # free before allocating its successor
-            self._host = self._pipeline.memory.allocate(HOST_COPIES, end, np.dtype(np.uint8), pinned=True)
+            self._host = self._host_memory.allocate(HOST_COPIES, end, np.dtype(np.uint8), pinned=True)
 
     def _chunks(self, copied: Sequence[_Memory]) -> Iterator[tuple[list[Copy], np.ndarray]]:
         """The copies of these storages, and their memory on the host, a bounded number of bytes at a time."""
@@ -427,7 +427,7 @@ class DeviceMemory:
 
     def _free(self) -> None:
         """Free the storages of released tensors; do nothing while parameters are on the device."""
-        if self._pipeline.released:
+        if self._parameters.released:
             for memory in self._memories.values():
                 memory.free()
 
@@ -444,7 +444,6 @@ class DeviceMemory:
                 return
             self._registration.current_tensors()  # what was kept may have been written to, and is sent again, too
             self._allocate()
-        pipeline = self._pipeline
         copied = [memory for memory in self._memories.values() if memory.to_copy]
         ends: dict[int, list[Event]] = {}
         after = self._world.mark()
@@ -465,11 +464,11 @@ class DeviceMemory:
                 tensors.extend(self._registration.tensors())
 
         uninterrupted(section)
-        pipeline.restore(tensors)
+        self._parameters.restore(tensors)
         for memory in self._memories.values():
             for tensor in memory.tensors:
                 pending.restore(tensor, memory.wait)
-        self._registration.have_readers_wait()  # of the pipeline, and no longer of this object
+        self._registration.have_readers_wait()  # of the core, and no longer of this object
         self._on_device.clear()
         self._registration.columns.note_all()
         for memory in self._memories.values():
@@ -514,7 +513,7 @@ class DeviceMemory:
         Args:
             storage: its number.
         """
-        self._pipeline.check_present()
+        self._parameters.check_present()
         if (memory := self._memories.get(storage)) is not None:  # else it has arrived
             # FSDP2 reads on streams of its own, which follow the reader's at the beginning of a forward only.
             memory.arrived.wait() if is_dtensor(tensor) else memory.arrived.order()
@@ -523,7 +522,7 @@ class DeviceMemory:
     def before_backward(self) -> None:
         """Order a backward after all that :meth:`restore` brings back. Its graph may be older than the release, and C++
         code reads what the graph has saved. Once all has arrived, keep none of it alive."""
-        if self._pipeline.released or not self._memories:
+        if self._parameters.released or not self._memories:
             return
         arrived = all(memory.arrived.done() for memory in self._memories.values())
         for memory in self._memories.values():
@@ -535,14 +534,14 @@ class DeviceMemory:
 
     def settle(self) -> None:
         """Wait for all that was restored. Readers no longer need to wait, and none of it is kept alive."""
-        if not self._pipeline.released:
+        if not self._parameters.released:
             _settle(self._memories)
             self._memories.clear()
 
     # --- ranks and the allocator -----------------------------------------------------------------------
 
     def _together(self, what: str) -> AbstractContextManager[None]:
-        return together(self._pipeline.collectives, what, partial(_failed_elsewhere, what))
+        return together(self._core.collectives, what, partial(_failed_elsewhere, what))
 
 
 def _failed_elsewhere(what: str, others: str) -> StateError:

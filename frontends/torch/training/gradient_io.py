@@ -3,10 +3,9 @@
 import numpy as np
 import torch
 
+from offload_core.engine import Engine
 from offload_core.errors import GradientError, ParameterError, StateError
 from offload_core.ranks.consistency import combine
-from offload_core.step.gradient_access import GradientAccess
-from offload_core.step.pipeline import Pipeline
 
 from ..internals.private import NO_BACKWARD, backward_number
 from ..params.slots import Slot
@@ -20,12 +19,12 @@ from .state_io import TorchStates
 class TorchGradients:
     """Reads and overwrites the gradients of an optimizer's parameters.
 
-    It lives as long as the pipeline, which holds the gradients themselves.
+    It lives as long as the core, which holds the gradients themselves.
     """
 
-    def __init__(self, pipeline: Pipeline, registration: Registration, intake: Intake, states: TorchStates) -> None:
-        self._pipeline = pipeline
-        self._access = GradientAccess(pipeline)
+    def __init__(self, core: Engine, registration: Registration, intake: Intake, states: TorchStates) -> None:
+        self._core = core
+        self._access = core.gradient_access
         self._registration = registration
         self._intake = intake
         self._states = states
@@ -77,13 +76,13 @@ class TorchGradients:
 
     def _joined(self, slot: Slot, run: np.ndarray | None) -> torch.Tensor | None:
         """The gradient of a placed parameter, put together of all processes' parts."""
-        collectives = self._pipeline.collectives
+        collectives = self._core.collectives
         what = f"parameter {slot.name!r}: has a gradient"
         flags = [int(run is not None)]
         if not combine(collectives, what, sums=flags).sums.any():
             return None
         if run is None:
-            run = np.zeros(self._pipeline.params[slot.index].numel, np.float32)
+            run = np.zeros(self._core.params[slot.index].numel, np.float32)
         return self._states.joined(slot, "gradient", shaped_like(as_torch(run), slot.values))
 
 

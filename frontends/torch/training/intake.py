@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 
+from offload_core.engine import Engine, StepArguments, StepReport, changes
 from offload_core.errors import GradientError, StateError
-from offload_core.step.decision import StepArguments
-from offload_core.step.health import Use
-from offload_core.step.pipeline import Pipeline, StepReport
-from offload_core.step.state_lock import changes
 from offload_core.support.blocks import Blocks
 
 from ..internals.compiled import compiler_of_calls, untraced
@@ -42,27 +39,29 @@ _STARTED: list[_Backward] = []
 
 
 class Intake:
-    """Hands the gradients of an optimizer's parameters to the pipeline, and records which have arrived.
+    """Hands the gradients of an optimizer's parameters to the core, and records which have arrived.
 
-    It lives as long as the pipeline. Closing or deleting it removes its hooks from the parameters.
+    It lives as long as the core. Closing or deleting it removes its hooks from the parameters.
 
     Args:
         registration: holds the parameters.
         early: True takes each gradient during backward, as it appears; ``p.grad`` then holds a stand-in.
     """
 
-    def __init__(self, pipeline: Pipeline, registration: Registration, *, early: bool) -> None:
-        self._pipeline = pipeline
-        self._gradients = pipeline.gradients
-        self._state_lock = pipeline.state_lock
+    def __init__(self, core: Engine, registration: Registration, *, early: bool) -> None:
+        self._core = core
+        self._gradients, self._scaler = core.gradients, core.scaler
+        self._state_lock = core.state_lock
         """Hooks may run in a thread of autograd."""
-        self._direct = pipeline.gradients.are_read_in_place
+        self._direct = self._gradients.are_read_in_place
         """True if kernels read gradients where they are: plain ones are passed on without a copy."""
         self._registration = registration
         self._slots = registration.slots
         self._columns = registration.columns
         self._early = early
-        self._meets = early and pipeline.world_size > 1
+        config = core.config
+        self._averages = config.average_plain_backward
+        self._meets = early and core.world_size > 1
         """True if ranks meet for the gradients of each backward."""
         self._arrived: dict[int, int] = {}
         """The number of gradients taken in backwards since the last update, by parameter."""
@@ -71,13 +70,13 @@ class Intake:
         self._counted = 0
         """The number of backwards in earlier micro-steps of this update."""
         self._deferred: dict[int, torch.Tensor] = {}
-        """The ``p.grad`` that the pipeline gets later, in addition to earlier gradients, by parameter."""
+        """The ``p.grad`` that the core gets later, in addition to earlier gradients, by parameter."""
         self.fresh = False
         """True if a gradient has arrived in this micro-step, or FSDP2 keeps it."""
         self._discarded = False
         """True if the gradients of this micro-step were discarded: a step may follow, and has nothing to update."""
         self._reduces = False
-        """True if a gradient was handed to the pipeline in this micro-step, so that ranks must reduce."""
+        """True if a gradient was handed to the core in this micro-step, so that ranks must reduce."""
         self._backward = _Backward()
         """The last one of the engine."""
         self._keeps = False
@@ -139,7 +138,7 @@ class Intake:
         if not (plain or self._columns.fit({i: gradient})):
             check_gradient(slot.name, slot.values, gradient)
             self._registration.check_unchanged()
-        if self._pipeline.scaler is not None and not self._backward.runs.locked():
+        if self._scaler is not None and not self._backward.runs.locked():
             raise GradientError(
                 f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                 "unscaled without having been scaled; expected engine.backward(loss)"
@@ -177,7 +176,7 @@ class Intake:
                 "both models"
             )
         if not others:
-            return self._pipeline.config.average_plain_backward
+            return self._averages
         return any(other.average for other in others)
 
     _arrive_untraced = untraced(_arrive)
@@ -196,7 +195,7 @@ class Intake:
         return {self._columns.params[i] for i in late}
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
-        """Pass gradients that fit to the pipeline. With ``early``, put stand-ins in their places."""
+        """Pass gradients that fit to the core. With ``early``, put stand-ins in their places."""
         self._gradients.add(given)
         if self._early:
             for i in given:
@@ -224,7 +223,7 @@ class Intake:
             if not other.runs.locked():
                 with suppress(ValueError):  # another thread may have removed it
                     _STARTED.remove(other)
-        scale = None if self._pipeline.scaler is None else self._pipeline.scaler.scale
+        scale = None if self._scaler is None else self._scaler.scale
         started = _Backward(threading.get_ident(), average, scale not in (None, 1))
         with started.runs:
             _STARTED.append(started)
@@ -267,17 +266,17 @@ class Intake:
 
     @property
     def has_deferred(self) -> bool:
-        """True if gradients wait in ``p.grad`` that the pipeline has not been given."""
+        """True if gradients wait in ``p.grad`` that the core has not been given."""
         return bool(self._deferred)
 
     # --- at a step -----------------------------------------------------------------------------------
 
     def check_taken(self, slot: Slot) -> None:
-        """Check that a parameter's gradients are in the pipeline, as far as there are any. Forget those that
+        """Check that a parameter's gradients are in the core, as far as there are any. Forget those that
         ``p.grad = None`` has discarded.
 
         Raises:
-            StateError: ``p.grad`` has one that the pipeline gets later.
+            StateError: ``p.grad`` has one that the core gets later.
         """
         with no_read():
             gradient = slot.param.grad
@@ -329,7 +328,7 @@ class Intake:
                 self._take({i: flat_like(gradient, local_of(columns.params[i]))})
 
     def end_micro_step(self, arguments: StepArguments | None, *, may_be_empty: bool) -> StepReport | None:
-        """End an engine's micro-step in the pipeline. Return its report; None if an update follows.
+        """End an engine's micro-step in the core. Return its report; None if an update follows.
 
         Args:
             arguments: those of the update that follows; None: none does.
@@ -342,12 +341,12 @@ class Intake:
         """
         elsewhere = self._gradients.had_backward or (may_be_empty and self._gradients.are_waiting)
         if not (self.fresh or self._discarded or elsewhere):
-            self._pipeline.check(Use.STEP)  # it may say why none arrived
+            self._core.check_step()  # it may say why none arrived
             raise StateError(
                 "step() without backward(): no gradient arrived since the last step(); expected "
                 "engine.backward(loss) first (does the loss depend on a trained parameter?)"
             )
-        if self._pipeline.config.gradient_accumulation_steps > 1 and self._averaged not in ({}, self._arrived):
+        if self._gradients.per_update > 1 and self._averaged not in ({}, self._arrived):
             raise GradientError(
                 "both engine.backward(loss), which averages over the accumulation steps, and loss.backward(), which "
                 "sums, were used for one update; expected one of them throughout: discard the gradients with "

@@ -1,4 +1,4 @@
-"""Makes the parts of an optimizer: the core's pipeline, and what maps torch's tensors into it. The one place where they
+"""Makes the parts of an optimizer: the core's core, and what maps torch's tensors into it. The one place where they
 are composed, for an optimizer alone and for that of an engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,9 +10,8 @@ from torch import nn
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import TensorMemory
+from offload_core.engine import Engine, LossScaler
 from offload_core.errors import ParameterError
-from offload_core.step.loss_scale import LossScaler, scaler_for
-from offload_core.step.pipeline import Pipeline
 
 from ..params.casting import Casts
 from ..params.dtensor import check_alone, group_of, ranks_of, this_process
@@ -35,7 +34,7 @@ from .state_io import TorchStates
 class Parts:
     """The parts of an open optimizer that hold parameters and states."""
 
-    pipeline: Pipeline
+    core: Engine
     registration: Registration
     intake: Intake
     states: TorchStates
@@ -52,14 +51,16 @@ class Parts:
             groups: the optimizer's parameter groups; each says which update rule its parameters have.
             model: the plan includes the memory of its other tensors, too.
         """
-        rules = [self.pipeline.config.rule(group) for group in groups]
+        config = self.core.config
+        rules = [config.rule(group) for group in groups]
 
         def take_on() -> None:
             for slot in self.registration.take_on(named, rules, model):
                 self.states.hold(slot)
                 self.intake.hook(slot)
 
-        self.pipeline.state_lock.change("the registration of parameters", take_on)
+        state_lock = self.core.state_lock
+        state_lock.change("the registration of parameters", take_on)
 
     def take_on_unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False) -> None:
         """Make states for parameters that were frozen and can have a gradient now (``with_gradient``: have one)."""
@@ -78,7 +79,8 @@ class Parts:
         """As ``OffloadedAdamW.mark_leaf_modules``."""
         waiting = self.intake.fresh or self.intake.has_deferred
         settled, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
-        self.pipeline.gradients.settle_separately([slots[param].index for param in settled if param in slots])
+        gradients = self.core.gradients
+        gradients.settle_separately([slots[param].index for param in settled if param in slots])
 
     def let_go(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
@@ -88,7 +90,7 @@ class Parts:
     def close(self) -> None:
         """Release the parameters, and free the states."""
         self.let_go()
-        self.pipeline.close()
+        self.core.close()
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class Foundation:
     """The parts of an optimizer that stay when its parameters start over.
 
     Attributes:
-        memory: the pipeline's device.
+        memory: the core's device.
         casts: the element types of the model's tensors.
         sharding: the model's parameters in shards.
         device: the device of all trained parameters.
@@ -104,7 +106,7 @@ class Foundation:
         members: the ranks of torch's default group that may have parts of placed parameters.
     """
 
-    pipeline: Pipeline
+    core: Engine
     memory: TensorMemory
     casts: Casts
     sharding: Sharding
@@ -150,28 +152,28 @@ class Foundation:
             config = replace(config, update_in_backward=False)
         casts = casts or Casts(config, model)
         if model is not None:
-            scaler = scaler_for(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
+            scaler = LossScaler.of(config, [casts.of_param(param) or ELEMENT_TYPES[param.dtype] for param in params])
         ranks = ranks_of(params)
         if ranks is None:
             world = device_for(device, process_group, config)
         else:
             check_alone(params, config, process_group=process_group)
             world = device_of_placed(device, group_of(ranks), config)
-        pipeline = Pipeline(config, world, scaler)
+        core = Engine(config, world, scaler)
         sharding: Sharding = NoSharding()
-        shards_params = model is not None and config.takes_apart(pipeline.world_size)
+        shards_params = model is not None and config.takes_apart(core.world_size)
         if model is not None:
             check_shared(model, config, casts, shards_params=shards_params, give_way=give_way)
         if model is not None and shards_params:
             matrices = matrices_of_frozen(named, [config.rule(group) for group in groups])
-            sharding = PartitionedModel(model, device, process_group, pipeline, casts, matrices)
+            sharding = PartitionedModel(model, device, process_group, core, casts, matrices)
         else:
             if model is not None:
                 leaf_modules(model, config.leaf_modules)
             others: list[tuple[str, torch.Tensor]] = [] if model is None else [*model.named_parameters()]
             check_takes_none([*(entry[:2] for entry in named), *others], config)
-        own = this_process() if pipeline.world_size == 1 else ()
-        return cls(pipeline, world.memory, casts, sharding, device, early_copy, ranks or own)
+        own = this_process() if core.world_size == 1 else ()
+        return cls(core, world.memory, casts, sharding, device, early_copy, ranks or own)
 
     def parts(
         self,
@@ -185,22 +187,22 @@ class Foundation:
         Args:
             groups: the optimizer's parameter groups.
         """
-        pipeline, sharding = self.pipeline, self.sharding
+        core, sharding = self.core, self.sharding
         registration = Registration(
             owner,
-            pipeline,
+            core,
             self.device,
             sharding,
             self.casts,
             members=self.members,
             gradients_leave=self.early_copy,
         )
-        intake = Intake(pipeline, registration, early=self.early_copy)
+        intake = Intake(core, registration, early=self.early_copy)
         sharding.settle_by(intake.settle)
-        device_memory = DeviceMemory(pipeline, self.memory, registration, intake, sharding)
-        states = TorchStates(pipeline, registration)
-        gradients = TorchGradients(pipeline, registration, intake, states)
-        parts = Parts(pipeline, registration, intake, states, gradients, device_memory, sharding)
+        device_memory = DeviceMemory(core, self.memory, registration, intake, sharding)
+        states = TorchStates(core, registration)
+        gradients = TorchGradients(core, registration, intake, states)
+        parts = Parts(core, registration, intake, states, gradients, device_memory, sharding)
         parts.take_on(named, groups, model)
         sharding.keep_frozen([param for _, param, _ in named])
         return parts

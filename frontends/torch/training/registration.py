@@ -1,4 +1,4 @@
-"""The parameters that have optimizer states: checks, casting, and their tensors in the pipeline."""
+"""The parameters that have optimizer states: checks, casting, and their tensors in the core."""
 
 import gc
 import weakref
@@ -15,16 +15,13 @@ from torch import nn
 
 from offload_core.disk.shards import OnDisk
 from offload_core.dtypes import ElementType
+from offload_core.engine import Engine, Parameters, StateLock
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.plan import DEVICE, MemoryPlan
+from offload_core.memory.plan import DEVICE, GRADIENTS, PARAMETERS, MemoryPlan
 from offload_core.memory.report import MemoryReport
-from offload_core.plans.terms import GRADIENTS, PARAMETERS
 from offload_core.ranks.consistency import combine, heard_by_all
 from offload_core.rules import Matrix, Rule
-from offload_core.step.health import Health
-from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess
 from offload_core.support.threads import clear_up
 
 from ..internals.private import no_read
@@ -126,9 +123,9 @@ class Grouping:
 
 
 class Registration:
-    """The parameters that an optimizer has taken on, in the pipeline's order.
+    """The parameters that an optimizer has taken on, in the core's order.
 
-    It lives as long as the pipeline. Closing or deleting it releases the parameters for another optimizer.
+    It lives as long as the core. Closing or deleting it releases the parameters for another optimizer.
 
     Args:
         owner: the optimizer, which is not kept alive.
@@ -142,7 +139,7 @@ class Registration:
     def __init__(
         self,
         owner: Owner,
-        pipeline: Pipeline,
+        core: Engine,
         device: torch.device,
         sharding: Sharding,
         casts: Casts,
@@ -160,9 +157,9 @@ class Registration:
         """The watches of parameters whose ``data`` was used."""
         self._grouping = Grouping([], [], frozenset(), frozenset(), [])
         self._owner = weakref.ref(owner)
-        self._pipeline = pipeline
-        self._config, self._last_step = pipeline.config, pipeline.last_step
-        self._wait: Wait = partial(_await, self.slots, pipeline)
+        self._core = core
+        self._config, self._parameters, self._states = core.config, core.parameters, core.states
+        self._wait: Wait = partial(_await, self.slots, core.state_lock, core.parameters)
         """What readers of parameters call that an update writes. It does not keep this object alive."""
         self.device = device
         """The device of all parameters."""
@@ -192,7 +189,7 @@ class Registration:
         if not self._grouping.holds(groups, len(self.slots)):
             members = [list(group["params"]) for group in groups]
             group_of = {param: g for g, params in enumerate(members) for param in params}
-            rules = [spec.rule for spec in self._pipeline.params]
+            rules = [spec.rule for spec in self._core.params]
             self._grouping = Grouping(
                 members,
                 [group_of.get(param, 0) for param in self.slots],
@@ -227,7 +224,7 @@ class Registration:
         known = ((slot.name, slot.values) for slot in self.slots.values())
         others = ((name, local_of(tensor)) for name, tensor in tensors_of(model))
         check_apart([(name, local_of(param)) for name, param, _ in named], (*known, *others))
-        pipeline, sharding = self._pipeline, self._sharding
+        core, sharding = self._core, self._sharding
         news, params = self._new(named), [param for _, param, _ in named]
         specs = sharding.describe([(self._spec(new, rules[new.group]), new.param) for new in news])
         frozen = [] if model is None else sharding.frozen(params)
@@ -235,12 +232,12 @@ class Registration:
         make_plan = partial(self._plan, trained, frozen, self._others(trained, frozen, _tensors_of(model)))
         plan = make_plan()  # it may refuse the parameters, and no optimizer has given way yet
         self._take_over(named)
-        with heard_by_all(pipeline.collectives, "memory for states"):
-            pipeline.check_memory(plan, specs, make_plan)
-        first = len(pipeline.params)
+        with heard_by_all(core.collectives, "memory for states"):
+            core.check_memory(plan, specs, make_plan)
+        first = len(core.params)
         with sharding.cut(trained, first) as shards:
             tensors = [shards[new.param] if new.param in shards else flat(new.values) for new in news]
-            pipeline.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
+            core.add_parameters(specs, tensors, frozen=[spec for spec, _ in frozen])
         return [self._hold(new, spec, first + i) for i, (new, spec) in enumerate(zip(news, specs, strict=True))]
 
     def _new(self, named: Sequence[NamedParam]) -> list["_New"]:
@@ -253,11 +250,11 @@ class Registration:
             if target not in (None, ELEMENT_TYPES[param.dtype]):
                 placed.check_cast(name, param.dtype, target)
             news.append(_New(name, param, group, target, placed))
-        device = self._pipeline.device
+        device = self._core.device
         if device.world_size == 1 and device.collectives.world_size > 1:
             await_all(new.param for new in news)  # an earlier optimizer may still update them
             held = [(new.name, new.param, new.placed) for new in news]
-            counted = count_once(self._pipeline.collectives, held)
+            counted = count_once(self._core.collectives, held)
             news = [replace(new, counted=counts) for new, counts in zip(news, counted, strict=True)]
         return news
 
@@ -266,7 +263,7 @@ class Registration:
         return replace(spec, rule=rule, matrix=_matrix(rule, new.name, new.param, new.placed), counted=new.counted)
 
     def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
-        """Hold a parameter that the pipeline has taken on."""
+        """Hold a parameter that the core has taken on."""
         local: LocalElements
         if (record := self._sharding.record_of(new.param)) is not None:
             local = ElementsInShards(record)
@@ -288,10 +285,10 @@ class Registration:
     def _take_over(self, named: Sequence[NamedParam]) -> None:
         """Have earlier optimizers give way that have states of these parameters."""
         earlier = earlier_owners(named, self._owner(), self.slots)
-        device = self._pipeline.device
+        device = self._core.device
         if device.collectives.world_size > 1:
             what = "who takes over from an earlier optimizer"
-            known = combine(self._pipeline.collectives, what, same=[bool(earlier)])
+            known = combine(self._core.collectives, what, same=[bool(earlier)])
             if not known.alike.all():
                 got = "belong to an earlier OffloadedAdamW" if earlier else "are nobody's"
                 raise StateError(
@@ -301,7 +298,7 @@ class Registration:
         for owner in earlier:
             owner.give_way()
 
-    # --- what the pipeline reads and writes ----------------------------------------------------------
+    # --- what the core reads and writes ----------------------------------------------------------
 
     def tensors(self) -> list[torch.Tensor | OnDisk]:
         """The memory of all parameters, or this rank's shards of them."""
@@ -310,7 +307,7 @@ class Registration:
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
         """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
         written = self._written_from_outside()
-        if self._pipeline.released:  # parameters without values are as they were; others may have been kept
+        if self._parameters.released:  # parameters without values are as they were; others may have been kept
             written = [slot for slot in written if not is_pending(slot.param)]
         if self._replaced:
             with no_read():
@@ -321,8 +318,8 @@ class Registration:
         for slot in written if slots is None else set(slots).intersection(written):
             with no_read():
                 tensor = self._flat[slot.index] = slot.local.memory()
-            if self._pipeline.health.state is not Health.TORN:  # else only a load may follow, which replaces all states
-                StateAccess(self._pipeline).adopt(slot.index, tensor)
+            if not self._core.is_torn:  # else only a load may follow, which replaces all states
+                self._states.adopt(slot.index, tensor)
             self.note(slot)
         return [*self._flat] if slots is None else [self._flat[slot.index] for slot in slots]
 
@@ -355,7 +352,7 @@ class Registration:
         grown = False
         for slot in self.slots.values():
             before, param = slot.taken.shape, slot.values
-            dtype = TORCH_DTYPES[self._pipeline.params[slot.index].dtype]
+            dtype = TORCH_DTYPES[self._core.params[slot.index].dtype]
             larger = param.dim() == len(before) and all(map(ge, param.shape, before)) and param.shape != before
             same = param.shape == before and memory_order(param) == slot.order
             if not (larger or same) or (param.dtype, param.device) != (dtype, self.device):
@@ -376,7 +373,7 @@ class Registration:
                     "states were made; expected no change: shard and redistribute the model before wrap(), or wrap it "
                     "anew"
                 )
-            spec, param = self._pipeline.params[slot.index], slot.values
+            spec, param = self._core.params[slot.index], slot.values
             got = (param.numel(), param.dtype, param.device)
             expected = (spec.numel, TORCH_DTYPES[spec.dtype], self.device)
             reordered = not (slot.order is None and param.is_contiguous()) and memory_order(param) != slot.order
@@ -388,17 +385,17 @@ class Registration:
                     "reorder the model before wrap(), or wrap it anew"
                 )
 
-    # --- after the pipeline has written --------------------------------------------------------------
+    # --- after the core has written --------------------------------------------------------------
 
     def flush(self) -> None:  # waits
         """As ``OffloadedAdamW.flush``."""
-        if self._pipeline.released:  # :meth:`DeviceMemory.release` has flushed
+        if self._parameters.released:  # :meth:`DeviceMemory.release` has flushed
             return
         if self._config.schedule == "delayed":
             self._sharding.before_change()
         with no_read():  # one that was sent early is written again, and would refuse a read on this rank alone
             tensors = self.tensors()
-        self._pipeline.flush(tensors)
+        self._parameters.flush(tensors)
 
     def follow_update(self, *, broken: bool = False) -> None:
         """Tell autograd of the parameters that a begun step writes, and have their readers wait for them.
@@ -406,13 +403,13 @@ class Registration:
         Args:
             broken: an interrupt may have come between a write and its count.
         """
-        written = [*self._last_step.published]
+        written = [*self._parameters.written]
         self.columns.count_writes(written)
         if broken:
             self.columns.note_all()
         for writes in [*self._used]:
             writes.forget()
-        if self._last_step.is_running:
+        if self._core.is_running:
             slots = [*self.slots.values()]
             for slot in [slots[index] for index in written]:
                 slot.local.have_readers_wait(self._wait)
@@ -430,7 +427,7 @@ class Registration:
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor | OnDisk]) -> None:
         """Write replaced master weights to the parameters."""
-        self._pipeline.flush(tensors)
+        self._parameters.flush(tensors)
         self.columns.count_writes(range(len(self.slots)))
         for slot in self.slots.values():
             self.note(slot)
@@ -441,7 +438,7 @@ class Registration:
         return all(slot.local.readers_can_wait for slot in self.slots.values())
 
     def before_send(self, params: Collection[int]) -> None:
-        """Tell autograd that the pipeline is about to write parameters during backward, and have their readers wait.
+        """Tell autograd that the core is about to write parameters during backward, and have their readers wait.
         Readers of those in shards do so anyway (``WholeParameters.hold``)."""
         slots = list(self.slots.values())
         self.columns.count_writes(params)
@@ -457,8 +454,8 @@ class Registration:
         Args:
             given: the tensors in the optimizer's groups.
         """
-        pipeline, sharding = self._pipeline, self._sharding
-        trained = [(pipeline.params[slot.index], slot.param) for slot in self.slots.values()]
+        core, sharding = self._core, self._sharding
+        trained = [(core.params[slot.index], slot.param) for slot in self.slots.values()]
         frozen = sharding.frozen([param for _, param in trained])
         others = self._others(trained, frozen, [*given, *_tensors_of(model)])
         plan = self._plan(trained, frozen, others)
@@ -467,7 +464,7 @@ class Registration:
         held = Counter(sharding.held_bytes())
         held[DEVICE, PARAMETERS] += memory_of_all(whole)
         held[DEVICE, GRADIENTS] += memory_of_all(gradient for gradient in gradients if gradient is not None)
-        return pipeline.memory_report([row for row in plan.rows if row.where == DEVICE], held)
+        return core.memory_report([row for row in plan.rows if row.where == DEVICE], held)
 
     def _others(
         self,
@@ -486,7 +483,7 @@ class Registration:
         others: Sequence[torch.Tensor],
     ) -> MemoryPlan:
         params = [param for _, param in trained]
-        plan = self._pipeline.planner.plan(
+        plan = self._core.plan(
             [spec for spec, _ in trained],
             frozen=[spec for spec, _ in frozen],
             besides=sum(map(self._casts.n_bytes, others)),
@@ -611,6 +608,8 @@ def _tensors_of(model: nn.Module | None) -> list[torch.Tensor]:
     return [] if model is None else [*model.parameters(), *model.buffers()]
 
 
-def _await(slots: Mapping[torch.Tensor, Slot], pipeline: Pipeline, param: torch.Tensor) -> None:
+def _await(
+    slots: Mapping[torch.Tensor, Slot], state_lock: StateLock, parameters: Parameters, param: torch.Tensor
+) -> None:
     if (slot := slots.get(param)) is not None:
-        pipeline.state_lock.run(pipeline.await_param, slot.index, on_host=slot.placed.read_on_other_streams)
+        state_lock.run(parameters.await_param, slot.index, on_host=slot.placed.read_on_other_streams)

@@ -9,13 +9,12 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from offload_core.engine import Engine
 from offload_core.errors import StateError
 from offload_core.layout.regions import InMemory
 from offload_core.ranks.collectives import merged
 from offload_core.rules import MASTER, STATE_NAMES, Rule
-from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess, checked_count
-from offload_core.support.checks import shown
+from offload_core.support.checks import checked_count, shown
 from offload_core.support.threads import uninterrupted
 
 from ..internals.private import grad_mode_kept
@@ -99,13 +98,13 @@ class States(ProtectedDict, defaultdict):
 class TorchStates:
     """Reads, assigns and loads the states of an optimizer's parameters, as torch does.
 
-    It lives as long as the pipeline, which holds the states themselves.
+    It lives as long as the core, which holds the states themselves.
     """
 
-    def __init__(self, pipeline: Pipeline, registration: Registration) -> None:
-        self._pipeline = pipeline
-        self._state_lock = pipeline.state_lock
-        self._states = StateAccess(pipeline)
+    def __init__(self, core: Engine, registration: Registration) -> None:
+        self._core = core
+        self._state_lock = core.state_lock
+        self._states, self._parameters = core.states, core.parameters
         self._registration = registration
         self.views = States(self.finish, self.replace)
         """``optimizer.state``."""
@@ -113,11 +112,11 @@ class TorchStates:
     def finish(self) -> None:  # waits
         """Wait until the last update has ended."""
         lock, what = self._state_lock, "a read of optimizer.state"
-        lock.whole(what, lock.change, what, self._pipeline.finish)
+        lock.whole(what, lock.change, what, self._core.finish)
 
     def hold(self, slot: Slot) -> None:
         """Add the parameter's states."""
-        self.views.hold(slot.param, state_views(self._pipeline, slot.index, slot.values, slot.placed))
+        self.views.hold(slot.param, state_views(self._core, slot.index, slot.values, slot.placed))
 
     def count_written(self) -> None:
         """Before the first update: count one for each parameter whose momentum other code has written in place."""
@@ -136,7 +135,7 @@ class TorchStates:
         slot, held = self._registration.slots[param], self.views[param]
         rule = self._states.rule(slot.index)
         if entry := counted(entry, rule):
-            entry = own_part(self._pipeline, slot, held.of_whole, entry)
+            entry = own_part(self._core, slot, held.of_whole, entry)
             check_entry(slot.name, held.shape, entry, rule.state_names)
         self._state_lock.change("an assignment to optimizer.state", self._registration.flush)
         entry = {name: held[name] for name in ("master",) if name in held} | dict(entry)
@@ -163,7 +162,7 @@ class TorchStates:
                 check_entry("?", param.shape, entry, rules[param].state_names)
             else:
                 held = self.views[param]
-                entry = own_part(self._pipeline, slot, held.of_whole, entry)
+                entry = own_part(self._core, slot, held.of_whole, entry)
                 check_entry(slot.name, held.shape, entry, self._states.rule(slot.index).state_names)
             own[param] = entry
         return own
@@ -195,7 +194,7 @@ class TorchStates:
         def section() -> None:
             act()
 
-        self._pipeline.check_present()
+        self._parameters.check_present()
         self._state_lock.change(what, uninterrupted, section)
 
     def _load(self, slot: Slot, entry: Mapping[str, Any]) -> None:
@@ -224,9 +223,9 @@ class TorchStates:
         part = slot.placed.part
         assert part is not None  # the parameter is cut
         own = memory(state.contiguous().view(-1)).reshape(tuple(state.shape))
-        parts = [(part.index, own)] if self._pipeline.params[slot.index].counted else []
+        parts = [(part.index, own)] if self._core.params[slot.index].counted else []
         what = f"parameter {slot.name!r}: {name} of all processes"
-        whole = merged(self._pipeline.collectives, part.shape, own.dtype, parts, what)
+        whole = merged(self._core.collectives, part.shape, own.dtype, parts, what)
         return as_torch(whole.reshape(-1)).view(part.shape)
 
     def own(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -257,7 +256,7 @@ class TorchStates:
             raise StateError(
                 f"parameter {slot.name!r}: got {own.size} elements for this rank's part, expected {expected}"
             )
-        whole, at = np.zeros(self._pipeline.params[slot.index].numel, np.float32), 0
+        whole, at = np.zeros(self._core.params[slot.index].numel, np.float32), 0
         for start, numel in extents:
             whole[start : start + numel] = own[at : at + numel]
             at += numel
@@ -283,16 +282,16 @@ class TorchStates:
             self.load_master(param, values)
             return
         views = self.views.held(param)
-        views[name] = own_part(self._pipeline, slot, views.of_whole, {name: values})[name]
+        views[name] = own_part(self._core, slot, views.of_whole, {name: values})[name]
 
     def _merged(self, slot: Slot, name: str, run: np.ndarray) -> np.ndarray:
         """The whole array of which each rank has its own part, and zeros elsewhere."""
-        device, n = self._pipeline.device, run.size
+        device, n = self._core.device, run.size
         if device.world_size == 1:
             return run
         parts = [((slice(at, at + numel),), run[at : at + numel]) for at, numel in self._states.extents(slot.index)]
         what = f"parameter {slot.name!r}: {name} of all ranks"
-        return merged(self._pipeline.collectives, (n,), run.dtype, parts, what)
+        return merged(self._core.collectives, (n,), run.dtype, parts, what)
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes
@@ -314,7 +313,7 @@ class TorchStates:
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """As ``OffloadedAdamW.load_master``."""
-        self._pipeline.check_present()
+        self._parameters.check_present()
         slot = self._registration.slots[param]
         own = slot.placed.own(values)
         master = flat_like(own.to("cpu", torch.float32), slot.values).numpy()
@@ -324,7 +323,7 @@ class TorchStates:
         self._registration.note(slot)
 
 
-def own_part(pipeline: Pipeline, slot: Slot, held: Held | None, entry: Mapping[str, Any]) -> Mapping[str, Any]:
+def own_part(core: Engine, slot: Slot, held: Held | None, entry: Mapping[str, Any]) -> Mapping[str, Any]:
     """This rank's part of whole states; parts are returned as they are.
 
     Raises:
@@ -332,14 +331,15 @@ def own_part(pipeline: Pipeline, slot: Slot, held: Held | None, entry: Mapping[s
     """
     index, param = slot.index, slot.param
     entry = {name: _elements(slot.name, held, value) for name, value in entry.items()}
-    if pipeline.world_size == 1:
+    if core.world_size == 1:
         return {name: slot.placed.own(value) for name, value in entry.items()}
 
     def part(value: Any) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != param.shape or value.dim() == 0:
             return value
         whole = flat_like(value, param)
-        runs = StateAccess(pipeline).extents(index)
+        states = core.states
+        runs = states.extents(index)
         return torch.cat([whole[start : start + numel] for start, numel in runs] or [whole[:0]])
 
     return {name: part(value) for name, value in entry.items()}

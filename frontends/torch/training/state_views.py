@@ -8,11 +8,9 @@ from typing import Any
 
 import torch
 
+from offload_core.engine import Engine, StateAccess, StateRun
 from offload_core.errors import StateError
 from offload_core.rules import MASTER, Rule
-from offload_core.states.arrays import StateRun
-from offload_core.step.pipeline import Pipeline
-from offload_core.step.state_access import StateAccess
 
 from ..internals.private import DISPATCH_ALONE, around, grad_mode_kept, no_read, parse_to
 from ..params.dtensor import UNDIVIDED, Placement, dtensor_class, is_dtensor, local_of
@@ -359,7 +357,7 @@ class Views(ProtectedDict):
         return dict, ({**self.unlisted, **self},)
 
 
-def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Placement = UNDIVIDED) -> Views:
+def state_views(core: Engine, index: int, param: torch.Tensor, placed: Placement = UNDIVIDED) -> Views:
     """The states of a parameter, and the number of its updates.
 
     Args:
@@ -368,9 +366,9 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
     """
     views = dict[str, torch.Tensor]()
     encoded: dict[str, Encoded] = {}
-    access = StateAccess(pipeline)
+    access, state_lock = core.states, core.state_lock
     step, rule = torch.from_numpy(access.step_count(index)), access.rule(index)
-    alone = pipeline.world_size == 1
+    alone = core.world_size == 1
     for name, own in access.local_runs(index).items():
         if own.view is None:
             encoded[name] = Encoded(own, param if alone else None, placed)
@@ -383,19 +381,22 @@ def state_views(pipeline: Pipeline, index: int, param: torch.Tensor, placed: Pla
     kind = HostState if alone else StatePart
     shared: dict[str, torch.Tensor] = {name: view.as_subclass(kind) for name, view in views.items()}
     shared = {name: placed.around(view) for name, view in shared.items()}
-    changing = partial(pipeline.state_lock.change, "an assignment to optimizer.state", access.will_change, [index])
-    held = None if alone else _held(pipeline, access, index)
+    changing = partial(state_lock.change, "an assignment to optimizer.state", access.will_change, [index])
+    held = None if alone else _held(core, access, index)
     return Views(shape, step.as_subclass(kind), shared, encoded, changing, rule, placed, held)
 
 
-def _held(pipeline: Pipeline, access: StateAccess, index: int) -> Held:
+def _held(core: Engine, access: StateAccess, index: int) -> Held:
     """The elements of a parameter that this rank's part of its states has."""
 
-    known = weakref.ref(pipeline)  # a state dict keeps only its own memory
+    known = weakref.ref(core)  # a state dict keeps only its own memory
 
     def check() -> None:
         held_by = known()
-        if held_by is not None and index in held_by.last_step.behind:
+        if held_by is None:
+            return
+        parameters = held_by.parameters
+        if index in parameters.stale:
             raise StateError(
                 f"a save of states while the last step's values of parameter {held_by.params[index].name!r} are held "
                 f"back (schedule={held_by.config.schedule!r}): parameters and states would be of two steps; expected "

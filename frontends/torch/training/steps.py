@@ -1,19 +1,17 @@
-"""An optimizer's steps: what an update needs is checked and given to the pipeline, for a ``step()`` of the optimizer
+"""An optimizer's steps: what an update needs is checked and given to the core, for a ``step()`` of the optimizer
 alone and for the micro-steps of an engine."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
+from offload_core.engine import StepArguments, StepReport, begins, changes
 from offload_core.errors import ConfigError, StateError
 from offload_core.rules import Hyper
-from offload_core.step.decision import StepArguments
-from offload_core.step.pipeline import StepReport
-from offload_core.step.state_lock import begins, changes
 
-from .groups import check_unwritten, hypers_of
+from .groups import check_unwritten, hypers_of, set_values
 from .parts import Parts
 
 T = TypeVar("T")
@@ -39,10 +37,11 @@ class Steps:
 
     def __init__(self, parts: Parts) -> None:
         self.parts = parts
-        self._state_lock = parts.pipeline.state_lock
-        self._config = parts.pipeline.config
-        self._gradients, self._early = parts.pipeline.gradients, parts.pipeline.early
-        self._counts = parts.pipeline.counts
+        self._core = core = parts.core
+        self._state_lock, self._config = core.state_lock, core.config
+        collectives = core.collectives
+        self._alone = collectives.world_size == 1
+        self._gradients, self._parameters = core.gradients, core.parameters
         self._micro_step: _MicroStep | None = None
         """The engine's micro-step that the next update ends; None: there is none."""
         self._written: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -59,11 +58,16 @@ class Steps:
         def note(values: dict[str, Any]) -> None:  # before they are set: an interrupt may come in between
             self._written = [(group, {k: (group[k], value) for k, value in values.items()}) for group in groups]
 
-        return hypers_of(groups, self._config, self._counts.updates, note)
+        return hypers_of(groups, self._config, self._core.update_count, note)
 
     def set_updates(self, count: int) -> None:
         """Set the number of updates made. Groups may have got other values with it, in a load."""
-        self._counts.updates = count
+        self._core.update_count = count
+        self._written = []
+
+    def set_groups(self, groups: Groups, values: Sequence[Mapping[str, Any]]) -> None:
+        """Give groups the values that a checkpoint has for them."""
+        set_values(groups, values)
         self._written = []
 
     @changes("step()")
@@ -108,16 +112,16 @@ class Steps:
     def _update(self, groups: Groups) -> StepReport:
         micro_step, self._micro_step = self._micro_step, None
         parts = self.parts
-        pipeline, intake, registration = parts.pipeline, parts.intake, parts.registration
+        core, intake, registration = self._core, parts.intake, parts.registration
         hypers, group_of_each = self._prepare(groups, boundary=True)
         arguments = StepArguments(hypers, registration.current_tensors(), intake.divisor, group_of_each)
         if micro_step is not None:
             intake.end_micro_step(arguments, may_be_empty=micro_step.may_be_empty)
         gathered = parts.sharding.before_change()
         try:
-            report = pipeline.step(arguments, gathered=gathered)
+            report = core.step(arguments, gathered=gathered)
             if micro_step is None or not micro_step.reads_wait:
-                pipeline.finish()
+                core.finish()
             intake.forget()
             registration.follow_update()
         except BaseException:
@@ -140,7 +144,7 @@ class Steps:
 
     @changes("step()")
     def _break_off(self) -> None:
-        if self.parts.pipeline.abandon():
+        if self._core.abandon():
             self._end_broken_step()
 
     def _end_broken_step(self) -> None:
@@ -148,7 +152,7 @@ class Steps:
         parts = self.parts
         parts.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
         with suppress(Exception):  # the one that is being raised
-            parts.pipeline.finish()
+            self._core.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
             self._gradients.drop()
         parts.sharding.forget_order()
@@ -163,17 +167,17 @@ class Steps:
 
         Raises as ``step`` does; nothing has changed then.
         """
-        self.parts.pipeline.check_present()
+        self._parameters.check_present()
         parts, hypers = self.parts, self.hypers(groups)
         registration = parts.registration
-        if not parts.pipeline.has_begun:
+        if not self._core.has_begun:
             parts.states.count_written()
         grouping = registration.grouping(groups)
         if boundary:
             parts.sharding.check_closed()
             if self._config.update_in_backward:  # else no gradient has been used yet
                 arguments = StepArguments(hypers, (), parts.intake.divisor, grouping.groups)
-                self._early.check_expected(arguments)
+                self._core.check_expected(arguments)
         for g, rule in grouping.rules:
             try:
                 rule.check(hypers[g])
@@ -181,7 +185,7 @@ class Steps:
                 raise ConfigError(f"parameter group {g}: {error}") from None
         if grouping.without_states:
             # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
-            parts.take_on_unfrozen(groups, with_gradient=parts.pipeline.collectives.world_size == 1)
+            parts.take_on_unfrozen(groups, with_gradient=self._alone)
             grouping = registration.grouping(groups)
         registration.check_unchanged()
         parts.intake.take_present(grouping.left_out, boundary=boundary)
@@ -193,12 +197,12 @@ class Steps:
 
         Autograd then raises if it would read a parameter that was written; other readers wait.
         """
-        pipeline, registration = self.parts.pipeline, self.parts.registration
+        core, registration = self._core, self.parts.registration
         by_hand = self.parts.sharding.is_open  # what a block has whole stays as it is
         if registration.readers_can_wait and not by_hand:
-            if not pipeline.has_begun:
+            if not core.has_begun:
                 self.parts.states.count_written()
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
             divisor = self._gradients.divisor(average=average)
             arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)
-            self._early.expect_step(arguments, registration.before_send)
+            self._core.expect_step(arguments, registration.before_send)

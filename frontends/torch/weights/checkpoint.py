@@ -12,25 +12,25 @@ from torch.autograd.graph import increment_version
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX as EXTRA_STATE
 from torch.optim.lr_scheduler import LRScheduler
 
-from offload_core.checkpoint.checkpoints import Contents, Names, translation
-from offload_core.checkpoint.loading import Target, load_values
-from offload_core.checkpoint.reader import Loaded, Opened, Want
-from offload_core.checkpoint.shard_writer import Source
-from offload_core.checkpoint.stateful import (
+from offload_core.engine import (
+    ArrayType,
+    Contents,
     LastPart,
-    check_random_state,
-    check_run,
-    parts_of_random_state,
-    parts_of_states,
-    random_state,
+    Loaded,
+    Names,
+    Opened,
+    RandomState,
+    Run,
+    Source,
+    Target,
+    Want,
+    load_values,
     run_last,
-    set_random_state,
-    states_of,
+    translation,
+    whole,
 )
-from offload_core.checkpoint.values import ArrayType
 from offload_core.errors import CheckpointError, CheckpointWarning
 from offload_core.layout.partition import Bucket
-from offload_core.step.state_lock import whole
 from offload_core.support.checks import shown
 from offload_core.support.user_line import UserLine
 
@@ -42,7 +42,7 @@ from ..params.tensors import NUMPY_DTYPES, flat, memory, usable_accelerator
 from ..params.values import is_quantised
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.sharding import NoSharding, Sharding
-from ..training.groups import checked_values, differing, groups_of_params, number, paired, set_values
+from ..training.groups import checked_values, differing, groups_of_params, number, paired
 from .reading import HeldRun, Weights, elements_in, is_dense, placed_as
 
 
@@ -90,15 +90,15 @@ class ModelCheckpoints:
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
             tensors = self._state_lock.change("save_checkpoint()", optimizer.parts.registration.current_tensors)
-            contents = self._contents(stateful, extras, frozen)
+            contents = self._contents(Run(stateful, extras, RANDOM), frozen)
         return optimizer.checkpoints.save(
             folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait, tag=tag, latest=latest
         )
 
-    def _contents(self, stateful: Mapping[str, Any] | None, extras: Any, frozen: bool) -> Contents:
+    def _contents(self, run: Run, frozen: bool) -> Contents:
         optimizer = self._optimizer
         sources, shapes, left_out, group_of = [], {}, {}, groups_of_params(optimizer.param_groups)
-        alone, weights = optimizer.pipeline.rank == 0, Weights(optimizer)
+        alone, weights = optimizer.core.rank == 0, Weights(optimizer)
         untrained = [*self._untrained()]
         counted = self._counted([(name, tensor) for name, tensor, _ in untrained])
         kept = set() if frozen else {param for param in self._model.parameters() if not param.requires_grad}
@@ -114,19 +114,16 @@ class ModelCheckpoints:
         names = [(uncompiled(name), first[param]) for name, param in every]
         groups = [{k: v for k, v in g.items() if k not in ("params", "param_names")} for g in optimizer.param_groups]
         state = {
-            "updates": optimizer.updates,
             "groups": groups,
             "lr": number("lr", optimizer.defaults["lr"]),  # with which groups begin that have no other
             "modules": {name: module.get_extra_state() for name, module in _stateful_modules(self._model)},
-            "stateful": states_of(stateful),
-            "extras": extras,
         }
         return Contents(
             self.names(),
             sources,
             shapes,
+            run,
             state,
-            own={"random": random_states()},
             types=[TENSORS],
             gradients_wait=optimizer.parts.intake.has_deferred,
             front_end="torch",
@@ -141,7 +138,7 @@ class ModelCheckpoints:
         placed = [(name, tensor) for name, tensor in named if is_dtensor(tensor)]
         if not placed:
             return {}
-        collectives = self._optimizer.pipeline.collectives
+        collectives = self._optimizer.core.collectives
         held = [(name, tensor, placed_as(name, tensor)) for name, tensor in placed]
         counted = self._state_lock.change("save_checkpoint()", count_once, collectives, held)
         return {tensor: counts for (_, tensor), counts in zip(placed, counted, strict=True)}
@@ -167,14 +164,16 @@ class ModelCheckpoints:
         modules = {translated(name): module for name, module in _stateful_modules(self._model)}
         with optimizer.checkpoints.together("load"):
             self._check_closed("load_checkpoint()")
-            optimizer.pipeline.check_present()
+            parameters = optimizer.core.parameters
+            parameters.check_present()
             optimizer.parts.take_on_unfrozen(optimizer.param_groups)
             tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
 
-        alone = warns and optimizer.pipeline.rank == 0
+        alone = warns and optimizer.core.rank == 0
+        run = Run(stateful, random=RANDOM if random_state else None)
 
         def accept(loaded: Loaded) -> list[LastPart]:
-            updates, state = check_run(loaded), loaded.state
+            state = loaded.state
             if not isinstance(state.get("modules", {}), dict):
                 raise CheckpointError(f"{loaded.checkpoint.path}: the states of modules are not by name")
             missing = [name for name in modules if name not in loaded.state.get("modules", modules)]
@@ -185,20 +184,22 @@ class ModelCheckpoints:
                 )
             accept_extras(state["extras"])
             values = self._group_values(loaded, translated) if states else []
-            last = [
-                LastPart("the count of updates", partial(setattr, optimizer, "updates", updates), ours=True),
-                LastPart("the parameter groups", partial(set_values, optimizer.param_groups, values), ours=True),
-            ]
-            if not states:
-                last = []
+            last = (
+                [
+                    LastPart(
+                        "the parameter groups",
+                        partial(optimizer.steps.set_groups, optimizer.param_groups, values),
+                        ours=True,
+                    )
+                ]
+                if states
+                else []
+            )
             last += _module_parts(modules, state.get("modules", {}))  # the other front end knows no modules
             _check_schedulers(stateful, state["stateful"], loaded.checkpoint.path)
             if alone and values:
                 _warn_of_other_values(optimizer, values, loaded)
-            last += parts_of_states(stateful, state["stateful"], loaded.checkpoint.path, alone=alone and states)
-            return last + (
-                parts_of_random_state(loaded, check_random_states, set_random_states) if random_state else []
-            )
+            return last
 
         def publish() -> None:
             optimizer.sharding.before_change()
@@ -218,9 +219,11 @@ class ModelCheckpoints:
             tensors,
             publish,
             [TENSORS],
+            run=run,
             accept=accept,
             states=states,
             strict=strict,
+            warns=warns,
         )
         return loaded.state["extras"]
 
@@ -480,32 +483,36 @@ def _kind_of(tensor: torch.Tensor) -> str:
         return f"{special}{tensor.layout} tensor of {tensor.dtype}"
 
 
-def random_states() -> dict[str, Any]:
-    """The states of all global generators: Python's, NumPy's and torch's, on the CPU and the current accelerator."""
-    state = random_state() | {"torch": torch.get_rng_state()}
-    accelerator = usable_accelerator()
-    if accelerator is not None:
-        module = torch.get_device_module(accelerator)
-        if getattr(module, "is_initialized", lambda: True)():
-            state[accelerator.type] = module.get_rng_state()
-    return state
+class TorchRandomState(RandomState):
+    """The global random generators of Python, NumPy and torch, on the CPU and on the current accelerator."""
+
+    def get(self) -> dict[str, Any]:
+        """As :meth:`RandomState.get`."""
+        state = super().get() | {"torch": torch.get_rng_state()}
+        accelerator = usable_accelerator()
+        if accelerator is not None:
+            module = torch.get_device_module(accelerator)
+            if getattr(module, "is_initialized", lambda: True)():
+                state[accelerator.type] = module.get_rng_state()
+        return state
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`RandomState.check`."""
+        super().check(state)
+        if "torch" in state:
+            torch.Generator().set_state(state["torch"])
+        accelerator = usable_accelerator()
+        if accelerator is not None and accelerator.type in state:
+            torch.Generator(accelerator).set_state(state[accelerator.type])
+
+    def set(self, state: Mapping[str, Any]) -> None:
+        """As :meth:`RandomState.set`."""
+        super().set(state)
+        if "torch" in state:
+            torch.set_rng_state(state["torch"])
+        accelerator = usable_accelerator()
+        if accelerator is not None and accelerator.type in state:
+            torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
 
 
-def check_random_states(state: Mapping[str, Any]) -> None:
-    """Raise an error if :func:`set_random_states` would."""
-    check_random_state(state)
-    if "torch" in state:
-        torch.Generator().set_state(state["torch"])
-    accelerator = usable_accelerator()
-    if accelerator is not None and accelerator.type in state:
-        torch.Generator(accelerator).set_state(state[accelerator.type])
-
-
-def set_random_states(state: Mapping[str, Any]) -> None:
-    """Restore the generators to the states of :func:`random_states`."""
-    set_random_state(state)
-    if "torch" in state:
-        torch.set_rng_state(state["torch"])
-    accelerator = usable_accelerator()
-    if accelerator is not None and accelerator.type in state:
-        torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
+RANDOM = TorchRandomState()

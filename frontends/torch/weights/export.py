@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload_core.checkpoint.export import Weight, export_weights
+from offload_core.engine import Weight, export_weights
 from offload_core.errors import CheckpointError
 from offload_core.support.disks import to_disk
 
@@ -35,8 +35,8 @@ def export_safetensors(
         Weight(weight.name, NUMPY_DTYPES[weight.dtype], weight.shape, partial(_bytes, reader, weight, dtype is None))
         for weight in found
     ]
-    pipeline = optimizer.pipeline
-    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=pipeline.collectives)
+    core = optimizer.core
+    export_weights(folder, weights, max_shard_bytes=max_shard_bytes, collectives=core.collectives)
 
 
 def _bytes(reader: Weights, weight: NamedWeight, as_it_runs: bool, wanted: bool) -> np.ndarray | None:

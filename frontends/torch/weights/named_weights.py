@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from offload_core.engine import Engine, StepReport
 from offload_core.errors import ConfigError, ParameterError, StateError
 from offload_core.ranks.collectives import Collectives
 from offload_core.ranks.consistency import combine, fingerprint, processes, together
-from offload_core.step.pipeline import Pipeline, StepReport
 from offload_core.support.checks import kind_of, some_of
 
 from ..internals.private import grad_mode_kept, no_read, storage_of
@@ -117,27 +117,28 @@ class NamedWeights:
     ) -> "tuple[WeightBuckets, Receiver | None]":
         if (before := None if self._open is None else self._open()) is not None:
             before.leave()
-        pipeline = optimizer.pipeline
-        collectives = pipeline.collectives
+        core = optimizer.core
+        collectives = core.collectives
         with together(collectives, _WHAT, _failed):
             dtype = dtype_of(asked.dtype)
             check_layout(asked.layout)
             units = _units(model, dtype, merge_lora=asked.merge_lora)
             receive = _receiver(asked.into, units) if collectives.rank == 0 or not asked.rank0_only else None
             device = _device(asked)
-            number = None if asked.since is None else _number_of(pipeline, asked.since)
+            number = None if asked.since is None else _number_of(core, asked.since)
         _check_alike(collectives, asked, dtype, units)
         optimizer.flush()
         optimizer.checkpoints.state_lock.change(_WHAT, optimizer.parts.registration.current_tensors)
-        self._look(model, optimizer, pipeline.changes.number)
-        mixed = self._look_at_recipes(units, pipeline.changes.number, merged=asked.merge_lora)
+        changes = core.changes
+        self._look(model, optimizer, changes.number)
+        mixed = self._look_at_recipes(units, changes.number, merged=asked.merge_lora)
         if number is not None:
             flags = self._changed(optimizer, units, number) | np.array([since >= number for since in mixed], np.int64)
             collectives.sum_integers(flags, _WHAT)  # a change on one rank is one on all
             units = [unit for unit, changed in zip(units, flags, strict=True) if changed]
         wanted = collectives.rank == 0 or not asked.rank0_only
         read = partial(_read, Weights(optimizer), dtype, asked.layout, device, wanted)
-        buckets = WeightBuckets(pipeline, units, read)
+        buckets = WeightBuckets(core, units, read)
         self._open = weakref.ref(buckets)
         return buckets, receive
 
@@ -145,7 +146,8 @@ class NamedWeights:
 
     def _changed(self, optimizer: OffloadedOptimizer, units: Sequence[Unit], number: int) -> np.ndarray:
         """Return int64[units]: 1 for each that may have changed after this count of the optimizer's changes."""
-        trained, slots = optimizer.pipeline.changes.since(number), optimizer.parts.registration.slots
+        changes, slots = optimizer.core.changes, optimizer.parts.registration.slots
+        trained = changes.since(number)
 
         def changed(tensor: torch.Tensor) -> bool:
             if tensor in slots:
@@ -233,10 +235,11 @@ def _device(asked: WeightRequest) -> torch.device:
         raise ConfigError(f"device: got {asked.device!r}, expected a torch device, as 'cpu' or 'cuda'") from None
 
 
-def _number_of(pipeline: Pipeline, since: StepReport) -> int:
+def _number_of(core: Engine, since: StepReport) -> int:
     if not isinstance(since, StepReport):
         raise ConfigError(f"since: got {kind_of(since)}, expected a report that engine.step() has returned")
-    number = pipeline.changes.number_of(since.changes)
+    changes = core.changes
+    number = changes.number_of(since.changes)
     if number is None:
         raise ConfigError(
             "since: got the report of another engine, or of another process; expected one that this engine's step() "
@@ -343,9 +346,9 @@ class WeightBuckets:
     All ranks call :meth:`next` until one of them gets None or an error, or calls :meth:`leave`.
     """
 
-    def __init__(self, pipeline: Pipeline, units: Sequence[Unit], read: Callable[[Unit], list[Named]]) -> None:
-        self._pipeline = pipeline
-        self._state_lock, self._changes = pipeline.state_lock, pipeline.changes
+    def __init__(self, core: Engine, units: Sequence[Unit], read: Callable[[Unit], list[Named]]) -> None:
+        self._core = core
+        self._state_lock, self._changes = core.state_lock, core.changes
         self._units = deque(units)
         self._read = read
         self._began = self._changes.of_all_ranks
@@ -391,7 +394,7 @@ class WeightBuckets:
 
     def _agree(self, *, goes_on: bool) -> None:
         """Tell the other ranks; raise :class:`StateError` if one of them does not go on."""
-        collectives = self._pipeline.collectives
+        collectives = self._core.collectives
         if collectives.world_size == 1:
             return
         whole = self._state_lock.whole
@@ -403,7 +406,8 @@ class WeightBuckets:
 
     def _take(self) -> list[Unit]:
         taken: list[Unit] = []
-        numel, most = 0, self._pipeline.config.reduce_bucket_size
+        numel, config = 0, self._core.config
+        most = config.reduce_bucket_size
         while self._units and (not taken or numel + self._units[0].numel <= most):
             numel += self._units[0].numel
             taken.append(self._units.popleft())

@@ -136,7 +136,8 @@ class Weights:
                 part = out[start + at : start + min(at + _PIECE, numel)]
                 part.copy_(record.shard.read(first + at, part.numel()).detach())
         if not self._holds_all():
-            merge(self._optimizer.pipeline.collectives.sum_integers, words, f"the values of {spec.name}")
+            collectives = self._optimizer.core.collectives
+            merge(collectives.sum_integers, words, f"the values of {spec.name}")
         return shaped(out, cast(InMemory, spec.elements))
 
     def _from_host(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -151,7 +152,7 @@ class Weights:
             StateError: on all processes, if some part lies on none of them.
         """
         name = self._optimizer.names.get(tensor, f"a tensor of shape {tuple(tensor.shape)}")
-        placed, collectives = placed_as(name, tensor), self._optimizer.pipeline.collectives
+        placed, collectives = placed_as(name, tensor), self._optimizer.core.collectives
         if not placed.is_cut:
             return local
         what = f"the values of {name}"
@@ -170,7 +171,7 @@ class Weights:
 
     def _holds_all(self) -> bool:
         """True if this process has all shards, and nothing that is not in them yet was written to parameters."""
-        return self._optimizer.pipeline.world_size == 1 and not self._optimizer.sharding.is_open
+        return self._optimizer.core.world_size == 1 and not self._optimizer.sharding.is_open
 
 
 # --- the tensors of a model --------------------------------------------------------------------------------------

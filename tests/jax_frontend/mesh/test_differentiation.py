@@ -201,7 +201,7 @@ def test_nothing_is_compiled_again():
 
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh, reduce_bucket_size=100)
     value_and_grad = offloaded.value_and_grad(fun)
-    device = offloaded._pipeline.device
+    device = offloaded._core.device
     sizes = set()
     for seed in range(5):
         _, grads = value_and_grad(offloaded.params, split(batch_of(seed), mesh))
@@ -210,7 +210,7 @@ def test_nothing_is_compiled_again():
         sizes.add(tuple(program._cache_size() for program in programs))
     assert len(traces) == 1
     assert len(sizes) == 1
-    n_buckets = len(offloaded._pipeline.buckets.all)
+    n_buckets = len(offloaded._core._pipeline.buckets.all)
     assert all(0 < size <= n_buckets for size in sizes.pop())
 
 

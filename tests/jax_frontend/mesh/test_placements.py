@@ -216,7 +216,7 @@ def test_any_mesh_sharding_and_shape(data, sizes, names):
     }
     specs = specs_of()
     offloaded, alone = wrap(on(mesh, specs, tree_of(0)), **fields), wrap(tree_of(0), **fields)
-    assert sum(spec.numel for spec in offloaded._pipeline.params) == sum(map(np.size, tree_of(0).values()))
+    assert sum(spec.numel for spec in offloaded._core.params) == sum(map(np.size, tree_of(0).values()))
     for step in range(3):
         gradients = tree_of(step + 1)
         cut = on(mesh, data.draw(st.sampled_from([specs, specs_of()])), gradients)
@@ -458,7 +458,7 @@ def test_devices_with_memory_of_their_own_give_the_same_bits(mesh, options):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(placement, "on_cpu", lambda array: False)
         there = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
-    assert isinstance(there._pipeline.device, Places)
+    assert isinstance(there._core.device, Places)
     here = wrap(on(mesh, specs, tree_of(0)), **HYPER, **fields)
     with jax.set_mesh(mesh):
         for step in range(4):

@@ -70,7 +70,7 @@ def test_the_programs_hold_the_collectives_they_should():
     """A sharding constraint on gradients would compile to an all-reduce and a slice."""
     mesh = mesh_of(4)
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh)
-    device = offloaded._pipeline.device
+    device = offloaded._core.device
     grads = [split(np.ones((4, 100), np.float32), mesh)]
     starts, runs = device.axis.replicate(np.zeros((1, 2), np.int32)), (Run(100, 0),)
     reduce = device._reduce_unreduced.lower(grads, starts, runs, 32, np.dtype(np.float32)).compile().as_text()
@@ -124,7 +124,7 @@ def test_a_lone_accelerator_need_not_be_the_default_device():
         params = jax.tree.map(jnp.asarray, tree_of(0))
         params["embed"] = jax.device_put(params["embed"], chosen)
         offloaded = wrap(params, **HYPER, reduce_bucket_size=100)
-    assert isinstance(offloaded._pipeline.device, Places)
+    assert isinstance(offloaded._core.device, Places)
     for seed in range(3):
         updated = offloaded.update(tree_of(seed))  # NumPy's, which JAX puts elsewhere now
         assert_same_tree(updated, twin.update(tree_of(seed)))
@@ -195,7 +195,7 @@ def test_uneven_dimensions_are_refused_by_shardings_and_padded_here(numel):
     with pytest.raises(ValueError, match="should evenly divide"):
         jax.device_put(np.ones(100, np.float32), NamedSharding(mesh, P("dp")))
     ours = wrap({"w": np.ones(numel, np.float32)}, mesh=mesh)
-    assert all(work.bucket.padded_numel % 48 == 0 for work in ours._pipeline.buckets.all)
+    assert all(work.bucket.padded_numel % 48 == 0 for work in ours._core._pipeline.buckets.all)
     ours.update(RankGradients({"w": split(np.ones((3, numel), np.float32), mesh)}))
     theirs = wrap({"w": np.ones(numel, np.float32)})
     theirs.update({"w": np.ones(numel, np.float32)})
@@ -320,7 +320,7 @@ def test_backward_of_a_scan_gathers_again():
 
 def test_an_update_sends_nothing():
     offloaded, _ = deep(3, stage=3, reduce_bucket_size=5000)
-    device, ran = offloaded._pipeline.device, []
+    device, ran = offloaded._core.device, []
 
     def watched(name):
         program = getattr(device, name)
@@ -342,12 +342,12 @@ def test_an_update_sends_nothing():
 
 def test_nothing_is_compiled_again_at_stage_3():
     offloaded, _ = deep(3, stage=3, reduce_bucket_size=1024)
-    device, sizes = offloaded._pipeline.device, []
+    device, sizes = offloaded._core.device, []
     value_and_grad = offloaded.value_and_grad(by_scan, in_specs=P("dp"))
     for seed in range(4):
         x = np.random.default_rng(seed).standard_normal((W, 64)).astype(np.float32)
         offloaded.update(value_and_grad(offloaded.params, x)[1])
         sizes.append((device._cut._cache_size(), device._write._cache_size()))
-    assert len(offloaded._pipeline.buckets.all) == 12
+    assert len(offloaded._core._pipeline.buckets.all) == 12
     assert sizes[0] == sizes[-1]
     assert max(sizes[-1]) <= 3  # not one a bucket

@@ -159,7 +159,7 @@ def test_a_process_whose_peer_does_not_come_names_the_exchange(folder):
 
 def test_a_rank_lost_in_mid_update_is_an_error_whatever_the_pipeline_refuses_then():
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh_of(4), reduce_bucket_size=100)
-    pipeline = offloaded._pipeline
+    pipeline = offloaded._core._pipeline
     device, before = pipeline.device, offloaded.params
     gather, calls = device._gather, []
 

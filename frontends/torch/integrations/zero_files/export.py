@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from offload_core.checkpoint.folder import PREPARED, UNFINISHED, checked_tag, commit, make_folder, put_back
 from offload_core.config.schedules import GroupSchedule
 from offload_core.deepspeed.keys import VERSION
 from offload_core.errors import CheckpointError
+from offload_core.support.checkpoint_folder import PREPARED, UNFINISHED, checked_tag, commit, make_folder, put_back
 from offload_core.support.disks import names_to_disk
 from offload_core.support.threads import uninterrupted
 
@@ -65,7 +65,7 @@ def export_deepspeed(
     steps = (counts or {}).get("global_steps", optimizer.updates)
     path = Path(folder) / (f"global_step{steps}_universal" if tag is None else checked_tag(str(tag), "tag"))
     unfinished = path.with_name(f".{path.name}{UNFINISHED}")
-    together, first = optimizer.checkpoints.together, optimizer.pipeline.rank == 0
+    together, first = optimizer.checkpoints.together, optimizer.core.rank == 0
     named = {
         slot.param: name
         for slot, name in zip(optimizer.slots, ModelCheckpoints(engine.module, optimizer).names(), strict=True)
@@ -196,7 +196,7 @@ def _described(
             name: first[tensor] for name, tensor in named_tensors(engine.module).items() if first[tensor] != name
         },
         "lr_scheduler": None if lr_scheduler is None else dict(lr_scheduler),
-        "dp_world_size": optimizer.pipeline.world_size,
+        "dp_world_size": optimizer.core.world_size,
         "mp_world_size": 1,
         "ds_version": VERSION,
     }

@@ -10,13 +10,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from offload_core.checkpoint.reader import Want
-from offload_core.checkpoint.values import encode
 from offload_core.config.schedules import GroupSchedule
+from offload_core.engine import LossScaler, Want, encode
 from offload_core.errors import CheckpointError
 from offload_core.rules import MASTER, Rule
-from offload_core.step.loss_scale import LossScaler
-from offload_core.step.state_access import StateAccess
 from offload_core.support.checks import kind_of, shown
 
 from ...engine import Engine
@@ -240,10 +237,10 @@ class _ToLoad:
         if states:
             contents.with_states()
             _check_adam(contents, engine)
-        pipeline = engine.optimizer.pipeline
-        access = StateAccess(pipeline)
+        core = engine.optimizer.core
+        states_of, scaler = core.states, core.scaler
         rules = {
-            name: access.rule(slot.index)
+            name: states_of.rule(slot.index)
             for name, slot in zip(checkpoints.names(), engine.optimizer.slots, strict=True)
         }
         stored = _stored(contents, engine.module, [*rules, *checkpoints.untrained()])
@@ -255,7 +252,7 @@ class _ToLoad:
             "others": {
                 mine: _other(name, contents.others[name]) for mine, name in stored.items() if name in contents.others
             },
-            "loss_scale": None if contents.loss_scale is None else _scale(contents.loss_scale, pipeline.scaler),
+            "loss_scale": None if contents.loss_scale is None else _scale(contents.loss_scale, scaler),
             "own": [],
         }
         made = cls(contents, stored, rules, content)

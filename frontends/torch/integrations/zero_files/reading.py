@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from offload_core.checkpoint.folder import MANIFEST, checked_tag, put_back
 from offload_core.errors import CheckpointError
+from offload_core.support.checkpoint_folder import MANIFEST, checked_tag, put_back
 from offload_core.support.files import read_regular
 
 from .contents import Contents, Saved, Unnamed, add_groups, add_states, groups_in, states_in, whole

@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from offload_core.checkpoint.export import Weight, export_weights
-from offload_core.checkpoint.folder import MANIFEST, find_tag
-from offload_core.checkpoint.saved_weights import SavedWeights
+from offload_core.engine import SavedWeights, Weight, export_weights
 from offload_core.errors import CheckpointError, ConfigError
 from offload_core.ranks.collectives import SingleRank
 from offload_core.support import units
+from offload_core.support.checkpoint_folder import MANIFEST, find_tag
 
 from ...params.tensors import NUMPY_DTYPES
 from ...weights.export import write_with_torch

@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..errors import CheckpointError
-from ..support.checks import shown
-from ..support.disks import exchange, names_to_disk, to_disk
-from ..support.files import read_regular
+from .checks import shown
+from .disks import exchange, names_to_disk, to_disk
+from .files import read_regular
 
 MANIFEST = "manifest.json"
 LATEST = "latest"

@@ -1,0 +1,354 @@
+"""The core as a front end sees it. A front end imports this module, errors, configuration and the protocols of devices,
+ranks and update rules, and none of the modules that do the work.
+
+:class:`Engine` trains one process's parameters. Its parts are named by what they hold: ``gradients`` (between two
+updates), ``parameters`` (on the device), ``states`` (master weights and moments), ``checkpoints``. The other names here
+are those of the values that its methods take and return.
+"""
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from .checkpoint.checkpoints import Checkpoints, Contents, Names, translation
+from .checkpoint.export import MAX_SHARD_BYTES, Weight, export_weights
+from .checkpoint.loading import Target, load_values
+from .checkpoint.on_signal import SaveOnSignal
+from .checkpoint.reader import Checkpoint, Loaded, Opened, Want
+from .checkpoint.saved_weights import SavedWeights
+from .checkpoint.shard_writer import Source
+from .checkpoint.stateful import LastPart, RandomState, Run, run_last
+from .checkpoint.values import ArrayType, encode
+from .config.options import OffloadConfig
+from .device.protocols import Device, GatheringDevice
+from .device.trace import COMPUTE
+from .layout.partition import ParamSpec
+from .memory.host_memory import HostMemory, available_bytes
+from .memory.plan import HOST, ArrayBytes, MemoryPlan, PlanRow
+from .memory.report import MemoryReport
+from .plans.at_once import rows_at_once
+from .plans.planner import Planner, check_memory
+from .rules import Rule
+from .stage3.live_params import LiveParams
+from .states.arrays import StateRun
+from .step.decision import StepArguments, StepReport
+from .step.gradient_access import GradientAccess
+from .step.gradients import Gradients
+from .step.health import Health, Use
+from .step.loss_scale import LossScaler
+from .step.parameters import Parameters
+from .step.pipeline import OrderedCollectives, Pipeline
+from .step.state_access import StateAccess
+from .step.state_lock import StateLock, begins, changes, whole
+from .support import threads
+from .support.launchers import local_processes
+from .support.where import told
+
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "ArrayType",
+    "Checkpoint",
+    "Contents",
+    "Engine",
+    "GradientAccess",
+    "Gradients",
+    "LastPart",
+    "Loaded",
+    "LossScaler",
+    "Names",
+    "Opened",
+    "Parameters",
+    "RandomState",
+    "Run",
+    "SaveOnSignal",
+    "SavedWeights",
+    "Source",
+    "StateAccess",
+    "StateLock",
+    "StateRun",
+    "StepArguments",
+    "StepReport",
+    "Target",
+    "Want",
+    "Weight",
+    "begins",
+    "changes",
+    "encode",
+    "export_weights",
+    "load_values",
+    "run_last",
+    "translation",
+    "whole",
+]
+
+
+class Engine:
+    """Trains the parameters of one process.
+
+    Parameters are numbered in the order in which they were added. Tensors are passed in and out in the device's form:
+    one-dimensional and contiguous. The next method that waits for the last step's updates raises their error. Methods
+    that change anything are called while ``state_lock`` is held for a change (:meth:`StateLock.change`).
+    """
+
+    gradients: Gradients
+    """The gradients since the last update."""
+    gradient_access: GradientAccess
+    """Reads and writes the values of these gradients."""
+    parameters: Parameters
+    """The parameters on the device."""
+    params: Sequence[ParamSpec]
+    """The description of each parameter."""
+    states: StateAccess
+    """The optimizer states."""
+    checkpoints: Checkpoints
+
+    def __init__(
+        self, config: OffloadConfig, device: Device, scaler: LossScaler | None, rule: Rule | None = None
+    ) -> None:
+        """
+        Args:
+            rule: the rule of parameters that name none; None: the configuration's rule.
+        """
+        self._pipeline = pipeline = Pipeline(config, device, scaler, rule)
+        self._process = os.getpid()
+        self.device = device
+        self.scaler = scaler
+        self.state_lock = pipeline.state_lock
+        """Held while anything changes or is saved."""
+        self.changes = pipeline.changes
+        """The last change of each parameter."""
+        self.collectives = OrderedCollectives(pipeline)
+        """The collectives for exchanges outside a step."""
+        self.span: Callable[[str], AbstractContextManager[None]] = partial(device.trace.span, COMPUTE)
+        """Returns a context. A trace records its body as code of the model or of the front end."""
+        self._follow()
+
+    def _follow(self) -> None:
+        """Take the parts that the pipeline has now."""
+        pipeline = self._pipeline
+        self.gradients, self.parameters, self.params = pipeline.gradients, pipeline.parameters, pipeline.params
+        self.gradient_access = GradientAccess(pipeline)
+        self.states = StateAccess(pipeline)
+        self.checkpoints = Checkpoints(pipeline, self.states)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._pipeline.__reduce_ex__(protocol)  # it says what to do instead
+
+    # --- parameters are added --------------------------------------------------------------------------
+
+    def plan(
+        self,
+        specs: Sequence[ParamSpec],
+        *,
+        frozen: Sequence[ParamSpec] = (),
+        besides: int = 0,
+        gradients_stay: bool = False,
+    ) -> MemoryPlan:
+        """As :meth:`Planner.plan`."""
+        planner = Planner(self._pipeline.buckets.terms)
+        return planner.plan(specs, frozen=frozen, besides=besides, gradients_stay=gradients_stay)
+
+    def rows_at_once(self, specs: Sequence[ParamSpec], arrays: Sequence[ArrayBytes], *, on_host: bool) -> list[PlanRow]:
+        """As :func:`~offload_core.plans.at_once.rows_at_once`."""
+        return rows_at_once(self._pipeline.buckets.terms, specs, arrays, on_host=on_host)
+
+    def plan_at_once(
+        self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, devices: int, shared: bool
+    ) -> MemoryPlan:
+        """As :meth:`Planner.plan_with`."""
+        return Planner(self._pipeline.buckets.terms).plan_with(rows, specs, devices=devices, shared=shared)
+
+    def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
+        """Check, before parameters are added, that all processes of this machine have memory for as many.
+
+        Args:
+            plan: the plan of ``specs``.
+            again: makes the plan again, after free memory was given to states.
+
+        Raises:
+            HostMemoryError, DeviceMemoryError, DiskSpaceError: the plan does not fit.
+        """
+        buckets, device = self._pipeline.buckets, self.device
+        check_memory(
+            buckets.terms,
+            plan,
+            again,
+            host=available_bytes(),
+            device=device.free_bytes(),
+            processes=min(local_processes(), device.collectives.world_size),
+            lent=buckets.lent_bytes(specs),
+        )
+
+    def add_parameters(
+        self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
+    ) -> None:
+        """As :meth:`Pipeline.add_parameters`."""
+        self._pipeline.add_parameters(specs, tensors, frozen=frozen)
+
+    def start_over(self) -> None:
+        """Remove all parameters and free their states, and have new parts. Then other parameters may be added."""
+        self._pipeline.start_over()
+        self._follow()
+
+    def live_params(self, device: GatheringDevice) -> LiveParams:
+        """Return what gathers partitioned parameters of this engine, with none yet (stage 3)."""
+        return LiveParams(self.config, device, self.state_lock, self._pipeline.health)
+
+    # --- a step ------------------------------------------------------------------------------------------
+
+    def expect_step(
+        self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
+    ) -> None:
+        """As :meth:`EarlyPublish.expect_step`."""
+        self._pipeline.early.expect_step(arguments, before_send)
+
+    def check_expected(self, arguments: StepArguments) -> None:
+        """Raise :class:`StateError` if states were updated in backward with other arguments."""
+        self._pipeline.early.check_expected(arguments)
+
+    def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
+        """As :meth:`Pipeline.step`."""
+        return self._pipeline.step(arguments, gathered=gathered)
+
+    def finish(self) -> None:  # waits
+        """Wait for all of the last step's updates and parameters, and raise their error."""
+        self._pipeline.last_step.finish()
+
+    @property
+    def is_running(self) -> bool:
+        """True if the last step's updates may not have ended."""
+        return self._pipeline.last_step.is_running
+
+    def abandon(self) -> bool:
+        """As :meth:`LastStep.abandon`."""
+        return self._pipeline.last_step.abandon()
+
+    @property
+    def has_begun(self) -> bool:
+        """True once an update was made, or begun in backward."""
+        return bool(self._pipeline.counts.updates or self._pipeline.early.has_begun)
+
+    @property
+    def update_count(self) -> int:
+        """Updates made so far; a load sets it."""
+        return self._pipeline.counts.updates
+
+    @update_count.setter
+    def update_count(self, count: int) -> None:
+        self._pipeline.counts.updates = count
+
+    @property
+    def skipped_count(self) -> int:
+        """Updates that were skipped, because a gradient had an inf or a NaN."""
+        return self._pipeline.counts.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """The factor on the loss in the next backward."""
+        return self._pipeline.loss_scale
+
+    def accumulate_over(self, micro_steps: int, *, waiting: bool) -> None:
+        """As :meth:`Pipeline.accumulate_over`."""
+        self._pipeline.accumulate_over(micro_steps, waiting=waiting)
+
+    # --- allowed uses ------------------------------------------------------------------------------------
+
+    @property
+    def usable(self) -> bool:
+        """True if a step may follow."""
+        return self._pipeline.health.usable
+
+    @property
+    def is_torn(self) -> bool:
+        """True if a load or an update broke off, so that only a load may follow, which replaces all states."""
+        return self._pipeline.health.state is Health.TORN
+
+    def check_readable(self) -> None:
+        """Raise an error if states may not be read."""
+        self._pipeline.health.check(Use.READ)
+
+    def check_step(self) -> None:
+        """Raise an error if no step may follow: it says what broke off."""
+        self._pipeline.health.check(Use.STEP)
+
+    def replacing_states(self, *, masters: bool = True) -> AbstractContextManager[None]:
+        """As :meth:`Pipeline.replacing_states`."""
+        return self._pipeline.replacing_states(masters=masters)
+
+    # --- of the whole process ----------------------------------------------------------------------------
+
+    @property
+    def config(self) -> OffloadConfig:
+        """The configuration, with the present ``gradient_accumulation_steps``."""
+        return self._pipeline.config
+
+    @property
+    def memory(self) -> HostMemory:
+        """The host memory of the states, of which front ends allocate some, too."""
+        return self._pipeline.memory
+
+    @property
+    def rank(self) -> int:
+        """This process's rank in its collectives."""
+        return self.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks over which states are partitioned."""
+        return self.device.world_size
+
+    def save_on_signal(self, save: Callable[[Any], Path], signals: Iterable[int]) -> SaveOnSignal:
+        """As :class:`SaveOnSignal`, whose signals all ranks hear of in this engine's steps."""
+        return SaveOnSignal(self._pipeline, save, signals)
+
+    @contextmanager
+    def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
+        """Record the body to a file, as :meth:`Trace.to_file`. Entering and leaving wait for the last update."""
+        self.state_lock.change("trace()", self.finish)
+        with self.device.trace.to_file(path):
+            yield
+            self.state_lock.change("trace()", self.finish)
+
+    def where(self, *own: Callable[[], str]) -> str:
+        """Return where this process is, as lines for somebody who waits for a step. Takes no lock, and raises nothing.
+
+        Args:
+            own: return the front end's lines.
+        """
+        pipeline, group, process = self._pipeline, self.device.collectives, os.getpid()
+        forked = f", a fork of process {self._process}" * (process != self._process)
+        title = f"offload-core: rank {group.rank} of {group.world_size}, process {process}{forked}"
+        parts = (pipeline.health, pipeline.counts, pipeline.arrivals, pipeline.state_lock, group)
+        return told(title, *(part.where for part in parts), *own, threads.where)
+
+    def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
+        """Return the memory that is planned and in use. ``held`` is the front end's own, by ``(where, what)``."""
+        buckets = self._pipeline.buckets
+        numel = sum(spec.numel for spec in self.params)
+        own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
+        kept = {(buckets.store.place, what): n_bytes for what, n_bytes in buckets.store.held().items()}
+        rows = [*buckets.planned, *planned]
+        return MemoryReport.of(numel, rows, {**own, **kept, **held}, shared=self.memory.shared_bytes)
+
+    # --- the end -----------------------------------------------------------------------------------------
+
+    def conclude(self, flush: Callable[[], None]) -> None:
+        """Before :meth:`close`, write the last step's values to all parameters. A step that began in backward and has
+        not come is ended, and counts.
+
+        Args:
+            flush: calls :meth:`Parameters.flush` with the present tensors.
+        """
+        if self.usable and self._pipeline.buckets.terms.updates_early:
+            self.gradients.reduce_first()  # a rank that leaves out parameters has begun fewer exchanges
+        self.state_lock.change("close()", self.abandon)
+        if self.usable:
+            self.state_lock.change("close()", flush)
+
+    def close(self) -> None:
+        """Free the states, and the resources of exchanges with other ranks."""
+        self._pipeline.buckets.close()
+        self.device.close()
