@@ -18,6 +18,7 @@ from ..layout.partition import Bucket, ParamSpec, Piece, cut, matrices_of
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
 from ..native import kernels
+from ..plans.allocated import Allocated
 from ..plans.planner import Planner
 from ..plans.terms import DIRECTIONS, BucketTerms
 from ..ranks.consistency import check_start, heard_by_all
@@ -39,6 +40,7 @@ class LocalBuckets:
     def __init__(self, config: OffloadConfig, device: Device, *, scaled: bool = False) -> None:
         self.config = config
         self.terms = BucketTerms(config, device, scaled=scaled)
+        self.allocated = Allocated(self.terms)
         self.device = device
         self.trace = device.trace
         self.threads = config.threads
@@ -49,7 +51,7 @@ class LocalBuckets:
         self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
         self.planned: list[PlanRow] = []
         """The planned rows of host memory, appended by each :meth:`add`."""
-        self.gradient_memory = GradientMemory(self.memory, device, self.terms)
+        self.gradient_memory = GradientMemory(self.memory, device, self.terms, self.allocated)
         self.staging: StagingRing | None = None
         self.directions: StagingRing | None = None
         """Memory for matrices in flight to and from the device; None: no rule needs any."""
@@ -72,7 +74,7 @@ class LocalBuckets:
             work.give_back()
             work.lease = None
         self.staging = self.directions = None
-        self.gradient_memory = GradientMemory(self.memory, self.device, self.terms)
+        self.gradient_memory = GradientMemory(self.memory, self.device, self.terms, self.allocated)
 
     # --- parameters and states ---------------------------------------------------------------------
 
@@ -81,7 +83,7 @@ class LocalBuckets:
     ) -> list[LocalBucket]:
         """Add parameters, as :meth:`Pipeline.add_parameters`. Return the new buckets."""
         terms = self.terms
-        planned = Planner(terms).host_rows(specs, frozen=frozen)
+        planned = Planner(terms, self.allocated).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
         with heard_by_all(self.device.collectives, "memory for states"):  # a disk may be too small on one rank
@@ -116,22 +118,22 @@ class LocalBuckets:
 
     def _allocate(self, buckets: Sequence[Bucket], specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> None:
         """Allocate the states of new buckets, and staging rings that are large enough for their copies."""
-        terms = self.terms
-        self.store.allocate(buckets, terms.state_formats, terms.state_budget)
-        terms.states_were_made(buckets)
-        terms.slots_were_made(terms.kinds(specs), terms.kinds(frozen))
+        terms, allocated = self.terms, self.allocated
+        self.store.allocate(buckets, terms.state_formats, allocated.state_budget)
+        allocated.add_states(buckets)
+        allocated.add_shard_slots(terms.kinds(specs), terms.kinds(frozen))
         slot_bytes = terms.slot_bytes(buckets)
         if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor
             self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=True)
-            terms.ring_was_made(slot_bytes)
+            allocated.staging_slot_bytes = slot_bytes
         direction_bytes = terms.direction_bytes(buckets)
         if direction_bytes > (0 if self.directions is None else self.directions.slot_bytes):
             self.directions = None
             self.directions = StagingRing(
                 self.memory, slots=terms.direction_slots, n_bytes=direction_bytes, pinned=True, label=DIRECTIONS
             )
-            terms.directions_were_made(direction_bytes)
+            allocated.direction_slot_bytes = direction_bytes
 
     def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
         """Return how many bytes of host memory for these first parameters other engines lend: :meth:`add` need not

@@ -22,6 +22,7 @@ from ..dtypes import ElementType
 from ..errors import HostMemoryWarning
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory, Reservation, format_bytes
+from ..plans.allocated import Allocated
 from ..plans.terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST, BucketTerms
 from ..support.user_line import UserLine
 from .local_bucket import LocalBucket
@@ -45,10 +46,11 @@ class _Slot:
 class GradientMemory:
     """Gives buckets the memory in which their gradients wait."""
 
-    def __init__(self, memory: HostMemory, device: Device, terms: BucketTerms) -> None:
+    def __init__(self, memory: HostMemory, device: Device, terms: BucketTerms, allocated: Allocated) -> None:
         self._memory = memory
         self._device = device
         self._terms = terms
+        self._allocated = allocated
         self._homes: dict[int, Reservation] = {}
         """By bucket, the reservation from which it borrows memory of its size."""
         self._of_slots: Reservation | None = None
@@ -61,20 +63,21 @@ class GradientMemory:
         terms = self._terms
         if terms.direct:
             return [self.allocate(b, terms.home_dtype(b)) if terms.has_home else None for b in buckets]
-        slot_bytes = terms.gradient_slot_bytes(buckets)
+        existing = self._allocated.gradient_slot_bytes
+        slot_bytes = terms.gradient_slot_bytes([(bucket, 1) for bucket in buckets], existing)
         if slot_bytes is None:
             for pinned in (True, False):
                 alike = [bucket for bucket in buckets if terms.home_is_pinned(bucket) is pinned]
                 sizes = [terms.home_bytes(bucket) for bucket in alike]
                 homes = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
                 self._homes |= dict.fromkeys((bucket.index for bucket in alike), homes)
-        elif slot_bytes > terms.lent_bytes:
+        elif slot_bytes > existing:
             self._slots, self._of_slots = [], None  # a bucket that holds one keeps it
             pinned = any(map(terms.home_is_pinned, buckets))
             sizes = GRADIENT_SLOTS * [slot_bytes]
             self._of_slots = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
             self._slots = [_Slot() for _ in range(GRADIENT_SLOTS)]
-            terms.gradient_slots_were_made(slot_bytes)
+            self._allocated.gradient_slot_bytes = slot_bytes
         return [None] * len(buckets)
 
     def allocate(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:

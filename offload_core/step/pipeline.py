@@ -142,7 +142,7 @@ class Pipeline:
     @property
     def planner(self) -> Planner:
         """Plans the memory of this pipeline's parameters."""
-        return Planner(self.buckets.terms)
+        return Planner(self.buckets.terms, self.buckets.allocated)
 
     def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
         """Check, before parameters are added, that all processes of this machine have memory for as many.
@@ -156,7 +156,7 @@ class Pipeline:
         """
         device = self.device
         check_memory(
-            self.buckets.terms,
+            self.planner,
             plan,
             again,
             host=available_bytes(),
