@@ -51,18 +51,10 @@ updated  an update that sends nothing is asked for, until somebody has waited fo
 =======  ==============================================================================
 """
 
-from collections.abc import Mapping
-from enum import Enum
-from typing import Generic, TypeVar
-
-from ..errors import StateError
+from ..support.state_machine import Named, StateMachine
 
 
-class _Named(Enum):
-    __hash__ = object.__hash__  # in C; an enum's hash is in Python, and each gradient needs two
-
-
-class Gradient(_Named):
+class Gradient(Named):
     ABSENT = "absent"
     FILLING = "filling"
     TRAVELLING = "travelling"
@@ -70,7 +62,7 @@ class Gradient(_Named):
     USED = "used"
 
 
-class GradientEvent(_Named):
+class GradientEvent(Named):
     ADD = "add a gradient"
     LAUNCH = "launch"
     LAND = "land"
@@ -80,7 +72,7 @@ class GradientEvent(_Named):
     ABORT = "abort"
 
 
-class Publication(_Named):
+class Publication(Named):
     CURRENT = "current"
     STALE = "stale"
     SENT = "sent"
@@ -88,7 +80,7 @@ class Publication(_Named):
     RELEASED = "released"
 
 
-class PublicationEvent(_Named):
+class PublicationEvent(Named):
     FALL_BEHIND = "fall behind the master weights"
     SEND = "send"
     ARRIVE = "arrive"
@@ -100,12 +92,12 @@ class PublicationEvent(_Named):
     RESTORE = "restore"
 
 
-class Owner(_Named):
+class Owner(Named):
     CALLER = "the caller's"
     WORKER = "the worker's"
 
 
-class OwnerEvent(_Named):
+class OwnerEvent(Named):
     GIVE = "give to the worker"
     TAKE = "take back"
 
@@ -156,29 +148,6 @@ OWNER: dict[tuple[Owner, OwnerEvent], Owner] = {
     (W.WORKER, WE.TAKE): W.CALLER,
     (W.CALLER, WE.TAKE): W.CALLER,
 }
-
-S = TypeVar("S", bound=Enum)
-E = TypeVar("E", bound=Enum)
-
-
-class StateMachine(Generic[S, E]):
-    """The state of ``subject``; :meth:`on` moves it along its table."""
-
-    def __init__(self, subject: str, start: S, table: Mapping[tuple[S, E], S]) -> None:
-        self.subject = subject
-        self.state = start
-        self._table = table
-
-    def on(self, event: E) -> None:
-        """Move to the state after ``event``. Raise :class:`StateError`, and keep the state, if it is not allowed."""
-        following = self._table.get((self.state, event))
-        if following is None:
-            allowed = ", ".join(repr(e.value) for (s, e) in self._table if s is self.state)
-            raise StateError(
-                f"{self.subject}: {event.value!r} is not allowed while its {type(self.state).__name__.lower()} "
-                f"is {self.state.value!r}; expected one of {allowed}"
-            )
-        self.state = following
 
 
 def gradient_of(bucket: int) -> StateMachine[Gradient, GradientEvent]:

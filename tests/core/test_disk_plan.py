@@ -34,7 +34,7 @@ from offload_core.plans.prediction import Speeds, predict
 from offload_core.plans.terms import BucketTerms
 from offload_core.rules.adam import AdamHyper
 from offload_core.states.on_disk import StatesOnDisk
-from offload_core.states.ring import SLOTS
+from offload_core.states.slots import SLOTS
 from offload_core.step.decision import StepArguments
 from offload_core.testing.fake_device import FakeDevice
 from tests.support.pipelines import STATES, Subject

@@ -1,4 +1,4 @@
-"""The transition tables of a bucket's gradient, publication and ownership, and of a pipeline's health."""
+"""The transition tables: a bucket's gradient, publication and ownership, its states in a slot, a pipeline's health."""
 
 import re
 from contextlib import nullcontext
@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from offload_core.errors import CollectiveError, StateError
+from offload_core.states.slots import CONTENT, Content, ContentEvent
 from offload_core.step import bucket_states
 from offload_core.step.bucket_states import (
     GRADIENT,
@@ -17,14 +18,15 @@ from offload_core.step.bucket_states import (
     OwnerEvent,
     Publication,
     PublicationEvent,
-    StateMachine,
 )
 from offload_core.step.health import HEALTH, Health, HealthEvent, PipelineHealth, Use
+from offload_core.support.state_machine import StateMachine
 
 TABLES = {
     "gradient": (Gradient, GradientEvent, GRADIENT),
     "publication": (Publication, PublicationEvent, PUBLICATION),
     "owner": (Owner, OwnerEvent, OWNER),
+    "content": (Content, ContentEvent, CONTENT),
     "health": (Health, HealthEvent, HEALTH),
 }
 
