@@ -16,7 +16,7 @@ A rank without a gradient also takes part in a bucket's reduction. Gradients may
 An early update (``early_publish.py``) leaves them USED until its step comes.
 
 **Publication**: the device parameters, compared with the rounded master weights. If some parameters of a bucket are
-sent early, ``LocalBucket.stale`` still names the stale ones among the others.
+sent early, ``BucketPublication.stale`` still names the stale ones among the others.
 
 ========  =============================================================================
 state     device parameters
@@ -38,8 +38,8 @@ WORKER  the pipeline's worker, until the caller has waited for the task that it 
 Updates that send parameters do not change the owner. The worker gets them all together, and the caller waits for the
 last one before it takes the first gradient of the next step.
 
-**In flight**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket`` and not states, because each
-is an object to wait for.
+**In flight**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket`` and ``BucketPublication`` and
+not states, because each is an object to wait for.
 
 =======  ==============================================================================
 field    set from, until
@@ -51,7 +51,7 @@ updated  an update that sends nothing is asked for, until somebody has waited fo
 =======  ==============================================================================
 """
 
-from ..support.state_machine import Named, StateMachine
+from ..support.state_machine import Named
 
 
 class Gradient(Named):
@@ -148,15 +148,3 @@ OWNER: dict[tuple[Owner, OwnerEvent], Owner] = {
     (W.WORKER, WE.TAKE): W.CALLER,
     (W.CALLER, WE.TAKE): W.CALLER,
 }
-
-
-def gradient_of(bucket: int) -> StateMachine[Gradient, GradientEvent]:
-    return StateMachine(f"bucket {bucket}", G.ABSENT, GRADIENT)
-
-
-def publication_of(bucket: int) -> StateMachine[Publication, PublicationEvent]:
-    return StateMachine(f"bucket {bucket}", P.CURRENT, PUBLICATION)
-
-
-def owner_of(bucket: int) -> StateMachine[Owner, OwnerEvent]:
-    return StateMachine(f"bucket {bucket}", W.CALLER, OWNER)

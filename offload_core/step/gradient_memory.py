@@ -3,7 +3,7 @@
 Each bucket borrows memory of its size (its *home*) from its launch until its update has read the gradients, or they are
 dropped. At other times other engines of the process use that memory (``memory/working_memory.py``). If a bucket's
 update follows its arrival (``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only
-``LocalBucket.home`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
+``BucketGradient.home`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
 (``BucketTerms.direct``), each bucket keeps separate memory for its sums.
 
 A bucket's update may still have to wait for ``step()``: if nobody announced the step (a plain ``loss.backward()``), or
@@ -40,7 +40,7 @@ class _Slot:
     @property
     def held(self) -> bool:
         home = None if self.lent is None else self.lent()
-        return home is not None and self.holder is not None and self.holder.home is home
+        return home is not None and self.holder is not None and self.holder.gradient.home is home
 
 
 class GradientMemory:
@@ -93,10 +93,10 @@ class GradientMemory:
         Args:
             await_use: waits for a bucket's task. If that was its update, the bucket's slot is free.
         """
-        dtype = work.home_dtype
+        dtype = work.gradient.home_dtype
         numel = len(self._device.ranks) * work.bucket.shard_numel
         if (homes := self._homes.get(work.bucket.index)) is not None:
-            work.home = homes.borrow(numel, dtype.numpy)
+            work.gradient.home = homes.borrow(numel, dtype.numpy)
             return
         slot = self._free_slot()
         for lent in sorted(self._slots, key=lambda slot: slot.turn) if slot is None else ():  # the oldest first
@@ -106,14 +106,14 @@ class GradientMemory:
                 break
         if slot is None:
             self._warn(work)
-            work.own = work.home = self.allocate(work.bucket, dtype)
+            work.gradient.own = work.gradient.home = self.allocate(work.bucket, dtype)
             return
         assert self._of_slots is not None
         home = self._of_slots.borrow(numel, dtype.numpy)
         slot.turn = self._turns = self._turns + 1
         slot.lent = weakref.ref(home)
         slot.holder = work
-        work.home = home
+        work.gradient.home = home
 
     def _free_slot(self) -> _Slot | None:
         return next((slot for slot in self._slots if not slot.held), None)

@@ -7,7 +7,6 @@ import pytest
 
 from offload_core.errors import CollectiveError, StateError
 from offload_core.states.slots import CONTENT, Content, ContentEvent
-from offload_core.step import bucket_states
 from offload_core.step.bucket_states import (
     GRADIENT,
     OWNER,
@@ -49,7 +48,8 @@ def test_an_illegal_event_raises_with_names_and_changes_nothing(what):
 
 def test_a_step_returns_to_where_it_began():
     gradient, publication, owner = (
-        of(0) for of in (bucket_states.gradient_of, bucket_states.publication_of, bucket_states.owner_of)
+        StateMachine("bucket 0", start, table)
+        for start, table in ((Gradient.ABSENT, GRADIENT), (Publication.CURRENT, PUBLICATION), (Owner.CALLER, OWNER))
     )
     before = [machine.state for machine in (gradient, publication, owner)]
     for event in ("ADD", "LAUNCH", "LAND", "USE", "END"):

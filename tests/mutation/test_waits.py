@@ -32,7 +32,7 @@ from offload_core.step.bucket_states import GRADIENT, OWNER, PUBLICATION, Gradie
 from offload_core.step.decision import StepArguments
 from offload_core.step.gradient_access import GradientAccess
 from offload_core.step.health import HEALTH
-from offload_core.step.local_bucket import LocalBucket
+from offload_core.step.local_bucket import BucketPublication
 from offload_core.step.state_access import StateAccess
 from offload_core.support.state_machine import StateMachine
 from offload_core.testing.fake_device import FakeDevice, FakeTensor
@@ -106,7 +106,7 @@ class Twin:
         for i in params:
             with self.backward_reads(i):
                 self.add(i)
-                homes = sum(work.home is not None for work in self.pipeline.buckets.all)
+                homes = sum(work.gradient.home is not None for work in self.pipeline.buckets.all)
                 self.most_homes = max(self.most_homes, homes)
                 if not host_is_late:
                     self.go_on()
@@ -183,7 +183,8 @@ class Twin:
         """No bucket is on its way, and all staging is back."""
         buckets = self.pipeline.buckets
         assert self.states_of_buckets() <= {Gradient.ABSENT}
-        tasks = [(work.task, work.written, work.arrived, work.updated, work.owed) for work in buckets.all]
+        sent = [(work.publication.written, work.publication.arrived) for work in buckets.all]
+        tasks = sent + [(work.task, work.updated, work.owed) for work in buckets.all]
         assert not any(task for each in tasks for task in each)
         assert len(buckets.staging._free) == buckets.terms.staging_slots
         assert not buckets.in_staging
@@ -429,7 +430,7 @@ def gradients_pass_through_few_slots():
         twin = Twin((40, 100, 64, 50), update_in_backward=True)
         for params in ([3, 2, 1, 0], [0, 2], [1], [0, 1, 2, 3]):
             twin.early_step(*params, host_is_late=host_is_late)
-            assert {work.own is None for work in twin.pipeline.buckets.all} == {True}
+            assert {work.gradient.own is None for work in twin.pipeline.buckets.all} == {True}
             assert twin.most_homes <= GRADIENT_SLOTS
         twin.read(0, 1, 2, 3)
         twin.end()
@@ -878,16 +879,16 @@ def an_interrupt_after_a_wait():
 
     twin = Twin()
     twin.step(1, 0)
-    work = twin.pipeline.buckets.all[0]
+    publication = twin.pipeline.buckets.all[0].publication
 
     def interrupt():
-        LocalBucket.arrive(work)
+        BucketPublication.arrive(publication)
         raise Interrupt
 
-    work.arrive = interrupt
+    publication.arrive = interrupt
     with pytest.raises(Interrupt):
         twin.pipeline.finish()
-    del work.arrive
+    del publication.arrive
     twin.pipeline.finish()
     twin.check()
     twin.check_at_rest()
@@ -1147,14 +1148,19 @@ CORE_CHANGES = [
     Change(f"offload_core.{module}", function, old, new)
     for module, function, old, new in [
         ("step.pipeline", "Pipeline.step", "self.device.mark()", "self.reduction.last"),
-        ("step.update", "Updates._await_arrival", "work.arrived = ", ""),
+        ("step.update", "Updates._await_arrival", "work.publication.arrived = ", ""),
         ("step.update", "Updates._await_arrival", "work.release()", "pass"),
         ("step.update", "Updates.start_ahead", "work.updated = task", "pass"),
         ("step.update", "Updates.start_ahead", "work.give(", "(lambda task: None)("),
         ("step.update", "Updates.finish_publications", "self.land()", "pass"),
         ("step.update", "Updates.finish_states", "work.take()", "pass"),
         ("step.update", "Updates._send", "if len(self._travelling) == self._buckets.worker.depth:", "if False:"),
-        ("step.update", "Updates._send", "work.written = self._buckets.worker.submit", "self._buckets.worker.submit"),
+        (
+            "step.update",
+            "Updates._send",
+            "work.publication.written = self._buckets.worker.submit",
+            "self._buckets.worker.submit",
+        ),
         ("step.update", "Updates.start", "self._buckets.store.expect(", "iter("),
         ("step.update", "Updates.start_ahead", "self._buckets.store.expect(", "iter("),
         ("step.update", "Updates.send_early", "self._buckets.store.expect(", "iter("),
@@ -1170,10 +1176,15 @@ CORE_CHANGES = [
         ("step.reduction", "Reduction._reduce", "buckets.in_staging.append((work, landed))", "pass"),
         ("step.reduction", "Reduction._reduce", "work.give(", "(lambda task: None)("),
         ("step.reduction", "Reduction._reduce", "work.release()", "pass"),
-        ("step.local_bucket", "LocalBucket.arrive", "self.written = None", "pass"),
-        ("step.gradient_memory", "_Slot.held", "self.holder.home is home", "False"),
-        ("step.update", "Updates.send_early", "work.owed = None\n                work.give_back()", "work.owed = None"),
-        ("step.local_bucket", "LocalBucket.forget_gradients", "self.give_back()", "pass"),
+        ("step.local_bucket", "BucketPublication.arrive", "self.written = None", "pass"),
+        ("step.gradient_memory", "_Slot.held", "self.holder.gradient.home is home", "False"),
+        (
+            "step.update",
+            "Updates.send_early",
+            "work.owed = None\n                work.gradient.give_back()",
+            "work.owed = None",
+        ),
+        ("step.local_bucket", "BucketGradient.forget", "self.give_back()", "pass"),
         ("step.buckets", "LocalBuckets.claim", "work.take()", "pass"),
         ("step.buckets", "LocalBuckets.recover", "work.release()", "pass"),
         ("support.worker", "Background._run", "if self._failure is not None:", "if False:"),
