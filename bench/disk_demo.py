@@ -73,8 +73,9 @@ def expected(gpt: GPTConfig, config: dict[str, Any], steps: int, tokens: int) ->
     weight, x = torch.randn(4096, 4096, dtype=torch.bfloat16), torch.randn(tokens, 4096, dtype=torch.bfloat16)
     seconds = min(rounds.seconds(lambda: x @ weight) for _ in range(3))
     flops = 2 * x.shape[0] * weight.numel() / seconds
-    step = predict(terms, specs, Speeds(dram=dram, disk=disk, flops=flops), tokens=tokens)
-    states = Planner(terms).traffic(specs)[0].disk_write
+    planner = Planner(terms)
+    step = predict(planner, specs, Speeds(dram=dram, disk=disk, flops=flops), tokens=tokens)
+    states = planner.traffic(specs)[0].disk_write
     making = 6 * states / disk  # parameters are made, cut, read and written with their states
     return (
         f"{numel:,} parameters, {format_bytes(states)} of disk in {config['nvme_path']} ({disk / 1e9:.1f} GB/s): about "

@@ -139,6 +139,10 @@ class Engine:
 
     # --- parameters are added --------------------------------------------------------------------------
 
+    @property
+    def _planner(self) -> Planner:
+        return Planner(self._pipeline.buckets.terms, self._pipeline.buckets.allocated)
+
     def plan(
         self,
         specs: Sequence[ParamSpec],
@@ -148,8 +152,7 @@ class Engine:
         gradients_stay: bool = False,
     ) -> MemoryPlan:
         """As :meth:`Planner.plan`."""
-        planner = Planner(self._pipeline.buckets.terms)
-        return planner.plan(specs, frozen=frozen, besides=besides, gradients_stay=gradients_stay)
+        return self._planner.plan(specs, frozen=frozen, besides=besides, gradients_stay=gradients_stay)
 
     def rows_at_once(self, specs: Sequence[ParamSpec], arrays: Sequence[ArrayBytes], *, on_host: bool) -> list[PlanRow]:
         """As :func:`~offload_core.plans.at_once.rows_at_once`."""
@@ -159,7 +162,7 @@ class Engine:
         self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, devices: int, shared: bool
     ) -> MemoryPlan:
         """As :meth:`Planner.plan_with`."""
-        return Planner(self._pipeline.buckets.terms).plan_with(rows, specs, devices=devices, shared=shared)
+        return self._planner.plan_with(rows, specs, devices=devices, shared=shared)
 
     def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
         """Check, before parameters are added, that all processes of this machine have memory for as many.
@@ -171,15 +174,15 @@ class Engine:
         Raises:
             HostMemoryError, DeviceMemoryError, DiskSpaceError: the plan does not fit.
         """
-        buckets, device = self._pipeline.buckets, self.device
+        device = self.device
         check_memory(
-            buckets.terms,
+            self._planner,
             plan,
             again,
             host=available_bytes(),
             device=device.free_bytes(),
             processes=min(local_processes(), device.collectives.world_size),
-            lent=buckets.lent_bytes(specs),
+            lent=self._pipeline.buckets.lent_bytes(specs),
         )
 
     def add_parameters(

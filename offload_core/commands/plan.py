@@ -337,36 +337,39 @@ class _Asked:
         specs = specs_of(self.shapes, self.dtypes, config, args.world_size)
         scaled = LossScaler.of(config, [spec.dtype for spec in specs]) is not None
         terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
+        planner = self._planner(terms, store)
         if self.frozen:
-            return self._tier(args, about, store, terms, [], lambda: Planner(terms).plan([], frozen=specs))
-        return self._tier(args, about, store, terms, specs, lambda: Planner(terms).plan(specs))
+            return self._tier(args, about, store, planner, [], lambda: planner.plan([], frozen=specs))
+        return self._tier(args, about, store, planner, specs, lambda: planner.plan(specs))
 
     def _plan_jax(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
         config = _config(args, store)
         on_host = args.device == "cpu"
         terms = BucketTerms(config, planned_jax_device(on_host=on_host))
+        planner = self._planner(terms, store)
         specs, arrays = self.part.specs_of(self.shapes, self.dtypes, config, on_host=on_host)
 
         def plan() -> MemoryPlan:
             rows = rows_at_once(terms, specs, arrays, on_host=on_host, donate=about["donate"])
-            return Planner(terms).plan_with(rows, specs, devices=self.devices, shared=on_host)
+            return planner.plan_with(rows, specs, devices=self.devices, shared=on_host)
 
-        return self._tier(args, about, store, terms, specs, plan)
+        return self._tier(args, about, store, planner, specs, plan)
+
+    def _planner(self, terms: BucketTerms, store: str) -> Planner:
+        return Planner(terms, free_elsewhere={terms.store_kind.place: self.disk} if store == "nvme" else None)
 
     def _tier(
         self,
         args: argparse.Namespace,
         about: dict[str, Any],
         store: str,
-        terms: BucketTerms,
+        planner: Planner,
         specs: Sequence[ParamSpec],
         make_plan: Callable[[], MemoryPlan],
     ) -> _Tier:
-        if store == "nvme":
-            terms.given_free = {terms.store_kind.place: self.disk}
-        plan = fill_host_memory(terms, make_plan(), make_plan, self.host // self.processes)
+        plan = fill_host_memory(planner, make_plan(), make_plan, self.host // self.processes)
         step = predict(
-            terms,
+            planner,
             specs,
             self.speeds,
             processes=self.processes,
@@ -378,12 +381,12 @@ class _Asked:
         missing = plan.missing(self.host, self.device_memory, processes=self.processes)
         disk = None
         if store == "nvme" and not self.frozen:
-            traffic, _ = Planner(terms).traffic(specs)
+            traffic, _ = planner.traffic(specs)
             written = self.processes * traffic.disk_write
             a_day = None if step.disk is None else written * _DAY / step.seconds
             disk = _Disk(traffic.disk_read, traffic.disk_write, a_day)
         about = {**about, "offload_optimizer": store}
-        work, working = Planner(terms).matrix_work(specs), terms.working_sizes(terms.kinds(specs))
+        work, working = planner.matrix_work(specs), planner.terms.working_sizes(planner.terms.kinds(specs))
         return _Tier(about, plan, missing, step, work, disk, working, self.frozen)
 
     @property

@@ -1,7 +1,7 @@
 """Plans: the bytes that each consumer of memory takes, and the bytes that a step moves."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from ..memory.plan import (
     PlanRow,
 )
 from ..rules import MASTER, Rule
+from .allocated import Allocated
 from .terms import (
     DIRECTIONS,
     GRADIENT_SLOTS,
@@ -79,26 +80,26 @@ class Traffic:
     disk_write: float = 0
 
 
-def fill_host_memory(terms: BucketTerms, plan: MemoryPlan, again: Callable[[], MemoryPlan], free: int) -> MemoryPlan:
+def fill_host_memory(planner: "Planner", plan: MemoryPlan, again: Callable[[], MemoryPlan], free: int) -> MemoryPlan:
     """Give free host memory to the states of new parameters, unless the settings limit it.
 
     Args:
         plan: the plan of the new parameters.
-        again: makes that plan again, with the changed ``terms``.
+        again: makes that plan again, with the changed ``planner``.
         free: the bytes of host memory that this process may take.
 
     Returns:
         The plan that the next allocation follows.
     """
-    if not terms.fills_free_memory:
+    if planner.terms.host_budget is not None:
         return plan
-    terms.state_budget = 0
-    terms.take_free(free, again().needs[HOST])
+    planner.allocated.state_budget = 0
+    planner.allocated.take_free(free, again().needs[HOST])
     return again()
 
 
 def check_memory(
-    terms: BucketTerms,
+    planner: "Planner",
     plan: MemoryPlan,
     again: Callable[[], MemoryPlan],
     *,
@@ -118,17 +119,29 @@ def check_memory(
         lent: the bytes of each plan's host memory that idle engines of the same process lend.
     """
     host += processes * lent
-    fill_host_memory(terms, plan, again, host // processes).check(host, device, processes=processes)
+    fill_host_memory(planner, plan, again, host // processes).check(host, device, processes=processes)
 
 
 class Planner:
     """Makes plans by the same rules (``BucketTerms``) by which a process allocates.
 
     Sizes on the device assume that gradients come in this order: last parameter first.
+
+    Args:
+        allocated: the memory that the process's buckets already have; None: it has no buckets.
+        free_elsewhere: as :attr:`MemoryPlan.free_elsewhere`, for another machine; None: read this machine's.
     """
 
-    def __init__(self, terms: BucketTerms) -> None:
+    def __init__(
+        self,
+        terms: BucketTerms,
+        allocated: Allocated | None = None,
+        *,
+        free_elsewhere: Mapping[str, int | None] | None = None,
+    ) -> None:
         self.terms = terms
+        self.allocated = Allocated(terms) if allocated is None else allocated
+        self._free_elsewhere = free_elsewhere
 
     def plan(
         self,
@@ -169,13 +182,14 @@ class Planner:
         Args:
             shared: True if the device's memory is host memory.
         """
+        store, free = self.terms.store_kind, self._free_elsewhere
         return MemoryPlan(
             tuple(rows),
             sum(spec.numel for spec in specs),
             shared=shared,
             savings=self.savings(specs, frozen=frozen),
             on_disk=self._on_disk(specs, frozen),
-            free_elsewhere=self.terms.free_elsewhere,
+            free_elsewhere={store.place: store.free_bytes(self.terms.config)} if free is None else free,
             folders=tuple(self.terms.config.nvme_path or ()),
         )
 
@@ -192,8 +206,7 @@ class Planner:
         that it saves)``, smallest saving first."""
         mine = self._bytes_in(HOST, specs, frozen)
         saved = {
-            setting: mine - Planner(self.terms.with_(**fields))._bytes_in(HOST, specs, frozen)
-            for setting, fields in NARROWER.items()
+            setting: mine - self._with(**fields)._bytes_in(HOST, specs, frozen) for setting, fields in NARROWER.items()
         }
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
@@ -207,7 +220,7 @@ class Planner:
             settings.append({"offload_param": "nvme"})
         found = []
         for more in settings:
-            there = Planner(self.terms.with_(**ON_DISK, nvme_path=FOLDER, **more))
+            there = self._with(**ON_DISK, nvme_path=FOLDER, **more)
             named = {"offload_optimizer": ON_DISK["offload_optimizer"], "nvme_path": FOLDER, **more}
             found.append(
                 DiskTier(
@@ -217,6 +230,10 @@ class Planner:
                 )
             )
         return tuple(found)
+
+    def _with(self, **fields: Any) -> "Planner":
+        """Return a planner for the same process with other settings."""
+        return Planner(self.terms.with_(**fields), self.allocated)
 
     def _bytes_in(self, where: str, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> int:
         return sum(row.n_bytes for row in self.host_rows(specs, frozen=frozen) if row.where == where)
@@ -235,7 +252,7 @@ class Planner:
         elsewhere = self.terms.store_kind.place
         kept = {place: dict.fromkeys(states, 0) for place in (elsewhere, HOST)}
         host = dict.fromkeys((GRADIENTS_ON_HOST, STAGING, PARAMETER_SHARDS), 0)
-        parted = self.terms.parted(kinds)
+        parted = self.terms.parted(kinds, self.allocated.state_budget)
         for (bucket, _), *counts in zip(kinds, *parted, strict=True):
             numel = len(self.terms.device.ranks) * bucket.shard_numel
             for name, format in self.terms.state_formats(bucket).items():
@@ -246,23 +263,25 @@ class Planner:
                     host[PARAMETER_SHARDS] = (
                         host.get(PARAMETER_SHARDS, 0) + counts[0][1] * numel * format.upper.itemsize
                     )
-        store, blocks = self.terms.store_kind, self.terms.blocks
+        store, blocks = self.terms.store_kind, self.allocated.blocks
         host[BLOCKS] = store.working_bytes([*blocks, *parted[1]]) - store.working_bytes(blocks)
         if self.terms.reads_blocks and store.keeps_blocks:
             host[BLOCK_COPY] = max((size for size, n in parted[1] if n), default=0)
-        lent = self.terms.slot_bytes_of_kinds(kinds)
+        lent = self.terms.gradient_slot_bytes(kinds, self.allocated.gradient_slot_bytes)
         if lent is not None:
-            host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self.terms.lent_bytes)
+            host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self.allocated.gradient_slot_bytes)
         elif self.terms.has_home:
             host[GRADIENTS_ON_HOST] = sum(n * self.terms.home_bytes(bucket) for bucket, n in kinds)
         if not self.terms.direct:
             slot_bytes = self.terms.slot_bytes([bucket for bucket, _ in kinds])
-            host[STAGING] = self.terms.staging_slots * max(slot_bytes - self.terms.ring_bytes, 0)
+            host[STAGING] = self.terms.staging_slots * max(slot_bytes - self.allocated.staging_slot_bytes, 0)
         if direction_bytes := self.terms.direction_bytes(bucket for bucket, _ in kinds):
-            host[DIRECTIONS] = self.terms.direction_slots * max(direction_bytes - self.terms.directions_bytes, 0)
+            more = max(direction_bytes - self.allocated.direction_slot_bytes, 0)
+            host[DIRECTIONS] = self.terms.direction_slots * more
         if self.terms.shards_on_disk:
             alone = self.terms.kinds(frozen)
-            (slots, each), (had, before) = self.terms.slots_with(kinds, alone), self.terms.shard_slots
+            had, before = self.allocated.shard_slots
+            slots, each = self.terms.shard_slots(kinds, alone, self.allocated.shard_slots)
             host[PARAMETERS_ON_WAY] = slots * each - had * before
             spaces = [(n, bucket.shard_numel * bucket.dtype.itemsize) for bucket, n in alone if bucket.partitioned]
             kept[elsewhere][FROZEN_SHARDS] = sum(n * aligned(n_bytes) for n, n_bytes in spaces)
@@ -423,7 +442,7 @@ class Planner:
         update, to_host, to_device = (
             sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")
         )
-        on_disk = self.terms.parted(kinds)[1]
+        on_disk = self.terms.parted(kinds, self.allocated.state_budget)[1]
         moved = sum(size * n for size, n in on_disk)
         gathered = sum(
             n * self.terms.bytes_to_gather(bucket) for (bucket, _), (_, n) in zip(kinds, on_disk, strict=True)

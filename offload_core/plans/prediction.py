@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 from ..layout.partition import ParamSpec
 from .planner import Planner, Traffic
-from .terms import BucketTerms
 
 _FLOPS_A_TOKEN = 6
 _FLOPS_A_TOKEN_CHECKPOINTED = 8
@@ -54,7 +53,7 @@ class StepTime:
 
 
 def predict(
-    terms: BucketTerms,
+    planner: Planner,
     specs: Sequence[ParamSpec],
     speeds: Speeds,
     *,
@@ -85,7 +84,7 @@ def predict(
         tokens: the tokens of a whole step on one rank, or on each device.
         checkpointing: True if activations are computed again in backward.
     """
-    whole, last = Planner(terms).traffic(specs)
+    whole, last = planner.traffic(specs)
 
     def over_link(n_bytes: float) -> float | None:
         return 0.0 if not n_bytes else None if speeds.link is None else n_bytes / (devices * speeds.link)
@@ -102,4 +101,4 @@ def predict(
     disk = 0.0 if not moved else None if speeds.disk is None else moved / speeds.disk
     tail = update(last) + sum(over_link(n) or 0.0 for n in (last.to_host, last.to_device))
     ways = over_link(whole.to_host), over_link(whole.to_device)
-    return StepTime(compute, update(whole), *ways, tail, terms.overlaps, disk)
+    return StepTime(compute, update(whole), *ways, tail, planner.terms.overlaps, disk)

@@ -4,7 +4,7 @@
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..device.protocols import Arrival, DeviceTerms
 from ..disk.scratch import aligned
 from ..disk.shards import SLOTS
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
-from ..layout.partition import Bucket, Kinds, ParamSpec, kinds_of, planned
+from ..layout.partition import Bucket, Kinds, ParamSpec, planned
 from ..rules import MASTER, Rule
 from ..states import STORES
 from ..support.worker import Background, Inline
@@ -24,11 +24,6 @@ MATRICES = "matrices in an update"
 DIRECTIONS = "directions"
 """Buffers of rules with a part that the device computes from whole matrices."""
 GRADIENTS_ON_HOST = "gradients on the host"
-_RESERVED = 10
-"""If states may take all free memory, a tenth stays free. A plan leaves out temporary memory of autograd, the framework
-and the page cache, which grows with the model. More states on disk only cost time."""
-_LEAST_RESERVE = 2**30
-"""At least 1 GiB stays free, because libraries take some hundred MiB beside a small model, too."""
 GRADIENT_SLOTS = 4
 """The slots for gradients on the host, where buckets share them: one for a bucket that is updated, two for buckets in
 flight, and one more, so that no bucket waits."""
@@ -36,6 +31,8 @@ flight, and one more, so that no bucket waits."""
 
 class BucketTerms:
     """The rules for the buffers, the states and the schedule of one process's buckets.
+
+    They do not change. :class:`Allocated` has the sizes of existing buffers, which some of these rules take.
 
     Args:
         scaled: True if losses are scaled.
@@ -68,48 +65,20 @@ class BucketTerms:
         """True if states are updated early together with their parameters, so that both are always of one step."""
         self.lends_gradient_memory = self.updates_early and not self.direct and config.gradient_accumulation_steps == 1
         """True if gradients share a few slots on the host, because each update comes as soon as they arrive."""
-        self.ring_bytes = 0
-        self.lent_bytes = 0
-        """The size of the existing gradient slots."""
-        self.directions_bytes = 0
-        """The size of the existing buffers for directions."""
-        budget = self.store_kind.host_budget(config)
-        self.state_budget = budget or 0
-        """The bytes of host memory that states of new buckets may take, if the store also has another place."""
-        self.fills_free_memory = budget is None
-        """True if :meth:`take_free` sets ``state_budget``, from the memory that is free when parameters are added."""
-        self.blocks: list[tuple[int, int]] = []
-        """The existing states in the store's own place, in the form that :meth:`Store.working_bytes` takes."""
+        self.host_budget = self.store_kind.host_budget(config)
+        """The bytes of host memory that states may take if the store also has another place; None: all free memory."""
         self.reads_blocks = config.schedule == "delayed" or (self.sends_early and not self.updates_early)
         """True if parameters are also written without a change of their states."""
-        self.shard_slots = (0, 0)
-        """The number of the existing slots for shards in flight from disk, and the bytes of each slot."""
-        self.given_free: Mapping[str, int | None] | None = None
-        """The value of :attr:`free_elsewhere` in plans for another machine; None: read this machine's."""
 
-    def ring_was_made(self, slot_bytes: int) -> None:
-        """Record the size of the staging ring. Later plans count only the bytes beyond it."""
-        self.ring_bytes = slot_bytes
+    def shard_slots(self, trained: Kinds, frozen: Kinds, existing: tuple[int, int]) -> tuple[int, int]:
+        """Return the slots for shards in flight from disk that existing and new parameters need: ``(slots, bytes)``.
 
-    def gradient_slots_were_made(self, slot_bytes: int) -> None:
-        """Record the size of the gradient slots. Later plans count only the bytes beyond it."""
-        self.lent_bytes = slot_bytes
-
-    def directions_were_made(self, n_bytes: int) -> None:
-        """Record the size of the buffers for directions. Later plans count only the bytes beyond it."""
-        self.directions_bytes = n_bytes
-
-    def states_were_made(self, buckets: Sequence[Bucket]) -> None:
-        """Record the bytes that the states of new buckets take, so that later plans count only further states."""
-        kept, elsewhere = self.parted(kinds_of(buckets))
-        self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
-        self.blocks += elsewhere
-
-    def slots_with(self, trained: Kinds, frozen: Kinds) -> tuple[int, int]:
-        """Return the slots for shards in flight from disk that new parameters would need, too: ``(slots, bytes)``."""
+        Args:
+            existing: the existing slots.
+        """
         if not self.shards_on_disk:
             return 0, 0
-        n, size = self.shard_slots
+        n, size = existing
         read = [(more, self.bytes_to_gather(bucket)) for bucket, more in trained if bucket.partitioned]
         read += [
             (more, aligned(bucket.shard_numel * bucket.dtype.itemsize)) for bucket, more in frozen if bucket.partitioned
@@ -126,44 +95,28 @@ class BucketTerms:
         dtype = bucket.dtype if master is SPLIT else master.values  # master weights are rounded after the read
         return aligned(bucket.shard_numel * dtype.itemsize)
 
-    def slots_were_made(self, trained: Kinds, frozen: Kinds) -> None:
-        """Record the slots for shards in flight from disk. Later plans count only further slots."""
-        self.shard_slots = self.slots_with(trained, frozen)
-
-    def take_free(self, free: int, others: int) -> None:
-        """Have the states of new buckets take the free host memory, less a reserve.
-
-        Args:
-            free: the free bytes that this process may take.
-            others: the bytes that everything else in its plan takes.
-        """
-        self.state_budget = max(free - others - max(free // _RESERVED, _LEAST_RESERVE), 0)
-
     def state_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of the states of a process's shards of a bucket, in the store's own place."""
         numel = len(self.device.ranks) * bucket.shard_numel
         return sum(self.store_kind.n_bytes(format, numel) for format in self.state_formats(bucket).values())
 
-    def parted(self, kinds: Kinds) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def parted(self, kinds: Kinds, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Split new states into two lists: states in host memory, and states in the store's own place.
+
+        Args:
+            budget: as :meth:`Store.kept_on_host`.
 
         Returns:
             In each list, for each kind in order, ``(bytes of a bucket's states, number of buckets)``.
         """
         blocks = [(self.state_bytes(bucket), n) for bucket, n in kinds]
-        kept = self.store_kind.kept_on_host(self.state_budget, blocks)
+        kept = self.store_kind.kept_on_host(budget, blocks)
         stay = [(size, m) for (size, _), m in zip(blocks, kept, strict=True)]
         return stay, [(size, n - m) for (size, n), m in zip(blocks, kept, strict=True)]
 
     def with_(self, **fields: Any) -> "BucketTerms":
         """Return a copy of these terms with other settings."""
-        terms = BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
-        terms.ring_was_made(self.ring_bytes)
-        terms.gradient_slots_were_made(self.lent_bytes)
-        terms.shard_slots = self.shard_slots
-        terms.directions_were_made(self.directions_bytes)
-        terms.state_budget, terms.blocks = self.state_budget, [*self.blocks]
-        return terms
+        return BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
 
     # --- small decisions, each made here only --------------------------------------------------------
 
@@ -217,13 +170,6 @@ class BucketTerms:
         return Master.WITH_PARAMETER if self.in_store(bucket) else Master.of(self.state_formats(bucket))
 
     @property
-    def free_elsewhere(self) -> dict[str, int | None]:
-        """The free bytes in the store's own place, as :attr:`MemoryPlan.free_elsewhere`."""
-        if self.given_free is not None:
-            return dict(self.given_free)
-        return {self.store_kind.place: self.store_kind.free_bytes(self.config)}
-
-    @property
     def overlaps(self) -> bool:
         """True if copies, reduction and the update run at the same time as the device's work."""
         return self.worker.behind
@@ -258,18 +204,19 @@ class BucketTerms:
         """Return the bytes of the bucket's gradients on the host."""
         return len(self.device.ranks) * bucket.shard_numel * self.home_dtype(bucket).itemsize
 
-    def gradient_slot_bytes(self, buckets: Sequence[Bucket]) -> int | None:
-        """Return the size of the gradient slots that these buckets share, which is the largest bucket's. None: each
-        bucket has gradient memory of its own, because slots would take no less, or needs none."""
-        return self.slot_bytes_of_kinds([(bucket, 1) for bucket in buckets])
+    def gradient_slot_bytes(self, kinds: Kinds, existing: int = 0) -> int | None:
+        """Return the size of the gradient slots that new buckets share, which is the largest bucket's. None: each
+        bucket has private gradient memory, because slots would take no less, or needs none.
 
-    def slot_bytes_of_kinds(self, kinds: Kinds) -> int | None:
+        Args:
+            existing: the size of the existing slots.
+        """
         if not self.lends_gradient_memory:
             return None
         sizes = [(self.home_bytes(bucket), n) for bucket, n in kinds]
-        largest = max([self.lent_bytes, *(size for size, _ in sizes)])
-        own = sum(n * size for size, n in sizes)
-        return largest if GRADIENT_SLOTS * (largest - self.lent_bytes) < own else None
+        largest = max([existing, *(size for size, _ in sizes)])
+        private = sum(n * size for size, n in sizes)
+        return largest if GRADIENT_SLOTS * (largest - existing) < private else None
 
     def home_dtype(self, bucket: Bucket) -> ElementType:
         return FLOAT32 if self.sums else self.device.sizes.arrival(self.wire(bucket)).dtype
@@ -285,13 +232,13 @@ class BucketTerms:
     def working_sizes(self, kinds: Kinds) -> dict[bool, Counter[int]]:
         """Return the sizes of the memory that engines use in turn, by True for pinned memory and False for other.
 
-        ``kinds`` are an engine's first parameters: nothing is subtracted for existing ones.
+        ``kinds`` are an engine's first parameters.
         """
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         if self.direct:
             return found
         buckets = [bucket for bucket, _ in kinds]
-        lent = self.slot_bytes_of_kinds(kinds)
+        lent = self.gradient_slot_bytes(kinds)
         if lent is not None:
             found[any(map(self.home_is_pinned, buckets))][lent] += GRADIENT_SLOTS
         for bucket, n in kinds if lent is None else ():

@@ -15,7 +15,8 @@ from .arrays import StateRun
 from .block_layout import BlockLayout, padded_bytes
 from .chain import Chain
 from .in_memory import StatesInMemory
-from .ring import SLOTS, Ring
+from .ring import Ring
+from .slots import SLOTS
 from .store import Extent, StateBlock, Store
 
 

@@ -129,7 +129,7 @@ class Announced:
         """Treat parameters that were sent early as stale again. The caller has waited for all sends."""
         for work in self.asked:
             if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
-                work.fall_behind(work.members, PublicationEvent.RECALL)
+                work.publication.fall_behind(work.members, PublicationEvent.RECALL)
         self.asked = {}
 
     def end(self) -> set[LocalBucket]:

@@ -153,7 +153,7 @@ class Arrivals:
                 work.gradient.on(GradientEvent.ADD)
                 since.begun = True
                 all_mine = len(mine) == len(gradients)
-                work.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
+                work.gradient.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
                 since.round.closed |= mine
             elif work.members.isdisjoint(without):
                 continue
@@ -165,7 +165,7 @@ class Arrivals:
 
     def _is_full(self, work: LocalBucket, round: _Round) -> bool:
         """True if this bucket, not launched in this round, gets no further gradient."""
-        return len(work.waiting) == len(work.members) or (bool(self._apart) and work.members <= round.closed)
+        return len(work.gradient.waiting) == len(work.members) or (bool(self._apart) and work.members <= round.closed)
 
     # --- parameters that are settled -----------------------------------------------------------------
 
@@ -281,7 +281,7 @@ class Arrivals:
                 continue
         self.begin(order)
         for work in unused:
-            work.forget_gradients(GradientEvent.DROP)
+            work.gradient.forget(GradientEvent.DROP)
 
     def drop(self, params: Sequence[int]) -> None:
         """Discard the gradients of these parameters. Raise the errors of their buckets' tasks."""
@@ -295,17 +295,17 @@ class Arrivals:
         for param in params:
             self.since.aside.pop(param, None)
         for work in touched:
-            dropped = work.members.intersection(params)
-            if round is not None and work.gradient.state is Gradient.FILLING:  # it was not launched
+            gradient, dropped = work.gradient, work.members.intersection(params)
+            if round is not None and gradient.state is Gradient.FILLING:  # it was not launched
                 round.closed -= dropped
             for param in dropped:
-                work.waiting.pop(param, None)
-            pieces = np.array([i for param in dropped for i in work.positions.get(param, ())], np.int64)
-            if work.home is not None:
+                gradient.waiting.pop(param, None)
+            pieces = np.array([i for param in dropped for i in work.table.positions.get(param, ())], np.int64)
+            if gradient.home is not None:
                 for piece in (work.pieces[i] for i in pieces.tolist()):
-                    work.home[piece.offset : piece.offset + piece.numel] = 0  # later gradients are added to it
-            work.hold(pieces, HostArrays.none(len(pieces)))
-            work.squares = None
+                    gradient.home[piece.offset : piece.offset + piece.numel] = 0  # later gradients are added to it
+            gradient.hold(pieces, HostArrays.none(len(pieces)))
+            gradient.squares = None
         for work in touched:
-            if not work.waiting and not work.has_landed:
-                work.forget_gradients(GradientEvent.DROP)
+            if not work.gradient.waiting and not work.gradient.has_landed:
+                work.gradient.forget(GradientEvent.DROP)

@@ -16,7 +16,7 @@ A rank without a gradient also takes part in a bucket's reduction. Gradients may
 An early update (``early_publish.py``) leaves them USED until its step comes.
 
 **Publication**: the device parameters, compared with the rounded master weights. If some parameters of a bucket are
-sent early, ``LocalBucket.stale`` still names the stale ones among the others.
+sent early, ``BucketPublication.stale`` still names the stale ones among the others.
 
 ========  =============================================================================
 state     device parameters
@@ -38,8 +38,8 @@ WORKER  the pipeline's worker, until the caller has waited for the task that it 
 Updates that send parameters do not change the owner. The worker gets them all together, and the caller waits for the
 last one before it takes the first gradient of the next step.
 
-**In flight**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket`` and not states, because each
-is an object to wait for.
+**In flight**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket`` and ``BucketPublication`` and
+not states, because each is an object to wait for.
 
 =======  ==============================================================================
 field    set from, until
@@ -51,18 +51,10 @@ updated  an update that sends nothing is asked for, until somebody has waited fo
 =======  ==============================================================================
 """
 
-from collections.abc import Mapping
-from enum import Enum
-from typing import Generic, TypeVar
-
-from ..errors import StateError
+from ..support.state_machine import Named
 
 
-class _Named(Enum):
-    __hash__ = object.__hash__  # in C; an enum's hash is in Python, and each gradient needs two
-
-
-class Gradient(_Named):
+class Gradient(Named):
     ABSENT = "absent"
     FILLING = "filling"
     TRAVELLING = "travelling"
@@ -70,7 +62,7 @@ class Gradient(_Named):
     USED = "used"
 
 
-class GradientEvent(_Named):
+class GradientEvent(Named):
     ADD = "add a gradient"
     LAUNCH = "launch"
     LAND = "land"
@@ -80,7 +72,7 @@ class GradientEvent(_Named):
     ABORT = "abort"
 
 
-class Publication(_Named):
+class Publication(Named):
     CURRENT = "current"
     STALE = "stale"
     SENT = "sent"
@@ -88,7 +80,7 @@ class Publication(_Named):
     RELEASED = "released"
 
 
-class PublicationEvent(_Named):
+class PublicationEvent(Named):
     FALL_BEHIND = "fall behind the master weights"
     SEND = "send"
     ARRIVE = "arrive"
@@ -100,12 +92,12 @@ class PublicationEvent(_Named):
     RESTORE = "restore"
 
 
-class Owner(_Named):
+class Owner(Named):
     CALLER = "the caller's"
     WORKER = "the worker's"
 
 
-class OwnerEvent(_Named):
+class OwnerEvent(Named):
     GIVE = "give to the worker"
     TAKE = "take back"
 
@@ -156,38 +148,3 @@ OWNER: dict[tuple[Owner, OwnerEvent], Owner] = {
     (W.WORKER, WE.TAKE): W.CALLER,
     (W.CALLER, WE.TAKE): W.CALLER,
 }
-
-S = TypeVar("S", bound=Enum)
-E = TypeVar("E", bound=Enum)
-
-
-class StateMachine(Generic[S, E]):
-    """The state of ``subject``; :meth:`on` moves it along its table."""
-
-    def __init__(self, subject: str, start: S, table: Mapping[tuple[S, E], S]) -> None:
-        self.subject = subject
-        self.state = start
-        self._table = table
-
-    def on(self, event: E) -> None:
-        """Move to the state after ``event``. Raise :class:`StateError`, and keep the state, if it is not allowed."""
-        following = self._table.get((self.state, event))
-        if following is None:
-            allowed = ", ".join(repr(e.value) for (s, e) in self._table if s is self.state)
-            raise StateError(
-                f"{self.subject}: {event.value!r} is not allowed while its {type(self.state).__name__.lower()} "
-                f"is {self.state.value!r}; expected one of {allowed}"
-            )
-        self.state = following
-
-
-def gradient_of(bucket: int) -> StateMachine[Gradient, GradientEvent]:
-    return StateMachine(f"bucket {bucket}", G.ABSENT, GRADIENT)
-
-
-def publication_of(bucket: int) -> StateMachine[Publication, PublicationEvent]:
-    return StateMachine(f"bucket {bucket}", P.CURRENT, PUBLICATION)
-
-
-def owner_of(bucket: int) -> StateMachine[Owner, OwnerEvent]:
-    return StateMachine(f"bucket {bucket}", W.CALLER, OWNER)

@@ -18,6 +18,7 @@ from ..layout.partition import Bucket, ParamSpec, Piece, cut, matrices_of
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
 from ..native import kernels
+from ..plans.allocated import Allocated
 from ..plans.planner import Planner
 from ..plans.terms import DIRECTIONS, BucketTerms
 from ..ranks.consistency import check_start, heard_by_all
@@ -25,7 +26,7 @@ from ..rules import MASTER
 from ..states.store import Extent
 from ..support.threads import Task, clear_up
 from .gradient_memory import GradientMemory
-from .local_bucket import LocalBucket, Writes
+from .local_bucket import BucketGradient, LocalBucket, PieceTable, Writes
 
 T = TypeVar("T")
 
@@ -39,6 +40,7 @@ class LocalBuckets:
     def __init__(self, config: OffloadConfig, device: Device, *, scaled: bool = False) -> None:
         self.config = config
         self.terms = BucketTerms(config, device, scaled=scaled)
+        self.allocated = Allocated(self.terms)
         self.device = device
         self.trace = device.trace
         self.threads = config.threads
@@ -49,7 +51,7 @@ class LocalBuckets:
         self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
         self.planned: list[PlanRow] = []
         """The planned rows of host memory, appended by each :meth:`add`."""
-        self.gradient_memory = GradientMemory(self.memory, device, self.terms)
+        self.gradient_memory = GradientMemory(self.memory, device, self.terms, self.allocated)
         self.staging: StagingRing | None = None
         self.directions: StagingRing | None = None
         """Memory for matrices in flight to and from the device; None: no rule needs any."""
@@ -69,10 +71,10 @@ class LocalBuckets:
             self.store.close()
         self.device.synchronize()  # a step that broke off may have left copies in flight
         for work in self.all:
-            work.give_back()
+            work.gradient.give_back()
             work.lease = None
         self.staging = self.directions = None
-        self.gradient_memory = GradientMemory(self.memory, self.device, self.terms)
+        self.gradient_memory = GradientMemory(self.memory, self.device, self.terms, self.allocated)
 
     # --- parameters and states ---------------------------------------------------------------------
 
@@ -81,7 +83,7 @@ class LocalBuckets:
     ) -> list[LocalBucket]:
         """Add parameters, as :meth:`Pipeline.add_parameters`. Return the new buckets."""
         terms = self.terms
-        planned = Planner(terms).host_rows(specs, frozen=frozen)
+        planned = Planner(terms, self.allocated).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         buckets = self._build(specs)
         with heard_by_all(self.device.collectives, "memory for states"):  # a disk may be too small on one rank
@@ -92,16 +94,15 @@ class LocalBuckets:
         self.of += [[] for _ in specs]
         for bucket, own in zip(buckets, self.gradient_memory.take_on(buckets), strict=True):
             in_place = terms.direct or (bucket.partitioned and terms.host_shards)
-            wire = terms.wire(bucket)
+            pieces, wire = bucket.shards(self.device.ranks), terms.wire(bucket)
+            table = PieceTable(bucket, pieces, {piece.param: specs[piece.param - first] for piece in bucket.pieces})
+            arrival, home_dtype = self.device.sizes.arrival(wire), terms.home_dtype(bucket)
             work = LocalBucket(
                 bucket,
-                bucket.shards(self.device.ranks),
-                {piece.param: specs[piece.param - first] for piece in bucket.pieces},
+                pieces,
+                table,
                 terms.rule_of(bucket),
-                wire,
-                self.device.sizes.arrival(wire),
-                terms.home_dtype(bucket),
-                own,
+                BucketGradient(bucket.index, table.offsets, wire, arrival, home_dtype, own),
                 terms.master(bucket),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
                 self._matrices(bucket),
@@ -116,22 +117,22 @@ class LocalBuckets:
 
     def _allocate(self, buckets: Sequence[Bucket], specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> None:
         """Allocate the states of new buckets, and staging rings that are large enough for their copies."""
-        terms = self.terms
-        self.store.allocate(buckets, terms.state_formats, terms.state_budget)
-        terms.states_were_made(buckets)
-        terms.slots_were_made(terms.kinds(specs), terms.kinds(frozen))
+        terms, allocated = self.terms, self.allocated
+        self.store.allocate(buckets, terms.state_formats, allocated.state_budget)
+        allocated.add_states(buckets)
+        allocated.add_shard_slots(terms.kinds(specs), terms.kinds(frozen))
         slot_bytes = terms.slot_bytes(buckets)
         if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor
             self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=True)
-            terms.ring_was_made(slot_bytes)
+            allocated.staging_slot_bytes = slot_bytes
         direction_bytes = terms.direction_bytes(buckets)
         if direction_bytes > (0 if self.directions is None else self.directions.slot_bytes):
             self.directions = None
             self.directions = StagingRing(
                 self.memory, slots=terms.direction_slots, n_bytes=direction_bytes, pinned=True, label=DIRECTIONS
             )
-            terms.directions_were_made(direction_bytes)
+            allocated.direction_slot_bytes = direction_bytes
 
     def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
         """Return how many bytes of host memory for these first parameters other engines lend: :meth:`add` need not
@@ -213,16 +214,17 @@ class LocalBuckets:
     def promote(self, work: LocalBucket) -> np.ndarray:
         """Return fp32 memory in which the bucket's gradients are summed. If its home has another element type, allocate
         an fp32 home and copy the gradients into it."""
-        if work.home is None or work.home.dtype != FLOAT32.numpy:
+        gradient = work.gradient
+        if gradient.home is None or gradient.home.dtype != FLOAT32.numpy:
             home = self.gradient_memory.allocate(work.bucket, FLOAT32)
-            if work.home is not None and work.has_landed:
-                kernels.cast_array(work.home, BY_NUMPY[work.home.dtype], home, FLOAT32, self.threads)
-            work.home = work.own = home
-        return work.home
+            if gradient.home is not None and gradient.has_landed:
+                kernels.cast_array(gradient.home, BY_NUMPY[gradient.home.dtype], home, FLOAT32, self.threads)
+            gradient.home = gradient.own = home
+        return gradient.home
 
     def await_home(self, work: LocalBucket) -> None:
         """Ensure that the bucket has memory for gradients. If all slots are lent, wait for updates that free one."""
-        if work.home is None:
+        if work.gradient.home is None:
             self.gradient_memory.lend(work, lambda other: self.claim(other, "wait for gradient memory"))
 
     # --- small decisions, each made here only --------------------------------------------------------
@@ -238,8 +240,8 @@ class LocalBuckets:
 
     def in_place(self, work: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
         """Return the addresses of pieces in the parameters' tensors, which are host memory."""
-        arrays = self.device.host_arrays([tensors[param] for param in work.params[pieces].tolist()])
-        return arrays.addresses + (work.in_tensor[pieces] * work.bucket.dtype.itemsize).astype(np.uintp)
+        arrays = self.device.host_arrays([tensors[param] for param in work.table.params[pieces].tolist()])
+        return arrays.addresses + (work.table.in_tensor[pieces] * work.bucket.dtype.itemsize).astype(np.uintp)
 
     def load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
         """Copy a piece of a parameter's tensor to its master weights."""
@@ -248,7 +250,7 @@ class LocalBuckets:
 
     def pieces_of(self, param: int) -> list[tuple[LocalBucket, int]]:
         """Return this process's pieces of a parameter, ascending, as ``(bucket, index of the piece in the bucket)``."""
-        found = [(work, i) for work in self.of[param] for i in work.positions.get(param, ())]
+        found = [(work, i) for work in self.of[param] for i in work.table.positions.get(param, ())]
         return sorted(found, key=lambda pair: pair[0].pieces[pair[1]].start)
 
     def extent(self, work: LocalBucket, piece: Piece) -> Extent:

@@ -40,11 +40,11 @@ class Directions:
         assert work.matrices is not None
         buckets = self._buckets
         states = buckets.store.read(work.bucket.index)
-        for dtype, pieces in work.held(work.chosen(scalars, among)):
-            segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
-            segments["grad"] = work.gradients.addresses[pieces]
-            segments["scalars"] = scalars.rows[work.params[pieces]]
-            segments["param"] = direction.addresses(work.offsets[pieces])
+        for dtype, pieces in work.gradient.held(work.chosen(scalars, among)):
+            segments = work.rule.segments(states.arrays, work.table.offsets[pieces], work.table.numels[pieces])
+            segments["grad"] = work.gradient.arrays.addresses[pieces]
+            segments["scalars"] = scalars.rows[work.table.params[pieces]]
+            segments["param"] = direction.addresses(work.table.offsets[pieces])
             with buckets.trace.span(UPDATE, "directions", work.bucket.index):
                 work.rule.directions(segments, scalars, grad_dtype=dtype, threads=buckets.threads)
         matrices = work.matrices.of_params(scalars.present(work.members, among))
@@ -69,4 +69,4 @@ class Directions:
             work.release_direction()
             raise
         work.direction.computed = Done()  # the wait exchanges it between ranks, so it must not be repeated
-        return work.direction.addresses(work.offsets)
+        return work.direction.addresses(work.table.offsets)

@@ -85,7 +85,7 @@ class GradientAccess:
         for work, i in self._buckets.pieces_of(param):
             self._claim(work)
             piece = work.pieces[i]
-            work.squares = None
+            work.gradient.squares = None
             with np.errstate(over="ignore", invalid="ignore"):  # an inf or a NaN is found by the step
                 np.multiply(
                     values[piece.start : piece.stop], np.float32(self._unscale(divisor)), out=self._to_write(work, i)
@@ -95,7 +95,7 @@ class GradientAccess:
         found, factor = [], np.float32(1.0 / self._unscale(divisor))  # of the kernel's scalars, without clipping
         for work, i in self._buckets.pieces_of(param):
             self._claim(work)
-            piece, (addresses, codes, _) = work.pieces[i], work.gradients
+            piece, (addresses, codes, _) = work.pieces[i], work.gradient.arrays
             values = np.zeros(piece.numel, np.float32)
             if addresses[i]:  # else other ranks have it, and this one adds nothing
                 held = kernels.view(int(addresses[i]), piece.numel, BY_CODE[int(codes[i])])
@@ -118,9 +118,9 @@ class GradientAccess:
         """Return private fp32 memory of the bucket that from now on holds the gradient of piece ``i``."""
         if self._buckets.terms.direct:  # the gradient's present memory is the caller's
             memory = np.empty(work.pieces[i].numel, np.float32)
-            work.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
+            work.gradient.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
             return memory
         home = self._buckets.promote(work)
-        work.gradients = work.at_home()
+        work.gradient.arrays = work.gradient.at_home()
         piece = work.pieces[i]
         return home[piece.offset : piece.offset + piece.numel]

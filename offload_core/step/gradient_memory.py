@@ -3,7 +3,7 @@
 Each bucket borrows memory of its size (its *home*) from its launch until its update has read the gradients, or they are
 dropped. At other times other engines of the process use that memory (``memory/working_memory.py``). If a bucket's
 update follows its arrival (``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only
-``LocalBucket.home`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
+``BucketGradient.home`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
 (``BucketTerms.direct``), each bucket keeps separate memory for its sums.
 
 A bucket's update may still have to wait for ``step()``: if nobody announced the step (a plain ``loss.backward()``), or
@@ -22,6 +22,7 @@ from ..dtypes import ElementType
 from ..errors import HostMemoryWarning
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory, Reservation, format_bytes
+from ..plans.allocated import Allocated
 from ..plans.terms import GRADIENT_SLOTS, GRADIENTS_ON_HOST, BucketTerms
 from ..support.user_line import UserLine
 from .local_bucket import LocalBucket
@@ -39,16 +40,17 @@ class _Slot:
     @property
     def held(self) -> bool:
         home = None if self.lent is None else self.lent()
-        return home is not None and self.holder is not None and self.holder.home is home
+        return home is not None and self.holder is not None and self.holder.gradient.home is home
 
 
 class GradientMemory:
     """Gives buckets the memory in which their gradients wait."""
 
-    def __init__(self, memory: HostMemory, device: Device, terms: BucketTerms) -> None:
+    def __init__(self, memory: HostMemory, device: Device, terms: BucketTerms, allocated: Allocated) -> None:
         self._memory = memory
         self._device = device
         self._terms = terms
+        self._allocated = allocated
         self._homes: dict[int, Reservation] = {}
         """By bucket, the reservation from which it borrows memory of its size."""
         self._of_slots: Reservation | None = None
@@ -61,20 +63,21 @@ class GradientMemory:
         terms = self._terms
         if terms.direct:
             return [self.allocate(b, terms.home_dtype(b)) if terms.has_home else None for b in buckets]
-        slot_bytes = terms.gradient_slot_bytes(buckets)
+        existing = self._allocated.gradient_slot_bytes
+        slot_bytes = terms.gradient_slot_bytes([(bucket, 1) for bucket in buckets], existing)
         if slot_bytes is None:
             for pinned in (True, False):
                 alike = [bucket for bucket in buckets if terms.home_is_pinned(bucket) is pinned]
                 sizes = [terms.home_bytes(bucket) for bucket in alike]
                 homes = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
                 self._homes |= dict.fromkeys((bucket.index for bucket in alike), homes)
-        elif slot_bytes > terms.lent_bytes:
+        elif slot_bytes > existing:
             self._slots, self._of_slots = [], None  # a bucket that holds one keeps it
             pinned = any(map(terms.home_is_pinned, buckets))
             sizes = GRADIENT_SLOTS * [slot_bytes]
             self._of_slots = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
             self._slots = [_Slot() for _ in range(GRADIENT_SLOTS)]
-            terms.gradient_slots_were_made(slot_bytes)
+            self._allocated.gradient_slot_bytes = slot_bytes
         return [None] * len(buckets)
 
     def allocate(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
@@ -90,10 +93,10 @@ class GradientMemory:
         Args:
             await_use: waits for a bucket's task. If that was its update, the bucket's slot is free.
         """
-        dtype = work.home_dtype
+        dtype = work.gradient.home_dtype
         numel = len(self._device.ranks) * work.bucket.shard_numel
         if (homes := self._homes.get(work.bucket.index)) is not None:
-            work.home = homes.borrow(numel, dtype.numpy)
+            work.gradient.home = homes.borrow(numel, dtype.numpy)
             return
         slot = self._free_slot()
         for lent in sorted(self._slots, key=lambda slot: slot.turn) if slot is None else ():  # the oldest first
@@ -103,14 +106,14 @@ class GradientMemory:
                 break
         if slot is None:
             self._warn(work)
-            work.own = work.home = self.allocate(work.bucket, dtype)
+            work.gradient.own = work.gradient.home = self.allocate(work.bucket, dtype)
             return
         assert self._of_slots is not None
         home = self._of_slots.borrow(numel, dtype.numpy)
         slot.turn = self._turns = self._turns + 1
         slot.lent = weakref.ref(home)
         slot.holder = work
-        work.home = home
+        work.gradient.home = home
 
     def _free_slot(self) -> _Slot | None:
         return next((slot for slot in self._slots if not slot.held), None)

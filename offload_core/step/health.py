@@ -23,7 +23,7 @@ In each state the device's parameters may be *released*: then only ``read`` is a
 from enum import Enum
 
 from ..errors import CollectiveError, StateError
-from .bucket_states import StateMachine
+from ..support.state_machine import StateMachine
 
 
 class Health(Enum):

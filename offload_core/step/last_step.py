@@ -48,7 +48,7 @@ class LastStep:
     @property
     def behind(self) -> frozenset[int]:
         """Stale parameters, older than their master weights."""
-        return frozenset().union(*(work.stale for work in self._buckets.all))
+        return frozenset().union(*(work.publication.stale for work in self._buckets.all))
 
     # --- waiting -------------------------------------------------------------------------------------
 
@@ -97,7 +97,7 @@ class LastStep:
     def release(self, reason: str) -> None:
         """Record that parameters lose their memory on the device. All have arrived, and none is stale."""
         for work in self.returning:
-            work.release_parameters()
+            work.publication.on(PublicationEvent.RELEASE)
         self._health.released = reason
 
     def restore(self, tensors: Sequence[Any]) -> None:
@@ -107,7 +107,7 @@ class LastStep:
         def publish() -> None:
             for work in self.returning:
                 if work.publication.state is Publication.RELEASED:
-                    work.restore_parameters()
+                    work.publication.fall_behind(work.members, PublicationEvent.RESTORE)
             self._health.released = ""
             self.begin(self.behind)
             self._updates.publish(reversed(self._buckets.all), list(tensors), after)
@@ -165,7 +165,7 @@ class LastStep:
         buckets.recover()
         announced, used = self._announced.step, self._announced.end()
         if announced is not None and used:  # their states have had the update: count it
-            self._counts.count(frozenset().union(*(work.sent_early for work in used)))
+            self._counts.count(frozenset().union(*(work.publication.sent_early for work in used)))
         lost = self._updates.forget()
         lost.update(
             work
@@ -185,16 +185,16 @@ class LastStep:
         self._arrivals.begin()
         for work in buckets.all:
             work.take()
-            work.written = work.owed = None
-            work.forget_gradients(GradientEvent.ABORT)
+            work.publication.written = work.owed = None
+            work.gradient.forget(GradientEvent.ABORT)
             if work in lost and work.master is Master.SEPARATE:
-                work.fall_behind(work.members, PublicationEvent.LOSE)
+                work.publication.fall_behind(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
             elif work.publication.state is Publication.EARLY:  # its parameters are a part of their master weights
-                work.confirm()
+                work.publication.confirm()
             elif work in completed and work.writes is Writes.STAGING:
-                work.fall_behind(work.members)
+                work.publication.fall_behind(work.members)
         if health.lost_a_rank:
             self.published = {}  # parameters are of the step before, except where they were written in place
         else:

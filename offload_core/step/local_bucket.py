@@ -1,7 +1,7 @@
 """One bucket as one process sees it: its shards, their gradients in this step, and its tasks in flight."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -16,14 +16,18 @@ from ..memory.host_memory import Lease
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
 from ..rules import Rule, Scalars
+from ..support.state_machine import StateMachine
 from ..support.threads import Task
 from .bucket_states import (
+    GRADIENT,
+    OWNER,
+    PUBLICATION,
+    Gradient,
     GradientEvent,
+    Owner,
     OwnerEvent,
+    Publication,
     PublicationEvent,
-    gradient_of,
-    owner_of,
-    publication_of,
 )
 
 
@@ -49,52 +53,164 @@ class Direction:
         return kernels.address(self.shards) + (offsets * self.shards.itemsize).astype(np.uintp)
 
 
+class PieceTable:
+    """A bucket's pieces in columns: each array has one element for each piece."""
+
+    def __init__(self, bucket: Bucket, pieces: Sequence[Piece], specs: Mapping[int, ParamSpec]) -> None:
+        self.params = np.array([piece.param for piece in pieces], np.int64)
+        """The parameter of each piece."""
+        self.offsets = np.array([piece.offset for piece in pieces], np.int64)
+        """The offset of each piece among this process's shards, in elements."""
+        self.starts = np.array([piece.start for piece in pieces], np.int64)
+        """The offset of each piece in its parameter, in elements."""
+        self.in_tensor = np.array([bucket.in_tensor(piece) for piece in pieces], np.int64)
+        """The offset of each piece in its parameter's tensor, in elements."""
+        self.numels = np.array([piece.numel for piece in pieces], np.int64)
+        self.numbers = self.starts + np.array([specs[piece.param].first or 0 for piece in pieces], np.int64)
+        """The index of each piece's first element in the random numbers of its states."""
+        self.seeds = np.array([specs[piece.param].seed for piece in pieces], np.uint64)
+        """The seed of the random numbers of each piece's states."""
+        self.counted = np.array([specs[piece.param].counted for piece in pieces], bool)
+        """True for each piece whose gradient counts in the norm."""
+        self.positions: dict[int, list[int]] = {}
+        """The indices of each parameter's pieces: one, unless the process's ranks are not consecutive."""
+        for i, piece in enumerate(pieces):
+            self.positions.setdefault(piece.param, []).append(i)
+
+
+class BucketGradient(StateMachine[Gradient, GradientEvent]):
+    """A bucket's gradients from the device to the update, in the states of ``bucket_states.py``.
+
+    Args:
+        offsets: as :attr:`PieceTable.offsets`.
+    """
+
+    def __init__(
+        self,
+        bucket: int,
+        offsets: np.ndarray,
+        wire: ElementType,
+        arrival: Arrival,
+        home_dtype: ElementType,
+        own: np.ndarray | None,
+    ) -> None:
+        super().__init__(f"bucket {bucket}", Gradient.ABSENT, GRADIENT)
+        self._offsets = offsets
+        self._none = HostArrays.none(len(offsets))
+        self.wire = wire
+        """The element type in which gradients travel."""
+        self.arrival = arrival
+        """The form in which the device delivers gradients."""
+        self.home_dtype = home_dtype
+        """The element type in which gradients wait on the host: fp32 if they are summed there."""
+        self.own = own
+        """The bucket's private host memory for gradients. None: the bucket borrows memory, or gradients are read in
+        place."""
+        self.home = own
+        """The memory in which gradients wait, private or borrowed; None: the bucket has none now."""
+        self.waiting: dict[int, Any] = {}
+        """Device gradients that arrived since the last launch, by parameter."""
+        self.arrays = self._none
+        """The host gradient of each piece, replaced as one object, so that an interrupt leaves the old or new."""
+        self.squares: SumOfSquares | None = None
+        """The sum of squares; None: not computed since the gradients changed."""
+
+    @property
+    def has_landed(self) -> bool:
+        """True if gradients of this or of earlier micro-steps are on the host."""
+        return bool(self.arrays.addresses.any())
+
+    def at_home(self) -> HostArrays:
+        """Return the host gradient of each piece, in the bucket's home."""
+        assert self.home is not None
+        n = len(self._offsets)
+        addresses = kernels.address(self.home) + self._offsets * self.home.itemsize
+        codes = np.full(n, BY_NUMPY[self.home.dtype].code, np.uint8)
+        return HostArrays(addresses.astype(np.uintp), codes, [self.home] * n)
+
+    def hold(self, pieces: np.ndarray, arrays: HostArrays) -> None:
+        """Set the host gradients of these pieces to these arrays."""
+        addresses, codes, owners = self.arrays
+        addresses, codes, owners = addresses.copy(), codes.copy(), list(owners)
+        addresses[pieces], codes[pieces] = arrays.addresses, arrays.codes
+        for i, owner in zip(pieces.tolist(), arrays.owners, strict=True):
+            owners[i] = owner
+        self.arrays = HostArrays(addresses, codes, owners)
+
+    def held(self, among: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
+        """Return the pieces in the mask ``among`` that have a host gradient, by the gradient's element type."""
+        return self.arrays.by_type((self.arrays.addresses != 0) & among)
+
+    def forget(self, event: GradientEvent) -> None:
+        """Discard all gradients. ``event`` is the reason."""
+        self.waiting = {}
+        self.squares = None
+        self.give_back()
+        self.on(event)
+
+    def give_back(self) -> None:
+        """Release the host gradients and the memory borrowed for them."""
+        self.arrays = self._none
+        self.home = self.own
+
+
+class BucketPublication(StateMachine[Publication, PublicationEvent]):
+    """A bucket's device parameters, compared with the master weights, in the states of ``bucket_states.py``."""
+
+    def __init__(self, bucket: int) -> None:
+        super().__init__(f"bucket {bucket}", Publication.CURRENT, PUBLICATION)
+        self.stale: set[int] = set()
+        """The parameters that are STALE. :meth:`fall_behind`, :meth:`send` and :meth:`confirm` alone edit it."""
+        self.sent_early: frozenset[int] = frozenset()
+        """The parameters that were sent early last."""
+        self.written: Task[Event] | None = None
+        """The task that starts the last send; its result is the arrival's event. None: it has been waited for."""
+        self.arrived: Task[None] | None = None
+        """The worker's task that waits for the last arrival. None: somebody has waited for it."""
+
+    def fall_behind(self, params: Iterable[int], event: PublicationEvent = PublicationEvent.FALL_BEHIND) -> None:
+        """Mark these parameters as stale."""
+        self.stale.update(params)
+        self.on(event)
+
+    def send(self, params: Iterable[int]) -> None:
+        """Record that these parameters are sent now."""
+        self.stale.difference_update(params)
+        self.on(PublicationEvent.SEND)
+
+    def confirm(self) -> None:
+        """Record that the step has come for which parameters were sent early."""
+        self.stale -= self.sent_early
+        self.on(PublicationEvent.CONFIRM)
+        if self.written is None:  # somebody has waited for their arrival
+            self.on(PublicationEvent.ARRIVE)
+
+    def arrive(self) -> None:
+        """Record that somebody has waited for the last send."""
+        self.written = None
+        self.on(PublicationEvent.ARRIVE)
+
+
 @dataclass(eq=False)
 class LocalBucket:
-    """The three state machines of ``bucket_states.py`` and the data that belongs to each."""
+    """A bucket's place among this process's shards, its gradients, its publication, and its tasks in flight."""
 
     bucket: Bucket
     pieces: tuple[Piece, ...]
     """The ranges of parameters that this process's ranks own."""
-    specs: InitVar[Mapping[int, ParamSpec]]
-    """The spec of each parameter."""
+    table: PieceTable
+    """The same ranges, in columns."""
     rule: Rule
     """The update rule of its parameters."""
-    wire: ElementType
-    """The element type in which gradients travel."""
-    arrival: Arrival
-    """The form in which the device delivers gradients."""
-    home_dtype: ElementType
-    """The element type in which gradients wait on the host: fp32 if they are summed there."""
-    own: np.ndarray | None
-    """The bucket's private host memory for gradients. None: the bucket borrows memory, or gradients are read in place.
-    """
+    gradient: BucketGradient
     master: Master
-    """The place of the master weights. A parameter can be stale only if it is APART."""
+    """The place of the master weights. A parameter can be stale only if it is SEPARATE."""
     writes: Writes
     """The memory of the parameters that a step updates."""
     matrices: Matrices | None = None
     """The matrices that the device computes with in an update; None: the rule computes nothing on the device."""
     direction: Direction | None = None
     """The direction of the present or the next update."""
-    home: np.ndarray | None = field(init=False)
-    """Gradient: the memory in which gradients wait, private or borrowed; None: the bucket has none now."""
-    waiting: dict[int, Any] = field(default_factory=dict)
-    """Gradient: device gradients that arrived since the last launch, by parameter."""
-    gradients: HostArrays = field(init=False)
-    """Gradient: the host gradient of each piece, replaced as one object, so that an interrupt leaves the old or new."""
-    squares: SumOfSquares | None = None
-    """Gradient: the sum of squares; None: not computed since the gradients changed."""
-    stale: set[int] = field(default_factory=set)
-    """Publication: the parameters that are STALE. :meth:`fall_behind`, :meth:`send` and :meth:`confirm` alone edit it.
-    """
-    sent_early: frozenset[int] = frozenset()
-    """Publication: the parameters that were sent early last."""
-    written: Task[Event] | None = None
-    """Publication: the task that starts the last send; its result is the arrival's event. None: it has been waited for.
-    """
-    arrived: Task[None] | None = None
-    """Publication: the worker's task that waits for the last arrival. None: somebody has waited for it."""
     owed: tuple[Scalars, Sequence[Any], frozenset[int] | None] | None = None
     """The arguments of an update that has yet to change the states: the scalars, the device parameters, and the numbers
     of the parameters to update (None: all). The update's task sets it to None."""
@@ -105,107 +221,11 @@ class LocalBucket:
     lease: Lease | None = None
     """The staging memory of the bucket's last copy to or from the host."""
 
-    def __post_init__(self, specs: Mapping[int, ParamSpec]) -> None:
-        self.gradient = gradient_of(self.bucket.index)
-        self.publication = publication_of(self.bucket.index)
-        self.owner = owner_of(self.bucket.index)
+    def __post_init__(self) -> None:
+        index = self.bucket.index
+        self.publication = BucketPublication(index)
+        self.owner = StateMachine[Owner, OwnerEvent](f"bucket {index}", Owner.CALLER, OWNER)
         self.members = frozenset(piece.param for piece in self.bucket.pieces)
-        self.params = np.array([piece.param for piece in self.pieces], np.int64)
-        """The parameter of each piece."""
-        self.offsets = np.array([piece.offset for piece in self.pieces], np.int64)
-        """The offset of each piece among this process's shards, in elements."""
-        self.starts = np.array([piece.start for piece in self.pieces], np.int64)
-        """The offset of each piece in its parameter, in elements."""
-        self.in_tensor = np.array([self.bucket.in_tensor(piece) for piece in self.pieces], np.int64)
-        """The offset of each piece in its parameter's tensor, in elements."""
-        self.numels = np.array([piece.numel for piece in self.pieces], np.int64)
-        firsts = {param: specs[param].first or 0 for param in self.members}
-        self.numbers = self.starts + np.array([firsts[piece.param] for piece in self.pieces], np.int64)
-        """The index of each piece's first element in the random numbers of its states."""
-        seeds = {param: specs[param].seed for param in self.members}
-        self.seeds = np.array([seeds[piece.param] for piece in self.pieces], np.uint64)
-        """The seed of the random numbers of each piece's states."""
-        self.counted = np.array([specs[piece.param].counted for piece in self.pieces], bool)
-        """True for each piece whose gradient counts in the norm."""
-        self.positions: dict[int, list[int]] = {}
-        """The indices of each parameter's pieces: one, unless the process's ranks are not consecutive."""
-        for i, piece in enumerate(self.pieces):
-            self.positions.setdefault(piece.param, []).append(i)
-        self._no_gradients = HostArrays.none(len(self.pieces))
-        self.give_back()
-
-    # --- gradient --------------------------------------------------------------------------------------
-
-    @property
-    def has_landed(self) -> bool:
-        """True if gradients of this or of earlier micro-steps are on the host."""
-        return bool(self.gradients.addresses.any())
-
-    def at_home(self) -> HostArrays:
-        """Return the host gradient of each piece, in the bucket's home."""
-        assert self.home is not None
-        addresses = kernels.address(self.home) + self.offsets * self.home.itemsize
-        codes = np.full(len(self.pieces), BY_NUMPY[self.home.dtype].code, np.uint8)
-        return HostArrays(addresses.astype(np.uintp), codes, [self.home] * len(self.pieces))
-
-    def hold(self, pieces: np.ndarray, arrays: HostArrays) -> None:
-        """Set the host gradients of these pieces to these arrays."""
-        addresses, codes, owners = self.gradients
-        addresses, codes, owners = addresses.copy(), codes.copy(), list(owners)
-        addresses[pieces], codes[pieces] = arrays.addresses, arrays.codes
-        for i, owner in zip(pieces.tolist(), arrays.owners, strict=True):
-            owners[i] = owner
-        self.gradients = HostArrays(addresses, codes, owners)
-
-    def held(self, among: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
-        """Return the pieces in the mask ``among`` that have a host gradient, by the gradient's element type."""
-        return self.gradients.by_type((self.gradients.addresses != 0) & among)
-
-    def forget_gradients(self, event: GradientEvent) -> None:
-        """Discard all gradients. ``event`` is the reason."""
-        self.waiting = {}
-        self.squares = None
-        self.give_back()
-        self.gradient.on(event)
-
-    def give_back(self) -> None:
-        """Release the host gradients and the memory borrowed for them."""
-        self.gradients = self._no_gradients
-        self.home = self.own
-
-    # --- publication -----------------------------------------------------------------------------------
-
-    def fall_behind(self, params: Iterable[int], event: PublicationEvent = PublicationEvent.FALL_BEHIND) -> None:
-        """Mark these parameters as stale."""
-        self.stale.update(params)
-        self.publication.on(event)
-
-    def send(self, params: Iterable[int]) -> None:
-        """Record that these parameters are sent now."""
-        self.stale.difference_update(params)
-        self.publication.on(PublicationEvent.SEND)
-
-    def confirm(self) -> None:
-        """Record that the step has come for which parameters were sent early."""
-        self.stale -= self.sent_early
-        self.publication.on(PublicationEvent.CONFIRM)
-        if self.written is None:  # somebody has waited for their arrival
-            self.publication.on(PublicationEvent.ARRIVE)
-
-    def release_parameters(self) -> None:
-        """Record that the parameters lose their memory on the device."""
-        self.publication.on(PublicationEvent.RELEASE)
-
-    def restore_parameters(self) -> None:
-        """Record that the parameters have memory on the device again, and no values yet."""
-        self.fall_behind(self.members, PublicationEvent.RESTORE)
-
-    def arrive(self) -> None:
-        """Record that somebody has waited for the last send."""
-        self.written = None
-        self.publication.on(PublicationEvent.ARRIVE)
-
-    # --- ownership -------------------------------------------------------------------------------------
 
     def give(self, task: Task[Any]) -> None:
         """Give the bucket to the worker until this task has ended."""
@@ -219,9 +239,9 @@ class LocalBucket:
 
     def chosen(self, scalars: Scalars, among: frozenset[int] | None = None) -> np.ndarray:
         """Return True for each piece that is updated with these scalars; ``among``: only pieces of these parameters."""
-        chosen = scalars.rows[self.params] >= 0
+        chosen = scalars.rows[self.table.params] >= 0
         if among is not None and among != self.members:
-            chosen &= np.isin(self.params, list(among))
+            chosen &= np.isin(self.table.params, list(among))
         return chosen
 
     def release(self) -> None:

@@ -324,10 +324,10 @@ class Pipeline:
         rest = [work for work in works if work not in ahead]
         self.updates.owe(rest, decision)
         for work in ahead:
-            work.forget_gradients(GradientEvent.END)
-            work.confirm()
+            work.gradient.forget(GradientEvent.END)
+            work.publication.confirm()
         for work in set(buckets.all).difference(works, ahead):
-            work.forget_gradients(GradientEvent.DROP)
+            work.gradient.forget(GradientEvent.DROP)
         self.arrivals.begin(decision.order)
         # A parameter without elements is in no bucket, and counts as written at once.
         now = [param for param in present if not buckets.of[param]] if decision.delayed else present

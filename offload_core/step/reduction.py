@@ -56,8 +56,8 @@ class Reduction:
         if work.task is not None:
             self._buckets.claim(work)
         work.gradient.on(GradientEvent.LAUNCH)
-        work.squares = None
-        gradients, work.waiting = work.waiting, {}
+        work.gradient.squares = None
+        gradients, work.gradient.waiting = work.gradient.waiting, {}
         if self._buckets.terms.direct:
             if gradients:  # they may have been dropped
                 self._keep(work, gradients)
@@ -75,16 +75,17 @@ class Reduction:
         buckets = self._buckets
         assert buckets.staging is not None
         buckets.await_home(work)
-        assert work.home is not None
-        bucket, arrival = work.bucket, work.arrival
-        stays = arrival == as_it_stays(BY_NUMPY[work.home.dtype]) and not work.has_landed
+        bucket, gradient = work.bucket, work.gradient
+        arrival, home = gradient.arrival, gradient.home
+        assert home is not None
+        stays = arrival == as_it_stays(BY_NUMPY[home.dtype]) and not gradient.has_landed
         if len(buckets.in_staging) == buckets.worker.depth:
             oldest, landed = buckets.in_staging.popleft()
             buckets.wait(landed, oldest.bucket.index)
         work.lease = Lease(buckets.staging)
-        numel = arrival.parts * work.home.size
-        received = work.home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
-        reduced = buckets.device.reduce(bucket, work.wire, gradients, received, work.lease)
+        numel = arrival.parts * home.size
+        received = home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
+        reduced = buckets.device.reduce(bucket, gradient.wire, gradients, received, work.lease)
         self.last = event = WaitedOnce(reduced)  # the last bucket's memory must not stay lent until the next launch
         del reduced
 
@@ -94,12 +95,12 @@ class Reduction:
                 with buckets.trace.span(REDUCTION, "sum", bucket.index, received.nbytes):
                     self._sum(work, arrival, received)
             work.release()
-            work.gradients = work.at_home()
+            gradient.arrays = gradient.at_home()
             if examine:
                 squares = SumOfSquares()
                 self._square(work, squares)
-                work.squares = squares
-            work.gradient.on(GradientEvent.LAND)
+                gradient.squares = squares
+            gradient.on(GradientEvent.LAND)
 
         staged = len(work.lease)
         work.give(landed := buckets.worker.submit(land))
@@ -108,7 +109,7 @@ class Reduction:
 
     def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
         """Sum the parts of each shard in order in fp32, divide once, and add to the gradients that already wait."""
-        add = work.has_landed
+        add = work.gradient.has_landed
         home = self._buckets.promote(work)
         n_ranks, threads = len(self._buckets.device.ranks), self._buckets.threads
         for parts, shard in zip(received.reshape(n_ranks, -1), home.reshape(n_ranks, -1), strict=True):
@@ -118,16 +119,16 @@ class Reduction:
 
     def _keep(self, work: LocalBucket, gradients: Mapping[int, Any]) -> None:
         """Keep a parameter's first gradient in place if no gradient is to be added to it. Otherwise sum in fp32."""
-        pieces = np.array([work.positions[param][0] for param in gradients])  # this process has whole parameters
-        arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(work.starts[pieces])
-        held = work.gradients  # keeps the arrays alive until they have been read
+        pieces = np.array([work.table.positions[param][0] for param in gradients])  # this process has whole parameters
+        arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(work.table.starts[pieces])
+        held = work.gradient.arrays  # keeps the arrays alive until they have been read
         waits = held.addresses[pieces] != 0
-        if work.home is None and not self._buckets.terms.sums and not waits.any():
-            work.hold(pieces, arrived)
+        if work.gradient.home is None and not self._buckets.terms.sums and not waits.any():
+            work.gradient.hold(pieces, arrived)
             return
         self._buckets.promote(work)
-        home, threads = work.at_home().of(pieces), self._buckets.threads
-        numels = work.numels[pieces]
+        home, threads = work.gradient.at_home().of(pieces), self._buckets.threads
+        numels = work.table.numels[pieces]
         first = HostArrays(
             np.where(waits, held.addresses[pieces], arrived.addresses),
             np.where(waits, held.codes[pieces], arrived.codes),
@@ -139,18 +140,18 @@ class Reduction:
         for dtype, rows in arrived.by_type(waits):
             spans = kernels.spans(arrived.addresses[rows], home.addresses[rows], numels[rows])
             kernels.accumulate(spans, dtype, threads=threads)
-        work.hold(pieces, home)
+        work.gradient.hold(pieces, home)
 
     def _square(self, work: LocalBucket, total: SumOfSquares) -> None:
         with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):
-            for dtype, pieces in work.held(work.counted):
-                spans = kernels.spans(work.gradients.addresses[pieces], 0, work.numels[pieces])
+            for dtype, pieces in work.gradient.held(work.table.counted):
+                spans = kernels.spans(work.gradient.arrays.addresses[pieces], 0, work.table.numels[pieces])
                 total.add(spans, dtype, threads=self._buckets.threads)
 
     def add_squares(self, total: SumOfSquares) -> None:
         """Add the squares of all gradients to ``total``. Buckets whose squares were summed on arrival are not read."""
         for work in self._buckets.all:
-            if work.squares is None:
+            if work.gradient.squares is None:
                 self._square(work, total)
             else:
-                total.bins += work.squares.bins
+                total.bins += work.gradient.squares.bins

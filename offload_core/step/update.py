@@ -54,7 +54,7 @@ class Updates:
         def update(work: LocalBucket) -> Event:
             out = self._run(work, decision.scalars, work.writes, decision.tensors, then=following.get(work))
             work.owed = None
-            work.forget_gradients(GradientEvent.END)
+            work.gradient.forget(GradientEvent.END)
             if out is None:
                 return Done()
             present = set(decision.present)
@@ -64,7 +64,7 @@ class Updates:
         self._buckets.store.expect(work.bucket.index for work in works)
         for work in works:
             work.gradient.on(GradientEvent.USE)
-            work.send(decision.present)
+            work.publication.send(decision.present)
             if self._buckets.terms.direct:  # nothing is copied
                 update(work)
                 work.publication.on(PublicationEvent.ARRIVE)
@@ -78,15 +78,15 @@ class Updates:
         def update(work: LocalBucket) -> None:
             self._run(work, decision.scalars, Writes.STATES)
             work.owed = None
-            work.forget_gradients(GradientEvent.END)
+            work.gradient.forget(GradientEvent.END)
 
         self._buckets.store.expect(work.bucket.index for work in works)
         for work in works:
             work.gradient.on(GradientEvent.USE)
             if work.publication.state is Publication.EARLY:
-                work.confirm()
+                work.publication.confirm()
             else:
-                work.fall_behind(work.members.intersection(decision.present))
+                work.publication.fall_behind(work.members.intersection(decision.present))
             work.give(task := self._buckets.worker.submit(partial(update, work)))
             work.updated = task
 
@@ -100,8 +100,8 @@ class Updates:
     ) -> None:
         """Send the rounded master weights of stale parameters; ``but``: parameters that an update sends."""
         for work in works:
-            if stale := frozenset(work.stale - but):
-                work.send(stale)
+            if stale := frozenset(work.publication.stale - but):
+                work.publication.send(stale)
                 self._send(work, partial(self._round_and_publish, work, stale, tensors, after))
         self.land()
 
@@ -130,18 +130,18 @@ class Updates:
             sent = self._all_ranks(is_open(), present, work)
             if not sent:
                 if sent is not None:  # no rank has a gradient in this bucket: there is nothing to update or send
-                    work.give_back()
+                    work.gradient.give_back()
                 return Done()
             assert scalars is not None
             if not keep_states:
                 work.gradient.on(GradientEvent.USE)
                 work.owed = scalars, tensors, sent
-            work.sent_early = sent
+            work.publication.sent_early = sent
             work.publication.on(PublicationEvent.SEND_EARLY)
             out = self._run(work, scalars, work.writes, tensors, among=sent, keep_states=keep_states)
             if not keep_states:
                 work.owed = None
-                work.give_back()
+                work.gradient.give_back()
             if out is None:
                 return Done()
             after = Done()  # the gradients arrived after all earlier reads of these parameters
@@ -188,10 +188,11 @@ class Updates:
         """
         store = self._buckets.store
         out = self._borrow(work) if writes is Writes.STAGING else None
-        rows = scalars.rows[work.params]
+        table = work.table
+        rows = scalars.rows[table.params]
         chosen = work.chosen(scalars, among)
         directions = self._directions.of(work, scalars, among, then)
-        updated = {*work.params[chosen].tolist()}
+        updated = {*table.params[chosen].tolist()}
         states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, updated)
         formats = {name: array.format.name for name, array in states.arrays.items()}
         formats.setdefault(MASTER, work.bucket.dtype.name)
@@ -201,12 +202,12 @@ class Updates:
                 param_dtype = work.bucket.dtype
             case _:  # only states, which may include a parameter
                 param_dtype = None
-        for dtype, pieces in work.held(chosen):
-            segments = work.rule.segments(states.arrays, work.offsets[pieces], work.numels[pieces])
-            segments["grad"] = work.gradients.addresses[pieces]
+        for dtype, pieces in work.gradient.held(chosen):
+            segments = work.rule.segments(states.arrays, table.offsets[pieces], table.numels[pieces])
+            segments["grad"] = work.gradient.arrays.addresses[pieces]
             segments["scalars"] = rows[pieces]
-            segments["start"] = work.numbers[pieces]
-            segments["seed"] = work.seeds[pieces]
+            segments["start"] = table.numbers[pieces]
+            segments["seed"] = table.seeds[pieces]
             if directions is not None:
                 segments["moments"][:, len(work.rule.states)] = directions[pieces]
             if work.master is Master.PARAMETER:
@@ -234,7 +235,7 @@ class Updates:
         """Return the addresses to write these pieces of parameters to: in staging, or in place without staging."""
         if out is None:
             return self._buckets.in_place(work, pieces, tensors)
-        return kernels.address(out) + work.offsets[pieces] * out.itemsize
+        return kernels.address(out) + work.table.offsets[pieces] * out.itemsize
 
     def _round_and_publish(
         self, work: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
@@ -245,7 +246,8 @@ class Updates:
         assert master is not None
         out = self._borrow(work) if work.writes is Writes.STAGING else None
         to = self._addresses(work, pieces, tensors, out)
-        spans = kernels.spans(kernels.address(master) + work.offsets[pieces] * master.itemsize, to, work.numels[pieces])
+        at = kernels.address(master) + work.table.offsets[pieces] * master.itemsize
+        spans = kernels.spans(at, to, work.table.numels[pieces])
         threads = self._buckets.threads
         with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
             kernels.cast(spans, BY_NUMPY[master.dtype], work.bucket.dtype, threads=threads)
@@ -258,10 +260,10 @@ class Updates:
         if len(self._travelling) == self._buckets.worker.depth:
             self._await_arrival()
         try:
-            work.written = self._buckets.worker.submit(start)
+            work.publication.written = self._buckets.worker.submit(start)
         finally:  # a task that fails at once counts as in flight, and lost
             self._travelling.append(work)
-        return work.written
+        return work.publication.written
 
     def land(self) -> None:
         """Submit tasks that wait for each bucket's arrival."""
@@ -270,14 +272,14 @@ class Updates:
 
     def _await_arrival(self) -> None:  # waits
         work = self._travelling[0]
-        written = work.written
+        written = work.publication.written
         assert written is not None
 
         def arrived() -> None:
             written.result().wait()
             work.release()
 
-        work.arrived = self._buckets.worker.submit(arrived)
+        work.publication.arrived = self._buckets.worker.submit(arrived)
         self._travelling.popleft()  # last: a task that fails at once counts as in flight, and lost
 
     def _borrow(self, work: LocalBucket) -> np.ndarray:
@@ -299,7 +301,7 @@ class Updates:
         Raises the errors of the updates.
         """
         for work in self._buckets.of[param]:
-            written = work.written
+            written = work.publication.written
             if written is not None:
                 with self._buckets.trace.span(COMPUTE, "wait", work.bucket.index):
                     arrived = written.result()
@@ -310,7 +312,8 @@ class Updates:
 
     def update_of(self, param: int) -> Event:
         """Return an event: the end of the parameter's updates that were started so far."""
-        written = [work.written for work in self._buckets.of[param] if work.written is not None]
+        tasks = [work.publication.written for work in self._buckets.of[param]]
+        written = [task for task in tasks if task is not None]
 
         def order() -> None:  # waits
             for start in written:
@@ -321,7 +324,7 @@ class Updates:
     @property
     def publishes(self) -> bool:
         """True if parameters may still be in flight."""
-        return bool(self._travelling) or any(work.arrived is not None for work in self._buckets.all)
+        return bool(self._travelling) or any(work.publication.arrived is not None for work in self._buckets.all)
 
     @property
     def finished(self) -> bool:
@@ -332,11 +335,12 @@ class Updates:
         """Wait until parameters have been written, and raise the error of a failed update or send."""
         self.land()
         for work in self._buckets.all:
-            if work.arrived is not None:
+            publication = work.publication
+            if publication.arrived is not None:
                 # The bucket's next gradients may already be in flight, so do not claim the bucket.
-                self._buckets.wait(work.arrived, work.bucket.index)
-                work.arrive()
-                work.arrived = None  # last: after an interrupt, wait for the bucket again
+                self._buckets.wait(publication.arrived, work.bucket.index)
+                publication.arrive()
+                publication.arrived = None  # last: after an interrupt, wait for the bucket again
 
     def finish_states(self) -> None:  # waits
         """Wait until buckets with nothing to send have been updated, and raise the error of a failed update."""
@@ -355,7 +359,7 @@ class Updates:
     @property
     def broke_off(self) -> bool:
         """True if a task has failed. If not, an interrupted wait can be repeated."""
-        asked = [task for work in self._buckets.all for task in (work.arrived, work.updated) if task is not None]
+        asked = [task for work in self._buckets.all for task in (work.publication.arrived, work.updated) if task]
         return any(task.done() and task.exception() is not None for task in asked)
 
     def complete(self) -> list[LocalBucket]:
@@ -382,9 +386,10 @@ class Updates:
 
     def forget(self) -> set[LocalBucket]:
         """After a failure: clear all tasks in flight. Return the buckets whose parameters may not have been written."""
-        lost = {work for work in self._buckets.all if work.arrived is not None and work.arrived.exception() is not None}
+        arrivals = [(work, work.publication.arrived) for work in self._buckets.all]
+        lost = {work for work, arrived in arrivals if arrived is not None and arrived.exception() is not None}
         lost.update(self._travelling)
         self._travelling.clear()
         for work in self._buckets.all:
-            work.arrived = work.updated = None
+            work.publication.arrived = work.updated = None
         return lost

@@ -28,12 +28,13 @@ from offload_core.dtypes import BFLOAT16
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory, format_bytes
 from offload_core.memory.plan import MemoryPlan
+from offload_core.plans.allocated import Allocated
 from offload_core.plans.planner import Planner, check_memory
 from offload_core.plans.prediction import Speeds, predict
 from offload_core.plans.terms import BucketTerms
 from offload_core.rules.adam import AdamHyper
 from offload_core.states.on_disk import StatesOnDisk
-from offload_core.states.ring import SLOTS
+from offload_core.states.slots import SLOTS
 from offload_core.step.decision import StepArguments
 from offload_core.testing.fake_device import FakeDevice
 from tests.support.pipelines import STATES, Subject
@@ -288,17 +289,18 @@ def test_a_model_too_large_for_the_host_is_told_of_the_disk_with_figures_that_ho
 
 
 def test_each_process_of_a_machine_fills_its_part_of_the_free_memory():
-    terms = BucketTerms(OffloadConfig(offload_optimizer="nvme", nvme_path="/"), planned_device(2, addressable=True))
+    config = OffloadConfig(offload_optimizer="nvme", nvme_path="/")
+    planner = Planner(BucketTerms(config, planned_device(2, addressable=True)))
     specs = [ParamSpec("p", NUMEL, BFLOAT16)]
 
     def plan():
-        return Planner(terms).plan(specs)
+        return planner.plan(specs)
 
     others = plan().needs["host"]
-    check_memory(terms, plan(), plan, host=2 * (others + RESERVE + 10**6), device=None, processes=2)
-    assert terms.state_budget == 10**6
-    check_memory(terms, plan(), plan, host=2 * (others + RESERVE + 9), device=None, processes=2)
-    assert terms.state_budget == 9, "for later parameters it is found anew"
+    check_memory(planner, plan(), plan, host=2 * (others + RESERVE + 10**6), device=None, processes=2)
+    assert planner.allocated.state_budget == 10**6
+    check_memory(planner, plan(), plan, host=2 * (others + RESERVE + 9), device=None, processes=2)
+    assert planner.allocated.state_budget == 9, "for later parameters it is found anew"
 
 
 # --- a step's time --------------------------------------------------------------------------------------
@@ -327,12 +329,13 @@ def test_parameters_of_the_host_may_lie_on_the_disk_too_if_states_there_are_not_
 
 def test_of_much_free_memory_a_tenth_stays_free():
     terms = BucketTerms(OffloadConfig(offload_optimizer="nvme", nvme_path="/disk"), planned_device(1, addressable=True))
-    terms.take_free(100 * 2**30, 7)
-    assert terms.state_budget == 90 * 2**30 - 7
-    terms.take_free(5 * 2**30, 7)
-    assert terms.state_budget == 4 * 2**30 - 7
-    terms.take_free(2**30, 7)
-    assert terms.state_budget == 0
+    allocated = Allocated(terms)
+    allocated.take_free(100 * 2**30, 7)
+    assert allocated.state_budget == 90 * 2**30 - 7
+    allocated.take_free(5 * 2**30, 7)
+    assert allocated.state_budget == 4 * 2**30 - 7
+    allocated.take_free(2**30, 7)
+    assert allocated.state_budget == 0
 
 
 def step_time(speeds, world_size=1, addressable=False, **fields):
@@ -341,7 +344,7 @@ def step_time(speeds, world_size=1, addressable=False, **fields):
     )
     terms = BucketTerms(config, planned_device(world_size, addressable=addressable))
     specs = [ParamSpec(str(i), 16_384, BFLOAT16) for i in range(10)]
-    return predict(terms, specs, speeds, processes=world_size, tokens=100)
+    return predict(Planner(terms), specs, speeds, processes=world_size, tokens=100)
 
 
 def test_a_disk_works_beside_the_update_in_every_schedule_and_beside_all_if_they_overlap():

@@ -275,10 +275,11 @@ def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_sa
     assert len(warned) == 1
     add(reference, params)
     for each in (subject, reference):
-        each.core.gradients.end_micro_step()
-        each.core.step(StepArguments(HYPERS, each.tensors))
-    own = sum(work.own.nbytes for work in subject.pipeline.buckets.all if work.own is not None)
-    assert len([work for work in subject.pipeline.buckets.all if work.own is not None]) == n_buckets - GRADIENT_SLOTS
+        each.pipeline.gradients.end_micro_step()
+        each.pipeline.step(StepArguments(HYPERS, each.tensors))
+    private = [work.gradient.own.nbytes for work in subject.pipeline.buckets.all if work.gradient.own is not None]
+    assert len(private) == n_buckets - GRADIENT_SLOTS
+    own = sum(private)
     planned = GRADIENT_SLOTS * 32 * 2
     assert held(subject) == (planned + own, planned)
     for number in (1, 2):
@@ -292,12 +293,12 @@ def test_gradients_that_were_not_announced_can_be_dropped_and_added_to():
     subject, reference = make(), make(schedule="serial", update_in_backward=False)
     for each in (subject, reference):
         add(each, range(len(SIZES)))
-        each.core.gradients.drop([1])
+        each.pipeline.gradients.drop([1])
         add(each, (1, 0), number=3)
         add(each, (2,), number=4)
-        each.core.step(StepArguments(HYPERS, each.tensors))
+        each.pipeline.step(StepArguments(HYPERS, each.tensors))
         add(each, range(len(SIZES)))
-        each.core.gradients.drop()
+        each.pipeline.gradients.drop()
         step(each, number=5)
     assert bits(subject) == bits(reference)
 
@@ -315,7 +316,7 @@ def consistent(subject):
     subject.pipeline.gradients.drop()
     subject.pipeline.early.withdraw()
     for work in subject.pipeline.buckets.all:
-        assert work.home is work.own, "memory was given back"
+        assert work.gradient.home is work.gradient.own, "memory was given back"
     planned = held(subject)[1]
     for number in (7, 8):
         assert step(subject, number=number) == planned
@@ -410,7 +411,7 @@ def test_a_rank_that_is_lost_ends_the_wait_of_the_others():
             subject.pipeline.last_step.finish()
         except CollectiveError as error:
             told.append(str(error))
-            assert {work.home is work.own for work in subject.pipeline.buckets.all} == {True}
+            assert {work.gradient.home is work.gradient.own for work in subject.pipeline.buckets.all} == {True}
         subject.device.close()
 
     with pytest.raises(OSError, match="this rank is lost"):

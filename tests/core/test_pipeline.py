@@ -20,7 +20,7 @@ from offload_core.errors import GradientError, StateError
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.bucket_states import Gradient, Publication
 from offload_core.step.decision import StepArguments
-from offload_core.step.local_bucket import LocalBucket
+from offload_core.step.local_bucket import BucketGradient
 from offload_core.step.loss_scale import LossScaler
 from offload_core.step.pipeline import Pipeline
 from offload_core.step.state_access import StateAccess
@@ -495,7 +495,7 @@ def test_an_interrupt_at_any_moment_of_a_step_leaves_a_pipeline_that_goes_on(mon
     for name in ("held", "_run"):
         for after in (0, 1):
             subject = make(gradient_clipping=1.0, reduce_bucket_size=64)
-            owner = LocalBucket if name == "held" else Updates
+            owner = BucketGradient if name == "held" else Updates
             original, count = getattr(owner, name), [0]
 
             def interrupted(*args, original=original, count=count, after=after, **options):

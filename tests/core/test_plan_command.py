@@ -553,7 +553,7 @@ def step_time(
     )
     specs = [ParamSpec(str(i), 16_000, dtype, partitioned=partitioned) for i in range(10)]
     speeds = speeds or Speeds(28e6, 2e6, 6e9)
-    return predict(terms, specs, speeds, processes=world_size, tokens=100)
+    return predict(Planner(terms), specs, speeds, processes=world_size, tokens=100)
 
 
 def test_a_steps_time_is_that_of_its_slowest_part_and_a_tail() -> None:

@@ -1,4 +1,4 @@
-"""The transition tables of a bucket's gradient, publication and ownership, and of a pipeline's health."""
+"""The transition tables: a bucket's gradient, publication and ownership, its states in a slot, a pipeline's health."""
 
 import re
 from contextlib import nullcontext
@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import pytest
 
 from offload_core.errors import CollectiveError, StateError
-from offload_core.step import bucket_states
+from offload_core.states.slots import CONTENT, Content, ContentEvent
 from offload_core.step.bucket_states import (
     GRADIENT,
     OWNER,
@@ -17,14 +17,15 @@ from offload_core.step.bucket_states import (
     OwnerEvent,
     Publication,
     PublicationEvent,
-    StateMachine,
 )
 from offload_core.step.health import HEALTH, Health, HealthEvent, PipelineHealth, Use
+from offload_core.support.state_machine import StateMachine
 
 TABLES = {
     "gradient": (Gradient, GradientEvent, GRADIENT),
     "publication": (Publication, PublicationEvent, PUBLICATION),
     "owner": (Owner, OwnerEvent, OWNER),
+    "content": (Content, ContentEvent, CONTENT),
     "health": (Health, HealthEvent, HEALTH),
 }
 
@@ -47,7 +48,8 @@ def test_an_illegal_event_raises_with_names_and_changes_nothing(what):
 
 def test_a_step_returns_to_where_it_began():
     gradient, publication, owner = (
-        of(0) for of in (bucket_states.gradient_of, bucket_states.publication_of, bucket_states.owner_of)
+        StateMachine("bucket 0", start, table)
+        for start, table in ((Gradient.ABSENT, GRADIENT), (Publication.CURRENT, PUBLICATION), (Owner.CALLER, OWNER))
     )
     before = [machine.state for machine in (gradient, publication, owner)]
     for event in ("ADD", "LAUNCH", "LAND", "USE", "END"):

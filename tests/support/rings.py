@@ -11,7 +11,8 @@ from offload_core.disk.scratch import aligned
 from offload_core.errors import DiskError
 from offload_core.memory.host_memory import HostMemory
 from offload_core.states.block_layout import BlockLayout
-from offload_core.states.ring import SLOTS, Ring
+from offload_core.states.ring import Ring
+from offload_core.states.slots import SLOTS
 from tests.support.oracles import assert_same_bits
 from tests.support.scripted_disk import ORDERS, READ, WRITE, Order, Script, scripted
 
@@ -300,7 +301,7 @@ def an_interrupt_before_a_block_has_arrived(blocks, order):
     blocks.step()
     blocks.rest()
     for bucket in (0, 5, 2):
-        blocks.ring._do(lambda bucket=bucket: blocks.ring._lend(bucket))
+        blocks.ring._do(lambda bucket=bucket: blocks.ring._slots.lend(bucket))
     blocks.update(1)
 
 
