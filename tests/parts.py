@@ -32,7 +32,7 @@ LATE = [
     "core/test_interrupts.py",
     "core/test_state_formats.py",
     "core/test_gradient_memory.py",
-    "core/test_settled_gradients.py",
+    "core/test_finalized_gradients.py",
     "core/test_live_params.py",
     "core/test_trace.py",
     "checkpoint",

@@ -48,9 +48,9 @@ class ParamSpec:
     matrix: Matrix | None = None
     """The shape of the matrices that it consists of, which no bucket cuts; None: its rule updates any run of elements
     alone."""
-    settled_with: int | None = None
+    finalized_with: int | None = None
     """The number of a leaf module; None: there is none. The parameter's gradient may come on some ranks only, or
-    earlier on some. It waits until ``Gradients.settle`` names the parameters of that module."""
+    earlier on some. It waits until ``Gradients.finalize`` names the parameters of that module."""
 
     @property
     def first(self) -> int | None:

@@ -384,7 +384,7 @@ class Planner:
         """Return the bytes of gradients on the device after each arrival, as ``(parameter, bytes)``, in order.
 
         A gradient is freed when all its buckets have left, or were updated in place. A bucket leaves when it is full,
-        or, if it must be copied, when ``depth`` later buckets are full. Parameters of one ``settled_with`` fill their
+        or, if it must be copied, when ``depth`` later buckets are full. Parameters of one ``finalized_with`` fill their
         buckets together.
         """
         stay = stay or not (self.terms.has_home or self.terms.updates_early)
@@ -394,7 +394,7 @@ class Planner:
             for param in missing[bucket.index]:
                 of.setdefault(param, set()).add(bucket.index)
         members = {index: frozenset(params) for index, params in missing.items()}
-        missing_of = Counter(spec.settled_with for spec in specs)
+        missing_of = Counter(spec.finalized_with for spec in specs)
         waiting: dict[int | None, list[int]] = {}
         behind = 0 if self.terms.device.addressable else self.terms.depth
         leaving: deque[int] = deque()
@@ -402,12 +402,12 @@ class Planner:
         for param in reversed(range(len(specs))):
             held += _bytes(specs[param])
             seen.append((param, held))
-            number = specs[param].settled_with
+            number = specs[param].finalized_with
             waiting.setdefault(number, []).append(param)
             missing_of[number] -= 1
-            for settled in waiting.pop(number) if number is None or not missing_of[number] else ():
-                for index in sorted(of.get(settled, ())):
-                    missing[index].discard(settled)
+            for finalized in waiting.pop(number) if number is None or not missing_of[number] else ():
+                for index in sorted(of.get(finalized, ())):
+                    missing[index].discard(finalized)
                     if not missing[index]:
                         leaving.append(index)
             while len(leaving) > behind and not stay:

@@ -4,13 +4,13 @@
 another gradient after its bucket was launched. Among ranks each backward of an engine is a separate round, unless
 parameters are sent early: only some ranks may know which parameters had a gradient in the backward before.
 
-======  ===============================================================================================================
-state   meaning for one parameter in one round
-======  ===============================================================================================================
-open    a gradient may come
-aside   a gradient came, and waits until all ranks are told that the parameter is settled
-closed  it has its gradient, was settled without one, or its bucket was launched: the next gradient is of the next round
-======  ===============================================================================================================
+========  =========================================================================================================
+state     meaning for one parameter in one round
+========  =========================================================================================================
+open      a gradient may come
+deferred  a gradient came, and waits until all ranks are told that the parameter is finalized
+closed    it has its gradient, was finalized without one, or its bucket was launched: the next one is of the next round
+========  =========================================================================================================
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -54,8 +54,8 @@ class SinceUpdate:
     """Micro-steps that have ended."""
     round: _Round | None = field(default_factory=_Round)
     """The present round; None: the last round has ended and no gradient came since."""
-    aside: dict[int, Any] = field(default_factory=dict)
-    """Gradients that wait until their parameter is settled."""
+    deferred: dict[int, Any] = field(default_factory=dict)
+    """Gradients that wait until their parameter is finalized."""
 
 
 class Arrivals:
@@ -63,11 +63,11 @@ class Arrivals:
 
     All ranks launch buckets in one order: the order in which the buckets filled on rank 0 in the step before.
 
-    [Note: settled parameters] A rank that launches a bucket waits for the other ranks. So a bucket must be full at the
-    same point of backward on all ranks. A gradient that only some ranks have, or that some have earlier, must not
-    decide that point. It waits aside until all ranks are told that the parameter is settled. A gradient that comes
-    after that is of a second round, at the end of the backward: all ranks have it, or none. From then on the parameter
-    is late: it is settled at the end of each backward, and its bucket is launched there.
+    [Note: finalized parameters] A rank that launches a bucket waits for the other ranks. So a bucket must be full at
+    the same point of backward on all ranks. A gradient that only some ranks have, or that some have earlier, must not
+    decide that point. It waits, deferred, until all ranks are told that the parameter is finalized. A gradient that
+    comes after that is of a second round, at the end of the backward: all ranks have it, or none. From then on the
+    parameter is a straggler: it is finalized at the end of each backward, and its bucket is launched there.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:
@@ -80,22 +80,22 @@ class Arrivals:
         """Replaced as one object, so that an interrupt leaves the old or the new one."""
         self._filled_before: list[LocalBucket] = []
         """Buckets in the order in which they filled in the round before."""
-        self._apart: set[int] = set()
-        """Parameters whose gradients wait until they are settled ([Note: settled parameters])."""
-        self._late: set[int] = set()
-        """Parameters that are settled at the end of a backward."""
+        self._deferring: set[int] = set()
+        """Parameters whose gradients wait until they are finalized ([Note: finalized parameters])."""
+        self._stragglers: set[int] = set()
+        """Parameters that are finalized at the end of a backward."""
 
     # --- the order -----------------------------------------------------------------------------------
 
     def take_on(self, works: Sequence[LocalBucket]) -> None:
         """Add new buckets, to be launched after the present ones."""
         self.order = [*self.order, *works]
-        self._apart.update(i for i, spec in enumerate(self._buckets.params) if spec.settled_with is not None)
+        self._deferring.update(i for i, spec in enumerate(self._buckets.params) if spec.finalized_with is not None)
 
-    def settle_separately(self, params: Collection[int]) -> None:
-        """From now on, only gradients of ``params`` wait until they are settled ([Note: settled parameters]). No
+    def defer_gradients_of(self, params: Collection[int]) -> None:
+        """From now on, only gradients of ``params`` wait until they are finalized ([Note: finalized parameters]). No
         gradient has come since the last update."""
-        self._apart = set(params)
+        self._deferring = set(params)
 
     def order_of_arrival(self) -> list[LocalBucket]:
         """Return the buckets in the order in which they filled in the last round, then all other buckets."""
@@ -137,7 +137,7 @@ class Arrivals:
         """Put gradients into their parameters' buckets. Return True if a bucket is full, and may be :meth:`ready`.
 
         Args:
-            without: parameters that are settled without a gradient.
+            without: parameters that are finalized without a gradient.
         """
         since, full = self.since, False
         if since.round is None:
@@ -165,40 +165,42 @@ class Arrivals:
 
     def _is_full(self, work: LocalBucket, round: _Round) -> bool:
         """True if this bucket, not launched in this round, gets no further gradient."""
-        return len(work.gradient.waiting) == len(work.members) or (bool(self._apart) and work.members <= round.closed)
+        complete = len(work.gradient.waiting) == len(work.members)
+        return complete or (bool(self._deferring) and work.members <= round.closed)
 
-    # --- parameters that are settled -----------------------------------------------------------------
+    # --- parameters that are finalized -----------------------------------------------------------------
 
-    def put_aside(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Keep the gradients that wait until their parameter is settled. Return the others, for :meth:`fill`."""
-        if not self._apart or self._apart.isdisjoint(gradients):
+    def defer(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
+        """Keep the gradients that wait until their parameter is finalized. Return the others, for :meth:`fill`."""
+        if not self._deferring or self._deferring.isdisjoint(gradients):
             return gradients
-        mine = {param: gradient for param, gradient in gradients.items() if param in self._apart}
+        mine = {param: gradient for param, gradient in gradients.items() if param in self._deferring}
         since = self.since
         since.begun = True
         since.round = since.round or _Round()
-        since.aside |= mine
+        since.deferred |= mine
         since.present.update(mine)
         return {param: gradient for param, gradient in gradients.items() if param not in mine}
 
-    def late(self, params: Collection[int]) -> Set[int]:
-        """Return the parameters among ``params`` that are settled only at the end of a backward."""
-        return self._late.intersection(params)
+    def stragglers(self, params: Collection[int]) -> Set[int]:
+        """Return the parameters among ``params`` that are finalized only at the end of a backward."""
+        return self._stragglers.intersection(params)
 
-    def settled(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
-        """Pop the gradients of these parameters that wait aside. Return them, and the parameters that have none."""
-        mine, aside = self._apart.intersection(params), self.since.aside
-        given = {param: aside.pop(param) for param in mine.intersection(aside)}
+    def finalized(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
+        """Pop the gradients of these parameters that are deferred. Return them, and the parameters that have none."""
+        mine, deferred = self._deferring.intersection(params), self.since.deferred
+        given = {param: deferred.pop(param) for param in mine.intersection(deferred)}
         return given, mine.difference(given)
 
-    def out_of_aside(self, params: Collection[int] | None = None) -> dict[int, Any]:
-        """Pop the gradients, of these parameters or of all, that still wait to be settled. A parameter whose bucket was
-        already launched in this round is late from now on."""
-        aside = self.since.aside
-        if not aside:
+    def take_deferred(self, params: Collection[int] | None = None) -> dict[int, Any]:
+        """Pop the gradients, of these parameters or of all, that still wait to be finalized. A parameter whose bucket
+        was already launched in this round is a straggler from now on."""
+        deferred = self.since.deferred
+        if not deferred:
             return {}
-        given = {param: aside.pop(param) for param in (set(aside) if params is None else aside.keys() & params)}
-        self._late.update(param for param in given if self.has_left({param}))
+        chosen = set(deferred) if params is None else deferred.keys() & params
+        given = {param: deferred.pop(param) for param in chosen}
+        self._stragglers.update(param for param in given if self.has_left({param}))
         return given
 
     def _works_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
@@ -293,7 +295,7 @@ class Arrivals:
         self.since.present.difference_update(params)
         round = self.since.round
         for param in params:
-            self.since.aside.pop(param, None)
+            self.since.deferred.pop(param, None)
         for work in touched:
             gradient, dropped = work.gradient, work.members.intersection(params)
             if round is not None and gradient.state is Gradient.FILLING:  # it was not launched

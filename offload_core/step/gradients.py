@@ -97,15 +97,16 @@ class Gradients:
         """As :meth:`Reduction.check`."""
         self._reduction.check(param, gradient)
 
-    def settle_separately(self, params: Collection[int]) -> None:
-        """From now on, only gradients of ``params`` wait for :meth:`settle`. No gradient may wait for an update now."""
-        self._arrivals.settle_separately(params)
+    def defer_gradients_of(self, params: Collection[int]) -> None:
+        """From now on, only gradients of ``params`` wait for :meth:`finalize`. No gradient may wait for an update
+        now."""
+        self._arrivals.defer_gradients_of(params)
 
     def begin_backward(self) -> None:
         """Begin a backward, on all ranks alike. If each backward is a round, end the round of the one before."""
         assert self._state_lock.changing.locked()
         if self._arrivals.since.backward and self._backwards_are_rounds:
-            self._take_late()
+            self._take_stragglers()
             self._begin_round()
             self._arrivals.since.backward = False  # last: a second call after an interrupt ends the round again
 
@@ -129,35 +130,35 @@ class Gradients:
         """
         assert self._state_lock.changing.locked()
         self._begin_gradients()
-        if self._arrivals.since.aside and (before := self._arrivals.out_of_aside(gradients)):
+        if self._arrivals.since.deferred and (before := self._arrivals.take_deferred(gradients)):
             self._take(before)
-        if now := self._arrivals.put_aside(gradients):
+        if now := self._arrivals.defer(gradients):
             self._take(now)
 
-    def settle(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
-        """Settle these parameters: they get no further gradient in this backward.
+    def finalize(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
+        """Finalize these parameters: they get no further gradient in this backward.
 
         All ranks call it alike: at the same points of backward, with the same parameters. It affects only parameters
-        whose gradients may come on some ranks and not on others (:attr:`ParamSpec.settled_with`).
+        whose gradients may come on some ranks and not on others (:attr:`ParamSpec.finalized_with`).
 
         Args:
             ended: the backward has ended.
 
         Returns:
-            The late parameters, which are settled only at the end of a backward: a gradient once came too late.
+            The stragglers, which are finalized only at the end of a backward: a gradient once came too late.
         """
         assert self._state_lock.changing.locked()
-        late = frozenset[int]() if ended else self._arrivals.late(params)
-        given, without = self._arrivals.settled([param for param in params if param not in late])
+        stragglers = frozenset[int]() if ended else self._arrivals.stragglers(params)
+        given, without = self._arrivals.finalized([param for param in params if param not in stragglers])
         if given or without:
             self._begin_gradients()
             self._take(given, without)
         if ended:
-            self._take_late()
-        return late
+            self._take_stragglers()
+        return stragglers
 
     def _take(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> None:
-        """Put gradients into buckets, and launch full buckets. ``without``: parameters settled without a gradient."""
+        """Put gradients into buckets, and launch full buckets. ``without``: parameters finalized without a gradient."""
         params = gradients.keys() | without if without else gradients.keys()
         arrivals = self._arrivals
         if self._announced.asked and self._buckets.device.world_size == 1:
@@ -197,13 +198,13 @@ class Gradients:
             at_boundary = self._arrivals.at_boundary
             present = self._reduction.launch(work, examine=self._buckets.terms.examines and at_boundary)
             if at_boundary and terms.sends_early:
-                # Among ranks a full bucket may hold parameters that are settled without a gradient on this one.
+                # Among ranks a full bucket may hold parameters that are finalized without a gradient on this one.
                 last = terms.lends_gradient_memory and (boundary or not ending)
                 self._announced.follow(work, present, last=last, keep_states=self._buckets.terms.examines)
 
-    def _take_late(self) -> None:
-        """Take the gradients that still wait to be settled. All ranks have such a gradient, or none."""
-        if left := self._arrivals.out_of_aside():
+    def _take_stragglers(self) -> None:
+        """Take the gradients that still wait to be finalized. All ranks have such a gradient, or none."""
+        if left := self._arrivals.take_deferred():
             self._take(left)
 
     def _end_round(self, *, boundary: bool = False) -> None:
@@ -228,7 +229,7 @@ class Gradients:
         """Launch every bucket that was not launched in this round. The round goes on: a parameter that is added now may
         still get a gradient in it."""
         try:
-            self._take_late()
+            self._take_stragglers()
             self._launch(ending=True, boundary=self._buckets.terms.updates_early)
         except BaseException as error:
             self._last_step.lose_gradient(error)
@@ -300,7 +301,7 @@ class Gradients:
             if self._arrivals.since.round is None:
                 self._early.recall(by_all=False)
             try:
-                self._take_late()
+                self._take_stragglers()
                 self._end_round(boundary=boundary)
             except BaseException as error:
                 self._last_step.lose_gradient(error)
@@ -323,7 +324,7 @@ class Gradients:
     def collect(self) -> None:
         """Wait until all gradients are on the host. Raise the error of a gradient that was lost, before any change."""
         if self._arrivals.since.round is not None:
-            self._take_late()
+            self._take_stragglers()
             self._end_round(boundary=True)
         for work in self._buckets.all:
             if work.task is not None:

@@ -194,7 +194,7 @@ def test_what_was_read_is_not_exchanged_again_at_the_end_of_the_micro_step():
     assert read == plain
 
 
-def test_a_gradient_that_is_yet_to_be_settled_is_read_and_so_is_a_further_one():
+def test_a_gradient_that_is_yet_to_be_finalized_is_read_and_so_is_a_further_one():
     case = make(dtype=FLOAT32)
 
     def body(rank):

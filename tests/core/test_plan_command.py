@@ -411,7 +411,7 @@ def test_gradients_are_counted_for_as_long_as_they_are_on_the_device() -> None:
     wide = BucketTerms(OffloadConfig(reduce_bucket_size=160), planned_device(2, addressable=True))
     stay = Planner(wide).plan(specs, gradients_stay=True)
     assert max(row.n_bytes for row in stay.rows if row.what == "gradients") == 3200
-    together = [replace(spec, settled_with=i // 4 if i < 8 else None) for i, spec in enumerate(specs)]
+    together = [replace(spec, finalized_with=i // 4 if i < 8 else None) for i, spec in enumerate(specs)]
     assert max(row.n_bytes for row in Planner(wide).plan(together).rows if row.what == "gradients") == 4 * 320
 
 

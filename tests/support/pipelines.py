@@ -123,7 +123,7 @@ class Subject:
                 m.size,
                 dtype,
                 group,
-                settled_with=dict(leaves).get(i),
+                finalized_with=dict(leaves).get(i),
                 rule=rule,
                 matrix=matrix_of(rule, m.size),
             )

@@ -273,7 +273,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         self.follow_sizes()
         self._state_lock.change("flush()", self.parts.registration.flush)
-        self.parts.device_memory.settle()
+        self.parts.device_memory.finish_restore()
 
     @property
     def casts(self) -> Casts:
@@ -448,7 +448,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             parts = self.parts
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
-                parts.device_memory.settle()
+                parts.device_memory.finish_restore()
                 parts.core.conclude(parts.registration.flush)
         self.sharding.make_whole()
         uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again

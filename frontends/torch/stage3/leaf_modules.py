@@ -1,14 +1,14 @@
-"""The leaf modules of a model, and the settling of their parameters.
+"""The leaf modules of a model, and the finalizing of their parameters.
 
 A leaf module's run keeps the parameters of all inner modules whole. The inner modules' own runs keep none, because each
 rank may run other inner modules, in another order (experts).
 
-[Note: when a leaf module's parameters are settled] On each rank other parameters of a leaf module may have gradients,
-at other times. Parameters are settled ([Note: settled parameters] in ``arrivals.py``) where all ranks are at the same
-point: when the last leaf module's forward that recorded them has ended its backward, because then none of its nodes is
-left. The end of the whole backward settles the parameters of other runs: of a run inside a backward (checkpointing that
-computes forward again and runs a separate backward), of a run whose graph is kept for another backward, and of all
-runs where the backward of one has not come.
+[Note: when a leaf module's parameters are finalized] On each rank other parameters of a leaf module may have gradients,
+at other times. Parameters are finalized ([Note: finalized parameters] in ``arrivals.py``) where all ranks are at the
+same point: when the last leaf module's forward that recorded them has ended its backward, because then none of its
+nodes is left. The end of the whole backward finalizes the parameters of other runs: of a run inside a backward
+(checkpointing that computes forward again and runs a separate backward), of a run whose graph is kept for another
+backward, and of all runs where the backward of one has not come.
 """
 
 import weakref
@@ -27,7 +27,7 @@ from ..internals.private import NO_BACKWARD, backward_number, keeps_graph
 
 @dataclass(eq=False)
 class LeafRun:
-    """One forward of a leaf module, and its backward, after which the module's parameters are settled."""
+    """One forward of a leaf module, and its backward, after which the module's parameters are finalized."""
 
     params: Sequence[torch.Tensor]
     step: int | None = None
@@ -41,7 +41,7 @@ class LeafModules:
 
     Args:
         modules: the leaf modules.
-        several: True on several ranks; on one rank nothing is settled.
+        several: True on several ranks; on one rank nothing is finalized.
     """
 
     def __init__(self, model: nn.Module, modules: Iterable[nn.Module], *, several: bool) -> None:
@@ -52,8 +52,8 @@ class LeafModules:
         self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
         """For each parameter, the number of runs whose backward is expected in this step."""
-        self._unsettled: dict[int, set[torch.Tensor]] = {}
-        """By backward, the parameters that it has reached and that are not settled yet."""
+        self._unfinalized: dict[int, set[torch.Tensor]] = {}
+        """By backward, the parameters that it has reached and that are not finalized yet."""
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._modules
@@ -65,13 +65,13 @@ class LeafModules:
         """Make a module, which is not running, a leaf module, or (``leaf=False``) no longer one."""
         (self._modules.add if leaf else self._modules.discard)(module)
 
-    def settle_by(self, method: Callable[..., Collection[torch.Tensor]]) -> None:
-        """Set the method that settles parameters (``Intake.settle``). Its object is not kept alive."""
+    def finalize_by(self, method: Callable[..., Collection[torch.Tensor]]) -> None:
+        """Set the method that finalizes parameters (``Intake.finalize``). Its object is not kept alive."""
         self._method = weakref.WeakMethod(method) if self._several else None
 
-    def _settle(self, params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]:
-        settle = None if self._method is None else self._method()
-        return () if settle is None else settle(params, ended=ended)
+    def _finalize(self, params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]:
+        finalize = None if self._method is None else self._method()
+        return () if finalize is None else finalize(params, ended=ended)
 
     def numbers(self) -> dict[torch.Tensor, int]:
         """Return, on several ranks, a number for each outermost leaf module, by the parameters in it."""
@@ -84,7 +84,7 @@ class LeafModules:
         return found
 
     def begin_run(self, module: nn.Module) -> LeafRun | None:
-        """Return the run of an outermost leaf module or unit; None: there are no parameters to settle."""
+        """Return the run of an outermost leaf module or unit; None: there are no parameters to finalize."""
         params = [*module.parameters()] if self._modules and self._method is not None else []
         return LeafRun(params) if params else None
 
@@ -97,22 +97,22 @@ class LeafModules:
     def begin_backward(self, run: LeafRun, task: int) -> None:
         """Record that the backward ``task`` has reached the run's graph."""
         run.retained = keeps_graph()
-        self._unsettled.setdefault(task, set()).update(run.params)
+        self._unfinalized.setdefault(task, set()).update(run.params)
 
     def end_runs(self, runs: Iterable[LeafRun], task: int) -> None:
-        """Settle the parameters of runs that ended in a backward, unless another run still uses them."""
-        settled = [param for run in runs for param in self._last_of(run)]
-        if settled:
-            late = self._settle(settled, ended=False)
-            self._unsettled[task].difference_update(param for param in settled if param not in late)
+        """Finalize the parameters of runs that ended in a backward, unless another run still uses them."""
+        finalized = [param for run in runs for param in self._last_of(run)]
+        if finalized:
+            late = self._finalize(finalized, ended=False)
+            self._unfinalized[task].difference_update(param for param in finalized if param not in late)
 
     def end_backward(self, runs: Iterable[LeafRun], task: int) -> None:
-        """End these runs, and settle all other parameters that the backward has reached."""
+        """End these runs, and finalize all other parameters that the backward has reached."""
         for run in runs:
             self._last_of(run)
-        unsettled = self._unsettled.pop(task, None)
-        if unsettled is not None:
-            self._settle(unsettled, ended=True)
+        unfinalized = self._unfinalized.pop(task, None)
+        if unfinalized is not None:
+            self._finalize(unfinalized, ended=True)
 
     def _last_of(self, run: LeafRun) -> list[torch.Tensor]:
         """End the run's backward. Return the parameters for which no other run's backward is expected."""
@@ -124,7 +124,7 @@ class LeafModules:
 
     def forget(self, *, graphs: bool) -> None:
         """Discard all backwards, and with ``graphs`` also the runs whose backward is expected."""
-        self._unsettled = {}
+        self._unfinalized = {}
         if graphs:
             self._step += 1
             self._awaited.clear()

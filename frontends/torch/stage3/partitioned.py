@@ -73,7 +73,7 @@ class PartitionedModel(Sharding):
         leaves = self.runs.leaves.numbers()
         described = []
         for spec, param in entries:
-            spec = replace(spec, partitioned=self.parameters.takes(param), settled_with=leaves.get(param))
+            spec = replace(spec, partitioned=self.parameters.takes(param), finalized_with=leaves.get(param))
             self.parameters.check_cut(spec, param)
             described.append(spec)
         return described
@@ -153,8 +153,8 @@ class PartitionedModel(Sharding):
         self.runs.mark_leaves(modules, leaf)
         return self.runs.leaves.numbers()
 
-    def settle_by(self, settle: Callable[..., Collection[torch.Tensor]]) -> None:
-        self.runs.leaves.settle_by(settle)
+    def finalize_by(self, finalize: Callable[..., Collection[torch.Tensor]]) -> None:
+        self.runs.leaves.finalize_by(finalize)
 
     # --- bytes, and the end --------------------------------------------------------------------------
 

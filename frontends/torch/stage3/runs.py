@@ -58,7 +58,7 @@ class _Run:
     """True if this is the run of a leaf module or a unit."""
     is_unit: bool = False
     leaf: LeafRun | None = None
-    """The leaf module's run; None: no parameters are settled after the backward."""
+    """The leaf module's run; None: no parameters are finalized after the backward."""
     saving: saved_tensors_hooks | None = None
     """The run's hooks on saved tensors, inside the user's hooks."""
 

@@ -55,7 +55,7 @@ class Sharding(ABC):
     @abstractmethod
     def describe(self, entries: Entries) -> list[ParamSpec]:
         """Return the specs of parameters that will be trained. A spec tells if the parameter is in shards, and which
-        leaf module settles it.
+        leaf module finalizes it.
 
         Raises:
             ParameterError: a frozen parameter was cut into shards that its update cannot use.
@@ -150,15 +150,15 @@ class Sharding(ABC):
             waiting: True if gradients wait for an update.
 
         Returns:
-            The parameters that leaf modules settle from now on.
+            The parameters that leaf modules finalize from now on.
 
         Raises:
             StateError: a step is not finished.
         """
 
     @abstractmethod
-    def settle_by(self, settle: Callable[..., Collection[torch.Tensor]]) -> None:
-        """Set the method by which leaf modules settle their parameters (``Intake.settle``)."""
+    def finalize_by(self, finalize: Callable[..., Collection[torch.Tensor]]) -> None:
+        """Set the method by which leaf modules finalize their parameters (``Intake.finalize``)."""
 
     # --- bytes, and the end --------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class NoSharding(Sharding):
         pass
 
     record_of = record_with = _nothing
-    keep_frozen = before_forward = recover = forget_order = check_closed = settle_by = make_whole = close = _nothing
+    keep_frozen = before_forward = recover = forget_order = check_closed = finalize_by = make_whole = close = _nothing
 
     def __contains__(self, param: torch.Tensor) -> bool:
         return False

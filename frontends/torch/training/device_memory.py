@@ -254,7 +254,7 @@ class DeviceMemory:
         place."""
         self._host = np.empty(0, np.uint8)
         """Values of released storages. It stays for the next time, because pinning takes long."""
-        weakref.finalize(self, clear_up, partial(_settle, self._memories)).atexit = False
+        weakref.finalize(self, clear_up, partial(_finish_all, self._memories)).atexit = False
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor, or while it is released its values on the host. Trained parameters may have none there."""
@@ -289,7 +289,7 @@ class DeviceMemory:
             self._check_idle()
             memories = self._to_release([*named], keep)
             leaving = {memory.storage._cdata for memory in memories}
-            self.settle()  # what stays now, or leaves again, may be on its way back still, from the host's copies
+            self.finish_restore()  # what stays now, or leaves again, may still be on its way from the host's copies
             copied = [memory for memory in memories if memory.to_copy]
             self._host_for(copied)
         with self._together("release()"):
@@ -530,12 +530,12 @@ class DeviceMemory:
                 if _has_memory(tensor):  # else another engine has released it
                     await_values(tensor)
         if arrived:
-            self.settle()
+            self.finish_restore()
 
-    def settle(self) -> None:
+    def finish_restore(self) -> None:
         """Wait for all that was restored. Readers no longer need to wait, and none of it is kept alive."""
         if not self._parameters.released:
-            _settle(self._memories)
+            _finish_all(self._memories)
             self._memories.clear()
 
     # --- ranks and the allocator -----------------------------------------------------------------------
@@ -555,7 +555,7 @@ def _pair(
     return None if first is None or second is None else (first, second)
 
 
-def _settle(memories: Mapping[int, _Memory]) -> None:
+def _finish_all(memories: Mapping[int, _Memory]) -> None:
     for memory in memories.values():
         if memory.storage.nbytes():  # else its tensors must go on to refuse reads
             memory.arrived.wait()

@@ -184,13 +184,13 @@ class Intake:
 
     @untraced
     @changes("backward()")
-    def settle(self, params: Iterable[torch.Tensor], *, ended: bool) -> set[torch.Tensor]:
-        """Record that no gradient of these parameters is to come in this backward. Return those that are settled only
+    def finalize(self, params: Iterable[torch.Tensor], *, ended: bool) -> set[torch.Tensor]:
+        """Record that no gradient of these parameters is to come in this backward. Return those that are finalized only
         when it has ``ended``."""
         indices = {self._slots[param].index for param in params if param in self._slots}
         if not self._early or not (indices or ended):
             return set()
-        late = self._gradients.settle(indices, ended=ended)
+        late = self._gradients.finalize(indices, ended=ended)
         self.fresh = self._reduces = True
         return {self._columns.params[i] for i in late}
 

@@ -78,9 +78,9 @@ class Parts:
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
         """As ``OffloadedAdamW.mark_leaf_modules``."""
         waiting = self.intake.fresh or self.intake.has_deferred
-        settled, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
+        finalized, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
         gradients = self.core.gradients
-        gradients.settle_separately([slots[param].index for param in settled if param in slots])
+        gradients.defer_gradients_of([slots[param].index for param in finalized if param in slots])
 
     def let_go(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
@@ -198,7 +198,7 @@ class Foundation:
             gradients_leave=self.early_copy,
         )
         intake = Intake(core, registration, early=self.early_copy)
-        sharding.settle_by(intake.settle)
+        sharding.finalize_by(intake.finalize)
         device_memory = DeviceMemory(core, self.memory, registration, intake, sharding)
         states = TorchStates(core, registration)
         gradients = TorchGradients(core, registration, intake, states)

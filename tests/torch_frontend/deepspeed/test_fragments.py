@@ -185,7 +185,7 @@ def test_ranks_run_other_experts_of_modules_that_became_leaves_before_or_after_t
                 assert [z3_leaf_parameter(p) for p in (model[0].weight, model[1].router.weight)] == [False, True]
             for seed in range(3):
                 engine.backward(engine(experts.rows(2 * seed + rank)).square().mean())
-                assert not engine.optimizer.core._pipeline.arrivals.since.aside, "backward has settled all"
+                assert not engine.optimizer.core._pipeline.arrivals.since.deferred, "backward has finalized all"
                 if when == "after" and seed == 1:
                     with pytest.raises(StateError, match="leaf modules are to change while gradients wait"):
                         unset_z3_leaf_modules(engine, [experts.Experts])

@@ -28,7 +28,7 @@ class Turn:
 
     given: list[list[tuple[int, np.ndarray]]]
     """Each rank's gradients, in the order in which they come."""
-    settled: list[int]
+    finalized: list[int]
 
 
 @dataclass
@@ -51,8 +51,8 @@ class Mixture:
 def mixtures(draw):
     """Leaf modules run once or twice in a backward; an expert has its gradient on a rank after either run, or none.
 
-    A micro-step has one backward, or two. Leaf modules may be left unsettled until it has ended, and parameters of them
-    may be used outside, so that all ranks have their gradients later: unless updates follow the gradients at once.
+    A micro-step has one backward, or two. Leaf modules may be left unfinalized until it has ended, and parameters of
+    them may be used outside, so that all ranks have their gradients later: unless updates follow the gradients at once.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     world_size, n = draw(st.integers(1, 4)), draw(st.integers(2, 7))
@@ -84,7 +84,7 @@ def mixtures(draw):
                 for i in rng.permutation([i for i in mine if i not in outside]).astype(int).tolist():
                     if chance(0.6):
                         runs[rng.integers(len(runs))].given[rank].append(new(i))
-            runs[-1].settled = [] if odd and chance(0.3) else mine
+            runs[-1].finalized = [] if odd and chance(0.3) else mine
             at = sorted(rng.integers(0, len(turns) + 1, len(runs)), reverse=True)
             for place, turn in zip(at, reversed(runs), strict=True):
                 turns.insert(place, turn)
@@ -111,15 +111,15 @@ def train(mixture, rank, gathers):
         for micro_step in step:
             subject.pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors, divisor))
             for turns in micro_step:
-                unsettled = set(mixture.leaves)
+                unfinalized = set(mixture.leaves)
                 for turn in turns:
                     for i, gradient in turn.given[rank.rank]:
                         subject.add_gradient(i, gradient)
-                    if turn.settled:
-                        unsettled -= {*turn.settled} - subject.pipeline.gradients.settle(turn.settled)
+                    if turn.finalized:
+                        unfinalized -= {*turn.finalized} - subject.pipeline.gradients.finalize(turn.finalized)
                     gathers.broadcast(np.zeros(1), "a gathering")
                 if mixture.leaves:
-                    subject.pipeline.gradients.settle(unsettled, ended=True)
+                    subject.pipeline.gradients.finalize(unfinalized, ended=True)
                 gathers.broadcast(np.zeros(1), "a gathering")
             subject.pipeline.gradients.end_micro_step()
         norms.append(subject.pipeline.step(StepArguments(HYPERS, subject.tensors, divisor)).grad_norm)
@@ -143,7 +143,7 @@ def three_experts(leaves, schedule="overlap", **fields):
     return Mixture(Case(masters, [FLOAT32] * 3, [0] * 3, config, HYPERS, []), leaves, [], 2)
 
 
-def test_buckets_leave_when_they_are_settled_on_the_rank_without_a_gradient_too():
+def test_buckets_leave_when_they_are_finalized_on_the_rank_without_a_gradient_too():
     mixture = three_experts({2: 0, 1: 0})
 
     def body(rank):
@@ -153,8 +153,8 @@ def test_buckets_leave_when_they_are_settled_on_the_rank_without_a_gradient_too(
         if rank.rank == 0:
             subject.add_gradient(2, np.ones(32, np.float32))
         seen.append("before")
-        subject.pipeline.gradients.settle([1, 2])
-        seen.append("settled")
+        subject.pipeline.gradients.finalize([1, 2])
+        seen.append("finalized")
         subject.add_gradient(0, np.ones(32, np.float32))
         seen.append("all")
         present = subject.pipeline.arrivals.since.present
@@ -163,12 +163,12 @@ def test_buckets_leave_when_they_are_settled_on_the_rank_without_a_gradient_too(
         return seen, sorted(present), [float(n) for n in subject.pipeline.counts.steps]
 
     for rank, (seen, present, steps) in enumerate(run_ranks(2, body)):
-        assert seen == ["before", 0, 1, "settled", 2, "all"]
+        assert seen == ["before", 0, 1, "finalized", 2, "all"]
         assert present == ([0, 2] if rank == 0 else [0])
         assert steps == [1.0, 0.0, 1.0]
 
 
-def test_buckets_that_are_settled_are_updated_in_backward_on_the_rank_without_a_gradient_too():
+def test_buckets_that_are_finalized_are_updated_in_backward_on_the_rank_without_a_gradient_too():
     """Else they would keep the memory that all gradients pass through."""
     mixture = three_experts({2: 0, 1: 0}, update_in_backward=True)
 
@@ -178,7 +178,7 @@ def test_buckets_that_are_settled_are_updated_in_backward_on_the_rank_without_a_
         if rank.rank == 0:
             subject.add_gradient(2, np.ones(32, np.float32))
         subject.add_gradient(0, np.ones(32, np.float32))
-        subject.pipeline.gradients.settle([1, 2])
+        subject.pipeline.gradients.finalize([1, 2])
         subject.pipeline.buckets.run(lambda: None)
         return [work.gradient.state for work in subject.pipeline.buckets.all]
 
@@ -186,7 +186,7 @@ def test_buckets_that_are_settled_are_updated_in_backward_on_the_rank_without_a_
     assert run_ranks(2, body) == [[used, nothing, used]] * 2
 
 
-def test_a_parameter_that_came_after_it_was_settled_waits_for_the_end_from_then_on():
+def test_a_parameter_that_came_after_it_was_finalized_waits_for_the_end_from_then_on():
     mixture = three_experts({2: 0})
 
     def body(rank):
@@ -194,7 +194,7 @@ def test_a_parameter_that_came_after_it_was_settled_waits_for_the_end_from_then_
         reduce = subject.pipeline.device.reduce
         subject.pipeline.device.reduce = lambda bucket, *args: seen.append(bucket.index) or reduce(bucket, *args)
         for _ in range(2):
-            subject.pipeline.gradients.settle([2])
+            subject.pipeline.gradients.finalize([2])
             for i in (2, 1, 0):
                 subject.add_gradient(i, np.ones(32, np.float32))
             seen.append("end")
@@ -209,7 +209,7 @@ def test_a_parameter_that_came_after_it_was_settled_waits_for_the_end_from_then_
 
 
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
-def test_ranks_that_settle_at_different_points_get_an_error(schedule):
+def test_ranks_that_finalize_at_different_points_get_an_error(schedule):
     """Rank 0 waits for the gradients of rank 1, which waits for it in a gathering, until the time is over."""
     mixture = three_experts({2: 0}, schedule)
     apart, told = _Group(2, 0.5), []
@@ -219,7 +219,7 @@ def test_ranks_that_settle_at_different_points_get_an_error(schedule):
         rank._group._timeout = 0.5  # from here on nobody comes, however long they wait
         try:
             if rank.rank == 0:
-                subject.pipeline.gradients.settle([2])
+                subject.pipeline.gradients.finalize([2])
                 if schedule == "overlap":
                     subject.pipeline.buckets.claim(subject.pipeline.buckets.all[0])
             ThreadRank(apart, rank.rank).broadcast(np.zeros(1), "a gathering")
