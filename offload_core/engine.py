@@ -42,7 +42,7 @@ from .step.loss_scale import LossScaler
 from .step.parameters import Parameters
 from .step.pipeline import OrderedCollectives, Pipeline
 from .step.state_access import StateAccess
-from .step.state_lock import StateLock, begins, changes, whole
+from .step.state_lock import StateLock, begins, changes, consistent
 from .support import threads
 from .support.launchers import local_processes
 from .support.where import told
@@ -76,12 +76,12 @@ __all__ = [
     "Weight",
     "begins",
     "changes",
+    "consistent",
     "encode",
     "export_weights",
     "load_values",
     "run_last",
     "translation",
-    "whole",
 ]
 
 

@@ -398,7 +398,7 @@ class Engine(nn.Module):
         Raises:
             StateError: called in the middle of a step, by a signal handler.
         """
-        return self.optimizer.checkpoints.state_lock.whole("state_dict()", super().state_dict, *args, **kwargs)
+        return self.optimizer.checkpoints.state_lock.consistent("state_dict()", super().state_dict, *args, **kwargs)
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
@@ -570,7 +570,7 @@ class Engine(nn.Module):
         """
         export = partial(export_safetensors, max_shard_bytes=max_shard_bytes, dtype=dtype)
         lock = self.optimizer.checkpoints.state_lock
-        lock.whole("export_safetensors()", export, self.module, self.optimizer, folder)
+        lock.consistent("export_safetensors()", export, self.module, self.optimizer, folder)
 
     def named_weights(
         self,

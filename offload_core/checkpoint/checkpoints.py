@@ -32,7 +32,7 @@ from ..rules import MASTER, STATE_NAMES
 from ..step.loss_scale import LossScaler
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
-from ..step.state_lock import StateLock, uses, whole
+from ..step.state_lock import StateLock, consistent, uses
 from ..support.checkpoint_folder import MANIFEST, file_name, find_tag, has_none
 from ..support.checks import LARGEST, shown
 from ..support.threads import await_sections, uninterrupted
@@ -122,7 +122,7 @@ class Checkpoints:
 
     # --- saving --------------------------------------------------------------------------------------
 
-    @whole("save_checkpoint()")
+    @consistent("save_checkpoint()")
     @uses("save_checkpoint()")
     def save(
         self,
@@ -207,7 +207,7 @@ class Checkpoints:
         self._save = save
         self._states.watch(save.writer.capture)
 
-    @whole("wait_for_checkpoint()")
+    @consistent("wait_for_checkpoint()")
     def wait(self) -> None:  # waits
         """Return when the last save is complete.
 
@@ -299,7 +299,7 @@ class Checkpoints:
 
     # --- loading -------------------------------------------------------------------------------------
 
-    @whole("load_checkpoint()")
+    @consistent("load_checkpoint()")
     def has_none(self, path: str | os.PathLike[str]) -> bool:
         """True if there is no checkpoint at this path yet, as before the first save of a run. All processes call it.
 
@@ -313,7 +313,7 @@ class Checkpoints:
         self._check_alike("load", [none], lambda first: f"{differs} that all processes share")
         return none
 
-    @whole("load_checkpoint()")
+    @consistent("load_checkpoint()")
     def find_tag(self, folder: str | os.PathLike[str], tag: str | None) -> Path | None:
         """As :func:`~offload_core.support.checkpoint_folder.find_tag`, of all processes.
 
@@ -328,7 +328,7 @@ class Checkpoints:
         self._check_alike("load", [fingerprint(name)], lambda first: f"{differs} that all processes share")
         return found
 
-    @whole("load_checkpoint()")
+    @consistent("load_checkpoint()")
     def load(
         self,
         path: Opened,

@@ -37,9 +37,9 @@ class StateLock:
         """Held, inside ``_of_thread``, while states change."""
         self._change = ""
         """The name of the change, for error messages."""
-        self._tears = False
+        self._mixes_steps = False
         """True if a snapshot taken during this change would mix two steps."""
-        self._torn = ""
+        self._unfinished = ""
         """In a forked process: the change that another thread had not finished at the fork."""
         _LOCKS.add(self)
 
@@ -48,10 +48,10 @@ class StateLock:
         if RUNNING_SECTIONS and runs_for_another():  # this thread's caller holds the lock
             return act(*args, **kwargs)
         with self._of_thread:
-            if self._torn:
+            if self._unfinished:
                 raise StateError(
-                    f"this process was forked while another thread was in the middle of {self._torn}: its copy of the "
-                    "states is of no step; expected no use of them here: load a checkpoint in a new process"
+                    f"this process was forked while another thread was in the middle of {self._unfinished}: its copy of "
+                    "the states is of no step; expected no use of them here: load a checkpoint in a new process"
                 )
             if RUNNING_SECTIONS:
                 await_sections()
@@ -69,14 +69,14 @@ class StateLock:
         """Call ``act``, which changes no states. A signal handler may not use them meanwhile."""
         return self.run(self._alone, what, False, act, *args, **kwargs)
 
-    def _alone(self, what: str, tears: bool, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def _alone(self, what: str, mixes_steps: bool, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self.changing.locked():
             return act(*args, **kwargs)
         with self.changing:
-            self._change, self._tears = what, tears
+            self._change, self._mixes_steps = what, mixes_steps
             return act(*args, **kwargs)
 
-    def whole(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    def consistent(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``act``, which needs consistent states.
 
         Raises:
@@ -88,7 +88,7 @@ class StateLock:
         """Call ``act``, which changes consistent states. It may not be a part of another change.
 
         Raises:
-            StateError: as :meth:`whole`.
+            StateError: as :meth:`consistent`.
         """
         change: Callable[P, T] = partial(self._alone, what, True, act)
         return self.run(self._checked, what, change, *args, **kwargs)
@@ -111,10 +111,10 @@ class StateLock:
         if self._of_thread.acquire(blocking=False):  # free, or this thread's own
             self._of_thread.release()
             if RUNNING_SECTIONS and not self.changing.locked():  # a change may have been separated from its caller
-                self._torn = self._change
+                self._unfinished = self._change
             return
-        if self.changing.locked() and self._tears:
-            self._torn = self._change
+        if self.changing.locked() and self._mixes_steps:
+            self._unfinished = self._change
         self._of_thread, self.changing = threading.RLock(), threading.Lock()
 
 
@@ -143,9 +143,9 @@ def uses(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
     return partial(_locked, StateLock.use, what)
 
 
-def whole(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """Decorate a method that needs consistent states: see :meth:`StateLock.whole`."""
-    return partial(_locked, StateLock.whole, what)
+def consistent(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
+    """Decorate a method that needs consistent states: see :meth:`StateLock.consistent`."""
+    return partial(_locked, StateLock.consistent, what)
 
 
 def begins(what: str) -> Callable[[Method[P, T]], Method[P, T]]:

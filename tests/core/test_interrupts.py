@@ -231,7 +231,7 @@ def test_two_interrupts_at_once_let_no_other_thread_into_a_section():
                 for number in signals:
                     signal.pthread_kill(threading.main_thread().ident, number)
                 interrupted.set()
-                seen.append(lock.whole("save", lambda: tuple(state)))
+                seen.append(lock.consistent("save", lambda: tuple(state)))
 
             other = threads.Task(save)  # an interrupt in the middle of Thread.join has the next one wait for ever
             _thread.start_new_thread(other.run, ())

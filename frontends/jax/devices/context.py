@@ -85,7 +85,7 @@ class LaterUpdate:
 
 
 def public(
-    what: str, how: Callable[..., Any] = StateLock.whole
+    what: str, how: Callable[..., Any] = StateLock.consistent
 ) -> Callable[[Callable[Concatenate[Any, P], T]], Callable[Concatenate[Any, P], T]]:
     """Decorate a method that users call, of an object with a ``_later`` and a ``_state_lock``.
 

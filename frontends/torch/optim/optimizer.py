@@ -13,7 +13,7 @@ from torch import nn
 
 from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.deepspeed import translation
-from offload_core.engine import Checkpoints, Engine, LossScaler, StateLock, StepReport, changes, whole
+from offload_core.engine import Checkpoints, Engine, LossScaler, StateLock, StepReport, changes, consistent
 from offload_core.errors import CollectiveError, ConfigError, ParameterError, StateError
 from offload_core.memory.report import MemoryReport
 from offload_core.support.checks import integer
@@ -265,7 +265,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The core that holds the states."""
         return self._life.steps_of(self).parts.core
 
-    @whole("flush()")
+    @consistent("flush()")
     def flush(self) -> None:  # waits
         """Wait until parameters and states hold the result of the last ``step``, also under ``schedule="delayed"``.
 
@@ -396,7 +396,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 self.names[params[i]] = name
         return {**{key: value for key, value in group.items() if key != "param_names"}, "params": params}
 
-    @whole("mark_leaf_modules()")
+    @consistent("mark_leaf_modules()")
     def mark_leaf_modules(self, modules: Iterable[nn.Module], *, leaf: bool = True) -> None:
         """Have modules of an engine's model be leaf modules from now on (``OffloadConfig.leaf_modules``), or no longer.
 
@@ -440,7 +440,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             parts.core.close()
             raise
 
-    @whole("close()")
+    @consistent("close()")
     def close(self) -> None:
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._life.is_open:
@@ -476,14 +476,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         return self.release_tensors((slot.name, slot.param) for slot in self.slots)
 
-    @whole("release()")
+    @consistent("release()")
     def release_tensors(self, named: Iterable[tuple[str, torch.Tensor]], keep: Collection[str] = ()) -> ReleaseReport:
         """As ``Engine.release``, for these tensors."""
         self.follow_sizes()
         self.checkpoints.wait()
         return self._state_lock.change("release()", self.parts.device_memory.release, named, keep)
 
-    @whole("restore()")
+    @consistent("restore()")
     def restore(self) -> None:
         """Take the device memory again that was given back, and fill it, in the background: a reader waits for the
         parameter that it reads. Does nothing if nothing is released. All ranks must call this.
@@ -580,7 +580,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def state(self, states: Mapping[Any, Any]) -> None:
         self._life.states = states
 
-    @whole("state_dict()")
+    @consistent("state_dict()")
     def state_dict(self) -> dict[str, Any]:
         """As ``torch.optim.Optimizer.state_dict``; the tensors are the live states in host memory. If some are in a
         format of which torch has no tensors (8 bits, split masters), or on disk, all are copies of this moment.
@@ -595,7 +595,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.flush()  # among ranks that would be collective under schedule="delayed"
         return completed(super().state_dict(), self.core)
 
-    @whole("load_state_dict()")
+    @consistent("load_state_dict()")
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load states of this class or of ``torch.optim.AdamW``; they stay on the host, each
         rounded to nearest if it is kept in a narrower format.
@@ -629,7 +629,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             hook.remove()
         self.awaited.end()
 
-    @whole("torch_state_dict()")
+    @consistent("torch_state_dict()")
     def torch_state_dict(self, *, rank0_only: bool = True) -> dict[str, Any] | None:
         """A ``state_dict`` for ``torch.optim.AdamW`` (``Adam`` with ``adam_mode="adam"``), whole in any stage.
 
@@ -643,7 +643,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         return torch_state_dict(self, rank0_only=rank0_only)
 
-    @whole("whole_states()")
+    @consistent("whole_states()")
     def whole_states(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """A copy of a parameter's states (``"master"``, ``"exp_avg"``, ``"exp_avg_sq"`` of AdamW), gathered from all
         ranks.
@@ -656,7 +656,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.follow_sizes()
         return self._state_lock.change("whole_states()", self.parts.states.whole, param, names)
 
-    @whole("load_master()")
+    @consistent("load_master()")
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
         """Set a parameter's master weights to these values, and the parameter to the rounded values.
 
@@ -665,7 +665,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         parts = self.parts
         self._state_lock.change("load_master()", parts.states.load_master, param, values)
 
-    @whole("own_states()")
+    @consistent("own_states()")
     def own_states(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
         """A copy of this rank's part of a parameter's states, by name: one-dimensional, in fp32 on the host.
 
@@ -677,7 +677,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.follow_sizes()
         return self._state_lock.change("own_states()", self.parts.states.own, param, names)
 
-    @whole("load_state()")
+    @consistent("load_state()")
     def load_state(self, param: torch.Tensor, name: str, values: torch.Tensor, *, own: bool = False) -> None:
         """Overwrite a state of a parameter (``"exp_avg"``), rounded to nearest where it is kept in a narrower format.
 
@@ -695,7 +695,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     # --- gradients -----------------------------------------------------------------------------------
 
-    @whole("whole_gradient()")
+    @consistent("whole_gradient()")
     def whole_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """A copy of the gradient that the next update would use, with ``early_copy=True`` and in an engine.
 
@@ -712,12 +712,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """
         return self._state_lock.change("whole_gradient()", self.parts.gradients.whole, param)
 
-    @whole("own_gradient()")
+    @consistent("own_gradient()")
     def own_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """As :meth:`whole_gradient`, but only this rank's part, one-dimensional: the elements of :meth:`own_states`."""
         return self._state_lock.change("own_gradient()", self.parts.gradients.own, param)
 
-    @whole("load_gradient()")
+    @consistent("load_gradient()")
     def load_gradient(self, param: torch.Tensor, values: torch.Tensor, *, own: bool = False) -> None:
         """Overwrite the gradient that the next update uses. The norm, clipping and the search for an inf or a NaN
         follow the new values; a gradient of a further backward is added to them. All ranks must call this. Where

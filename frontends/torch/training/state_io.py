@@ -112,7 +112,7 @@ class TorchStates:
     def finish(self) -> None:  # waits
         """Wait until the last update has ended."""
         lock, what = self._state_lock, "a read of optimizer.state"
-        lock.whole(what, lock.change, what, self._core.finish)
+        lock.consistent(what, lock.change, what, self._core.finish)
 
     def hold(self, slot: Slot) -> None:
         """Add the parameter's states."""

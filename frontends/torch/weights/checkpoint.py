@@ -24,10 +24,10 @@ from offload_core.engine import (
     Source,
     Target,
     Want,
+    consistent,
     load_values,
     run_last,
     translation,
-    whole,
 )
 from offload_core.errors import CheckpointError, CheckpointWarning
 from offload_core.layout.partition import Bucket
@@ -73,7 +73,7 @@ class ModelCheckpoints:
         self._optimizer = optimizer
         self._state_lock = optimizer.checkpoints.state_lock
 
-    @whole("save_checkpoint()")
+    @consistent("save_checkpoint()")
     def save(
         self,
         folder: Any,
@@ -143,7 +143,7 @@ class ModelCheckpoints:
         counted = self._state_lock.change("save_checkpoint()", count_once, collectives, held)
         return {tensor: counts for (_, tensor), counts in zip(placed, counted, strict=True)}
 
-    @whole("load_checkpoint()")
+    @consistent("load_checkpoint()")
     def has_none(self, path: Any) -> bool:
         self._check_closed("load_checkpoint()")
         return self._optimizer.checkpoints.has_none(path)

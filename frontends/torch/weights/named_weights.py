@@ -109,7 +109,7 @@ class NamedWeights:
     def give(self, model: nn.Module, optimizer: OffloadedOptimizer, asked: WeightRequest) -> "int | WeightIterator":
         """As ``Engine.named_weights``."""
         lock = optimizer.checkpoints.state_lock
-        buckets, receive = lock.whole(_WHAT, self._begin, model, optimizer, asked)
+        buckets, receive = lock.consistent(_WHAT, self._begin, model, optimizer, asked)
         return WeightIterator(buckets) if asked.into is None else _give(buckets, receive)
 
     def _begin(
@@ -370,8 +370,8 @@ class WeightBuckets:
             self._agree(goes_on=True)
             taken = self._take()
             self._ended = not taken  # all ranks alike
-            whole = self._state_lock.whole
-            return [named for unit in taken for named in whole(_WHAT, self._read, unit)] if taken else None
+            consistent = self._state_lock.consistent
+            return [named for unit in taken for named in consistent(_WHAT, self._read, unit)] if taken else None
         except BaseException:
             self.leave()
             raise
@@ -397,8 +397,8 @@ class WeightBuckets:
         collectives = self._core.collectives
         if collectives.world_size == 1:
             return
-        whole = self._state_lock.whole
-        left = whole(_WHAT, combine, collectives, _WHAT, of_each=[not goes_on]).of_each
+        consistent = self._state_lock.consistent
+        left = consistent(_WHAT, combine, collectives, _WHAT, of_each=[not goes_on]).of_each
         if left.any():
             self._ended = True
             if goes_on:
