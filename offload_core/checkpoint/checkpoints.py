@@ -242,7 +242,7 @@ class Checkpoints:
         """The writer of this process's file, and its part of the manifest."""
         pipeline, rank = self._pipeline, self._collectives.rank
         arrays: list[np.ndarray] = []
-        behind = pipeline.last_step.behind
+        stale = pipeline.last_step.stale
         part: dict[str, Any] = {"own": encode(contents.own, arrays, contents.types, where="random state")}
         if rank == 0:
             scaler = pipeline.scaler
@@ -257,7 +257,7 @@ class Checkpoints:
                     "dtype": spec.dtype.name,
                     "step": int(pipeline.counts.steps[i]),
                     "group": spec.group if contents.groups is None else contents.groups[i],
-                    "behind": i in behind,
+                    "behind": i in stale,
                     "optimizer": self._states.rule(i).name,
                 }
                 for i, (name, spec) in enumerate(zip(contents.names, pipeline.params, strict=True))
@@ -276,12 +276,12 @@ class Checkpoints:
             array = np.array(array, order="C")
             sources.append(Source.of(f"{rank}.{i}", "value", Region(array.shape, 0, array.size), array))
         for i, name in enumerate(contents.names):
-            sources += self._sources_of(i, name, tensors[i], i in behind)
+            sources += self._sources_of(i, name, tensors[i], i in stale)
         world = self._collectives.world_size
         writer = ShardWriter(path / file_name(rank, world), sources, pipeline.memory)
         return writer, part
 
-    def _sources_of(self, i: int, name: str, tensor: Any, behind: bool) -> list[Source]:
+    def _sources_of(self, i: int, name: str, tensor: Any, stale: bool) -> list[Source]:
         found: list[Source] = []
         if not self._pipeline.params[i].counted:
             return found
@@ -292,7 +292,7 @@ class Checkpoints:
                     part = array[at : at + region.numel]
                     dtype = part.format.values.numpy
                     found.append(Source(name, kind, region, dtype, partial(part.read), None if fixed else i))
-                if behind:
+                if stale:
                     dtype = self._pipeline.device.dtype(tensor).numpy
                     found.append(Source(name, "param", region, dtype, partial(_read_from, run.read_parameter, at)))
         return found
@@ -390,11 +390,11 @@ class Checkpoints:
             replaced.enter_context(pipeline.replacing_states())
             delayed = pipeline.config.schedule == "delayed"
             entries = [loaded.parameters.get(name) for name in names]
-            behind = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
+            stale = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
             with self.together("load"):
                 read = Reading(loaded.checkpoint)
                 for i in here:
-                    self._read_states(read, i, names[i], tensors[i], i in behind, masters_alone=not states)
+                    self._read_states(read, i, names[i], tensors[i], i in stale, masters_alone=not states)
                 read.finish()
                 if self._collectives.rank == 0:  # check the blocks that no process reads, too
                     loaded.checkpoint.verify(besides=(*STATE_NAMES, "param"))
@@ -403,14 +403,14 @@ class Checkpoints:
             publish()
             with self.together("load"):
                 read = Reading(loaded.checkpoint)
-                for i in behind:
+                for i in stale:
                     for run in self._states.runs(i, tensors[i]):
                         values = read.values_of(run.arrays[MASTER])
                         for at, region in self._states.elements(i).regions(run.start, run.numel):
                             read.want(Want(names[i], MASTER, region, values[at : at + region.numel]))
                         read.go_on()
                 read.finish()
-            self._states.publish_later(behind)
+            self._states.publish_later(stale)
             for i in here if states else ():
                 entry = entries[i]
                 pipeline.counts.steps[i][...] = entry["step"] if entry else 0
@@ -470,10 +470,10 @@ class Checkpoints:
         except NOT_AS_WRITTEN as error:
             raise CheckpointError(f"{loaded.checkpoint.path / MANIFEST}: the loss scale ({error!r})") from None
 
-    def _read_states(self, read: Reading, i: int, name: str, tensor: Any, behind: bool, *, masters_alone: bool) -> None:
+    def _read_states(self, read: Reading, i: int, name: str, tensor: Any, stale: bool, *, masters_alone: bool) -> None:
         elements = self._states.elements(i)
         first = {state.name: state.first for state in self._states.rule(i).states}
-        master = "master" if read.checkpoint.has(name, "master") and not behind else "param"
+        master = "master" if read.checkpoint.has(name, "master") and not stale else "param"
         for run in self._states.runs(i, tensor):
             for state in run.arrays if not run.in_place else run.arrays.keys() - {MASTER}:
                 if masters_alone and state != MASTER:

@@ -396,7 +396,7 @@ class Planner:
         members = {index: frozenset(params) for index, params in missing.items()}
         missing_of = Counter(spec.finalized_with for spec in specs)
         waiting: dict[int | None, list[int]] = {}
-        behind = 0 if self.terms.device.addressable else self.terms.depth
+        in_flight = 0 if self.terms.device.addressable else self.terms.depth
         leaving: deque[int] = deque()
         held, seen = 0, []
         for param in reversed(range(len(specs))):
@@ -410,7 +410,7 @@ class Planner:
                     missing[index].discard(finalized)
                     if not missing[index]:
                         leaving.append(index)
-            while len(leaving) > behind and not stay:
+            while len(leaving) > in_flight and not stay:
                 index = leaving.popleft()
                 for member in members[index]:
                     of[member].discard(index)

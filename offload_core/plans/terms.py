@@ -172,7 +172,7 @@ class BucketTerms:
     @property
     def overlaps(self) -> bool:
         """True if copies, reduction and the update run at the same time as the device's work."""
-        return self.worker.behind
+        return self.worker.is_asynchronous
 
     @property
     def depth(self) -> int:

@@ -104,7 +104,7 @@ class Announced:
             send = partial(
                 self._updates.send_early, work, present, scalars, self.tensors, is_open, keep_states=keep_states
             )
-            if self._buckets.worker.behind:
+            if self._buckets.worker.is_asynchronous:
                 send()
             else:  # this updates at once, and an interrupt must not leave half an update
                 uninterrupted(send)
@@ -129,7 +129,7 @@ class Announced:
         """Treat parameters that were sent early as stale again. The caller has waited for all sends."""
         for work in self.asked:
             if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
-                work.publication.fall_behind(work.members, PublicationEvent.RECALL)
+                work.publication.mark_stale(work.members, PublicationEvent.RECALL)
         self.asked = {}
 
     def end(self) -> set[LocalBucket]:

@@ -81,7 +81,7 @@ class Publication(Named):
 
 
 class PublicationEvent(Named):
-    FALL_BEHIND = "fall behind the master weights"
+    GO_STALE = "be older than the master weights"
     SEND = "send"
     ARRIVE = "arrive"
     SEND_EARLY = "send early"
@@ -122,9 +122,9 @@ GRADIENT: dict[tuple[Gradient, GradientEvent], Gradient] = {
 
 P, PE = Publication, PublicationEvent
 PUBLICATION: dict[tuple[Publication, PublicationEvent], Publication] = {
-    (P.CURRENT, PE.FALL_BEHIND): P.STALE,
-    (P.STALE, PE.FALL_BEHIND): P.STALE,
-    (P.SENT, PE.FALL_BEHIND): P.STALE,
+    (P.CURRENT, PE.GO_STALE): P.STALE,
+    (P.STALE, PE.GO_STALE): P.STALE,
+    (P.SENT, PE.GO_STALE): P.STALE,
     (P.CURRENT, PE.SEND): P.SENT,
     (P.STALE, PE.SEND): P.SENT,
     (P.SENT, PE.SEND): P.SENT,  # some parameters rounded, then others updated

@@ -134,7 +134,7 @@ class Decision:
     """All device parameters."""
     delayed: bool
     """The device gets this step's parameters one step later."""
-    behind: frozenset[int]
+    stale: frozenset[int]
     """Parameters that were stale on the device before this step."""
     report: StepReport
 

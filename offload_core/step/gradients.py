@@ -278,7 +278,7 @@ class Gradients:
             self.reduce_first()
         self.drop()
         self._early.withdraw()
-        return self._health.state is Health.BEHIND
+        return self._health.state is Health.STALE
 
     def end_micro_step(
         self, *, reduce: bool = True, boundary: bool | None = None, arguments: StepArguments | None = None

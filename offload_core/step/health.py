@@ -1,20 +1,20 @@
 """The health of a pipeline: the uses that are still allowed after a step or a load broke off.
 
-======  ==========================================================  ======  =======  ====
-state   optimizer states and parameters                             read    publish  step
-======  ==========================================================  ======  =======  ====
-SOUND   are of one step                                             yes     yes      yes
-BEHIND  on the only rank: states are of a step that broke off,      yes     yes      yes
-        parameters partly of the step before
-APART   as BEHIND, but other ranks have their parameters and will   yes     no       no
-        not send them again
-LOST    are of one step; another rank was lost between two steps    yes     yes      no
-TORN    a load broke off: they are partly the old ones, partly the  no      no       no
-        checkpoint's; or a step's update cannot be completed
-GONE    another rank was lost, and they are of no step              no      no       no
-======  ==========================================================  ======  =======  ====
+========  ==========================================================  ======  =======  ====
+state     optimizer states and parameters                             read    publish  step
+========  ==========================================================  ======  =======  ====
+SOUND     are of one step                                             yes     yes      yes
+STALE     on the only rank: states are of a step that broke off,      yes     yes      yes
+          parameters partly of the step before
+DIVERGED  as STALE, but other ranks have their parameters and will    yes     no       no
+          not send them again
+LOST      are of one step; another rank was lost between two steps    yes     yes      no
+TORN      a load broke off: they are partly the old ones, partly the  no      no       no
+          checkpoint's; or a step's update cannot be completed
+GONE      another rank was lost, and they are of no step              no      no       no
+========  ==========================================================  ======  =======  ====
 
-From BEHIND, the next step or flush sends the parameters again. A load repairs APART and TORN, because it replaces all
+From STALE, the next step or flush sends the parameters again. A load repairs DIVERGED and TORN, because it replaces all
 states. Nothing repairs LOST and GONE.
 
 In each state the device's parameters may be *released*: then only ``read`` is allowed.
@@ -28,8 +28,8 @@ from ..support.state_machine import StateMachine
 
 class Health(Enum):
     SOUND = "sound"
-    BEHIND = "behind"
-    APART = "apart from other ranks'"
+    STALE = "stale"
+    DIVERGED = "diverged from other ranks"
     LOST = "without a rank that was lost"
     TORN = "torn"
     GONE = "gone"
@@ -37,8 +37,8 @@ class Health(Enum):
 
 class HealthEvent(Enum):
     PUBLISH = "begin a step or a flush"
-    FALL_BEHIND = "break off on the only rank"
-    FALL_APART = "break off on this rank alone"
+    GO_STALE = "break off on the only rank"
+    DIVERGE = "break off on this rank alone"
     LOSE_RANK = "lose a rank between two steps"
     LOSE_RANK_IN_UPDATE = "lose a rank in an update"
     LOAD = "begin a load"
@@ -54,30 +54,30 @@ class Use(Enum):
 H, HE = Health, HealthEvent
 HEALTH: dict[tuple[Health, HealthEvent], Health] = {
     (H.SOUND, HE.PUBLISH): H.SOUND,
-    (H.BEHIND, HE.PUBLISH): H.SOUND,
+    (H.STALE, HE.PUBLISH): H.SOUND,
     (H.LOST, HE.PUBLISH): H.LOST,
-    (H.SOUND, HE.FALL_BEHIND): H.BEHIND,
-    (H.BEHIND, HE.FALL_BEHIND): H.BEHIND,
-    (H.SOUND, HE.FALL_APART): H.APART,
-    (H.APART, HE.FALL_APART): H.APART,
+    (H.SOUND, HE.GO_STALE): H.STALE,
+    (H.STALE, HE.GO_STALE): H.STALE,
+    (H.SOUND, HE.DIVERGE): H.DIVERGED,
+    (H.DIVERGED, HE.DIVERGE): H.DIVERGED,
     (H.SOUND, HE.LOSE_RANK): H.LOST,
-    (H.BEHIND, HE.LOSE_RANK): H.LOST,
+    (H.STALE, HE.LOSE_RANK): H.LOST,
     **{(state, HE.LOSE_RANK_IN_UPDATE): H.GONE for state in H},
     (H.SOUND, HE.LOAD): H.SOUND,
-    (H.BEHIND, HE.LOAD): H.BEHIND,
-    (H.APART, HE.LOAD): H.SOUND,
+    (H.STALE, HE.LOAD): H.STALE,
+    (H.DIVERGED, HE.LOAD): H.SOUND,
     (H.TORN, HE.LOAD): H.SOUND,
     (H.LOST, HE.LOAD): H.LOST,
     (H.GONE, HE.LOAD): H.GONE,
-    **{(state, HE.TEAR): H.TORN for state in (H.SOUND, H.BEHIND, H.APART, H.TORN)},
+    **{(state, HE.TEAR): H.TORN for state in (H.SOUND, H.STALE, H.DIVERGED, H.TORN)},
     (H.LOST, HE.TEAR): H.GONE,
     (H.GONE, HE.TEAR): H.GONE,
 }
 
 REFUSED: dict[Use, frozenset[Health]] = {
     Use.READ: frozenset({H.TORN, H.GONE}),
-    Use.PUBLISH: frozenset({H.TORN, H.GONE, H.APART}),
-    Use.STEP: frozenset({H.TORN, H.GONE, H.APART, H.LOST}),
+    Use.PUBLISH: frozenset({H.TORN, H.GONE, H.DIVERGED}),
+    Use.STEP: frozenset({H.TORN, H.GONE, H.DIVERGED, H.LOST}),
 }
 
 

@@ -46,7 +46,7 @@ class LastStep:
         self.publications += 1
 
     @property
-    def behind(self) -> frozenset[int]:
+    def stale(self) -> frozenset[int]:
         """Stale parameters, older than their master weights."""
         return frozenset().union(*(work.publication.stale for work in self._buckets.all))
 
@@ -80,7 +80,7 @@ class LastStep:
         after = self._buckets.device.mark()
 
         def publish() -> None:
-            self.begin(self.behind)
+            self.begin(self.stale)
             self._updates.publish(self._buckets.all, list(tensors), after)
 
         self.change(publish)
@@ -107,9 +107,9 @@ class LastStep:
         def publish() -> None:
             for work in self.returning:
                 if work.publication.state is Publication.RELEASED:
-                    work.publication.fall_behind(work.members, PublicationEvent.RESTORE)
+                    work.publication.mark_stale(work.members, PublicationEvent.RESTORE)
             self._health.released = ""
-            self.begin(self.behind)
+            self.begin(self.stale)
             self._updates.publish(reversed(self._buckets.all), list(tensors), after)
 
         self.change(publish)
@@ -175,10 +175,10 @@ class LastStep:
         completed = self._complete(error)
         if (lost or completed) and health.state not in (Health.LOST, Health.GONE, Health.TORN):
             if device.world_size == 1:
-                health.on(HealthEvent.FALL_BEHIND, f"the last update broke off ({error!r})")
+                health.on(HealthEvent.GO_STALE, f"the last update broke off ({error!r})")
             elif device.world_size > len(device.ranks):  # other processes will not send their parameters again
                 health.on(
-                    HealthEvent.FALL_APART,
+                    HealthEvent.DIVERGE,
                     f"the last update broke off on this rank alone ({error}): its states are of that step, its "
                     "parameters partly of the one before; expected no further step: resume from the last checkpoint",
                 )
@@ -188,18 +188,18 @@ class LastStep:
             work.publication.written = work.owed = None
             work.gradient.forget(GradientEvent.ABORT)
             if work in lost and work.master is Master.SEPARATE:
-                work.publication.fall_behind(work.members, PublicationEvent.LOSE)
+                work.publication.mark_stale(work.members, PublicationEvent.LOSE)
             elif work.publication.state is Publication.SENT:
                 work.publication.on(PublicationEvent.ARRIVE)
             elif work.publication.state is Publication.EARLY:  # its parameters are a part of their master weights
                 work.publication.confirm()
             elif work in completed and work.writes is Writes.STAGING:
-                work.publication.fall_behind(work.members)
+                work.publication.mark_stale(work.members)
         if health.lost_a_rank:
             self.published = {}  # parameters are of the step before, except where they were written in place
         else:
-            behind = self.behind
-            self.published = {param: param not in behind for param in self.published}
+            stale = self.stale
+            self.published = {param: param not in stale for param in self.published}
 
     def _complete(self, error: BaseException) -> list[LocalBucket]:
         """Update the states that the step still owes after this error. Return their buckets."""

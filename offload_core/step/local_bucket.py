@@ -160,7 +160,7 @@ class BucketPublication(StateMachine[Publication, PublicationEvent]):
     def __init__(self, bucket: int) -> None:
         super().__init__(f"bucket {bucket}", Publication.CURRENT, PUBLICATION)
         self.stale: set[int] = set()
-        """The parameters that are STALE. :meth:`fall_behind`, :meth:`send` and :meth:`confirm` alone edit it."""
+        """The parameters that are STALE. :meth:`mark_stale`, :meth:`send` and :meth:`confirm` alone edit it."""
         self.sent_early: frozenset[int] = frozenset()
         """The parameters that were sent early last."""
         self.written: Task[Event] | None = None
@@ -168,7 +168,7 @@ class BucketPublication(StateMachine[Publication, PublicationEvent]):
         self.arrived: Task[None] | None = None
         """The worker's task that waits for the last arrival. None: somebody has waited for it."""
 
-    def fall_behind(self, params: Iterable[int], event: PublicationEvent = PublicationEvent.FALL_BEHIND) -> None:
+    def mark_stale(self, params: Iterable[int], event: PublicationEvent = PublicationEvent.GO_STALE) -> None:
         """Mark these parameters as stale."""
         self.stale.update(params)
         self.on(event)

@@ -51,7 +51,7 @@ class Parameters:
     @property
     def stale(self) -> frozenset[int]:
         """The parameters that are older than their master weights."""
-        return self._last_step.behind
+        return self._last_step.stale
 
     def finish(self) -> None:  # waits
         """Wait until the last step's parameters are written, and raise its error. States may still be updated."""
@@ -60,7 +60,7 @@ class Parameters:
     def flush(self, tensors: Sequence[Any]) -> None:  # waits
         """Send all stale parameters (with ``schedule="delayed"``, the last step's), and wait for all updates."""
         assert self._state_lock.changing.locked()
-        if self._last_step.behind or self._buckets.terms.sends_early:  # ranks exchange parameters
+        if self._last_step.stale or self._buckets.terms.sends_early:  # ranks exchange parameters
             self._gradients.reduce_first()
         self._early.recall()
         self._last_step.flush(tensors)

@@ -285,7 +285,7 @@ class Pipeline:
         delays = (
             self.config.schedule == "delayed" and max(map(float, self.counts.steps)) >= self.config.delay_warmup_steps
         )
-        behind = self.last_step.behind  # before a recall, which adds to it
+        stale = self.last_step.stale  # before a recall, which adds to it
         if verdict.interferes or agreed.recalled:
             self.early.recall()
         return Decision(
@@ -296,7 +296,7 @@ class Pipeline:
             scalars=self.counts.scalars(given, agreed.present, verdict.coefficient / unscale),
             tensors=given.tensors,
             delayed=delays,
-            behind=behind,
+            stale=stale,
             report=report,
         )
 
@@ -305,7 +305,7 @@ class Pipeline:
         self.last_step.verdict = decision.verdict
         if self.scaler and decision.verdict.overflow is not None:
             self.scaler.update(overflow=decision.verdict.overflow)
-        self.last_step.begin(decision.behind)
+        self.last_step.begin(decision.stale)
         if decision.verdict.skipped:
             self.counts.skipped += bool(decision.verdict.overflow)
             self._announced.end()
@@ -313,7 +313,7 @@ class Pipeline:
             self.updates.publish(self.buckets.all, decision.tensors, after)
         else:
             self._update(decision, after)
-        if not (self.buckets.worker.behind or self.updates.finished):
+        if not (self.buckets.worker.is_asynchronous or self.updates.finished):
             self.updates.finish()
 
     def _update(self, decision: Decision, after: Event) -> None:

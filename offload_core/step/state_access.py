@@ -201,7 +201,7 @@ class StateAccess:
         for param in params:
             for work in self._buckets.of[param]:
                 if work.master is Master.SEPARATE:
-                    work.publication.fall_behind([param])
+                    work.publication.mark_stale([param])
 
     # --- offsets of states ---------------------------------------------------------------------------
 

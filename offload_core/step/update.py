@@ -60,7 +60,7 @@ class Updates:
             present = set(decision.present)
             return self._buckets.device.publish(work.bucket, out, decision.tensors, present, self._lease(work), after)
 
-        following = dict(pairwise(works)) if self._buckets.worker.behind else {}
+        following = dict(pairwise(works)) if self._buckets.worker.is_asynchronous else {}
         self._buckets.store.expect(work.bucket.index for work in works)
         for work in works:
             work.gradient.on(GradientEvent.USE)
@@ -86,7 +86,7 @@ class Updates:
             if work.publication.state is Publication.EARLY:
                 work.publication.confirm()
             else:
-                work.publication.fall_behind(work.members.intersection(decision.present))
+                work.publication.mark_stale(work.members.intersection(decision.present))
             work.give(task := self._buckets.worker.submit(partial(update, work)))
             work.updated = task
 

@@ -12,7 +12,7 @@ T = TypeVar("T")
 class Inline:
     """The caller does each task at once (``schedule="serial"``)."""
 
-    behind = False
+    is_asynchronous = False
     """True if the caller goes on meanwhile."""
     depth = 1
     """Buckets on their way at a time, each way."""
@@ -28,7 +28,7 @@ class Inline:
 class Background:
     """One thread does the tasks. After a failure it does none until :meth:`recover`: they all fail likewise."""
 
-    behind = True
+    is_asynchronous = True
     depth = 2
 
     def __init__(self) -> None:

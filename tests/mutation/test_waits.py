@@ -760,7 +760,7 @@ def a_parameter_that_is_lost_and_has_no_gradient_next():
     twin.step(1, 0)
     with pytest.raises(OSError, match="failed as asked"):
         twin.pipeline.last_step.finish()
-    assert twin.pipeline.last_step.behind == {0, 1}
+    assert twin.pipeline.last_step.stale == {0, 1}
     twin.add(1)
     twin.update_by_what_was_added()
     twin.end()

@@ -108,7 +108,7 @@ def peak_of(offloaded, plan, before, gradients):
             old = offloaded.params  # the new ones come beside them
             grads = gradients(old)
             opened.clear()
-            if pipeline.buckets.worker.behind:
+            if pipeline.buckets.worker.is_asynchronous:
                 pipeline.buckets.worker.submit(opened.wait)
             offloaded.update(grads, donate=True)
             del old, grads
