@@ -114,7 +114,7 @@ def traced(trace: Trace, lane: str, bucket: int, n_bytes: int, start: Callable[[
 
     def note() -> None:
         began, ended = getattr(event, "ran", None) or (max(asked, trace.end_of(lane)), time.perf_counter_ns())
-        trace.note(Span(lane, "", bucket, n_bytes, began, ended))
+        trace.record(Span(lane, "", bucket, n_bytes, began, ended))
 
     if isinstance(event, Done):
         note()

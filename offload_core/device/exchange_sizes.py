@@ -42,7 +42,7 @@ class OnHost:
     def link_numel(self, bucket: Bucket) -> int:
         return bucket.padded_numel
 
-    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         return 0 if self.addressable else self.slot_bytes(bucket, wire)
 
 
@@ -70,7 +70,7 @@ class OnDevice:
     def link_numel(self, bucket: Bucket) -> int:
         return bucket.shard_numel
 
-    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         sent = bucket.padded_numel * wire.itemsize
         if self.native:
             return sent + bucket.shard_numel * wire.itemsize
@@ -100,7 +100,7 @@ class MeshSizes:
     def link_numel(self, bucket: Bucket) -> int:
         return self.n_ranks * bucket.shard_numel
 
-    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # the gradients that leave
 
 

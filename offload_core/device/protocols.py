@@ -227,7 +227,7 @@ class ExchangeSizes(Protocol):
         """Elements of the bucket that are copied between device and host, in each direction."""
         ...
 
-    def way_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
         """Bytes of the device's own memory for the bucket's exchange, besides gradients and parameters."""
         ...
 

@@ -69,9 +69,9 @@ class Trace:
         try:
             yield
         finally:
-            self.note(Span(lane, what, bucket, n_bytes, start, time.perf_counter_ns()))
+            self.record(Span(lane, what, bucket, n_bytes, start, time.perf_counter_ns()))
 
-    def note(self, span: Span) -> None:
+    def record(self, span: Span) -> None:
         """Record a span, from any thread."""
         self._spans.append(span)
         self._ends[span.lane] = span.end

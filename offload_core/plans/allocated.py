@@ -32,7 +32,7 @@ class Allocated:
 
     def add_states(self, buckets: Sequence[Bucket]) -> None:
         """Record the states of new buckets."""
-        kept, elsewhere = self._terms.parted(kinds_of(buckets), self.state_budget)
+        kept, elsewhere = self._terms.split(kinds_of(buckets), self.state_budget)
         self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
         self.blocks += elsewhere
 

@@ -33,7 +33,7 @@ def rows_at_once(
     gone: set[int] = set()
     on_way, both = 0, terms.direct or not donate
     if both:
-        on_way = 0 if terms.direct else max(map(terms.way_bytes, buckets), default=0)
+        on_way = 0 if terms.direct else max(map(terms.in_flight_bytes, buckets), default=0)
     else:
         on_way, gone = _when_they_leave(terms, buckets, arrays)
     wide = any(spec.dtype is FLOAT32 for spec in specs)
@@ -85,7 +85,7 @@ def _when_they_leave(
                 if missing[bucket.index]:
                     continue
                 way = ways.setdefault(bucket.place, deque(maxlen=terms.depth))
-                way.append(terms.way_bytes(bucket))
+                way.append(terms.in_flight_bytes(bucket))
                 packed = sum(map(sum, ways.values()))
                 if left + packed > most:
                     most, found = left + packed, (packed, set(gone))
@@ -101,5 +101,5 @@ def _arriving(terms: BucketTerms, buckets: Sequence[Bucket]) -> int:
     """Return the most bytes of gradients in flight to the host, from all places together."""
     of: dict[int, list[int]] = {}
     for bucket in buckets:
-        of.setdefault(bucket.place, []).append(terms.way_bytes(bucket))
+        of.setdefault(bucket.place, []).append(terms.in_flight_bytes(bucket))
     return sum(sum(sorted(each)[-terms.depth :]) for each in of.values())

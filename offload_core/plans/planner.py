@@ -252,8 +252,8 @@ class Planner:
         elsewhere = self.terms.store_kind.place
         kept = {place: dict.fromkeys(states, 0) for place in (elsewhere, HOST)}
         host = dict.fromkeys((GRADIENTS_ON_HOST, STAGING, PARAMETER_SHARDS), 0)
-        parted = self.terms.parted(kinds, self.allocated.state_budget)
-        for (bucket, _), *counts in zip(kinds, *parted, strict=True):
+        split = self.terms.split(kinds, self.allocated.state_budget)
+        for (bucket, _), *counts in zip(kinds, *split, strict=True):
             numel = len(self.terms.device.ranks) * bucket.shard_numel
             for name, format in self.terms.state_formats(bucket).items():
                 for place, (_, n) in zip((HOST, elsewhere), counts, strict=True):
@@ -264,14 +264,14 @@ class Planner:
                         host.get(PARAMETER_SHARDS, 0) + counts[0][1] * numel * format.upper.itemsize
                     )
         store, blocks = self.terms.store_kind, self.allocated.blocks
-        host[BLOCKS] = store.working_bytes([*blocks, *parted[1]]) - store.working_bytes(blocks)
+        host[BLOCKS] = store.working_bytes([*blocks, *split[1]]) - store.working_bytes(blocks)
         if self.terms.reads_blocks and store.keeps_blocks:
-            host[BLOCK_COPY] = max((size for size, n in parted[1] if n), default=0)
+            host[BLOCK_COPY] = max((size for size, n in split[1] if n), default=0)
         lent = self.terms.gradient_slot_bytes(kinds, self.allocated.gradient_slot_bytes)
         if lent is not None:
             host[GRADIENTS_ON_HOST] = GRADIENT_SLOTS * (lent - self.allocated.gradient_slot_bytes)
-        elif self.terms.has_home:
-            host[GRADIENTS_ON_HOST] = sum(n * self.terms.home_bytes(bucket) for bucket, n in kinds)
+        elif self.terms.has_buffer:
+            host[GRADIENTS_ON_HOST] = sum(n * self.terms.buffer_bytes(bucket) for bucket, n in kinds)
         if not self.terms.direct:
             slot_bytes = self.terms.slot_bytes([bucket for bucket, _ in kinds])
             host[STAGING] = self.terms.staging_slots * max(slot_bytes - self.allocated.staging_slot_bytes, 0)
@@ -326,7 +326,7 @@ class Planner:
             parameters += _shard_bytes(self.terms.kinds(specs)) + _shard_bytes(self.terms.kinds(frozen))
         gathered, gradients = self._most_together(specs, frozen, buckets, gradients_stay)
         wide = any(spec.dtype is FLOAT32 for spec in every)
-        if not (self.terms.has_home or self.terms.updates_early):
+        if not (self.terms.has_buffer or self.terms.updates_early):
             sooner = _NARROWER if wide else _RANKS
         else:
             sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
@@ -344,7 +344,7 @@ class Planner:
         rows_of = [
             PlanRow(what, DEVICE, n_bytes, remedy, brief=what != PARAMETERS) for what, (n_bytes, remedy) in rows.items()
         ]
-        each = [self.terms.way_bytes(bucket) for bucket, _ in self.terms.kinds(specs)]
+        each = [self.terms.in_flight_bytes(bucket) for bucket, _ in self.terms.kinds(specs)]
         on_way = min(self.terms.depth, len(buckets)) * max(each, default=0)
         rows_of.append(PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True))
         if matrices := self.terms.matrix_bytes(buckets):
@@ -363,9 +363,9 @@ class Planner:
         In backward, parameters are released while gradients appear. The order of uses is not known here. So this
         assumes that of the parameters that backward has not reached yet, as many as the settings allow stay gathered.
         """
-        parted = [spec for spec in (*specs, *frozen) if spec.partitioned]
-        numel, n_bytes = sum(spec.numel for spec in parted), sum(map(_bytes, parted))
-        largest = max((spec.numel for spec in parted), default=0)
+        partitioned = [spec for spec in (*specs, *frozen) if spec.partitioned]
+        numel, n_bytes = sum(spec.numel for spec in partitioned), sum(map(_bytes, partitioned))
+        largest = max((spec.numel for spec in partitioned), default=0)
         # Backward first uses the last parameters of forward: half of the distance is in forward, half in backward.
         kept = max(self.terms.config.max_reuse_distance // 2, self.terms.config.prefetch_bucket_size) + largest
         live = max(min(self.terms.config.max_live_parameters, kept), largest)
@@ -387,7 +387,7 @@ class Planner:
         or, if it must be copied, when ``depth`` later buckets are full. Parameters of one ``finalized_with`` fill their
         buckets together.
         """
-        stay = stay or not (self.terms.has_home or self.terms.updates_early)
+        stay = stay or not (self.terms.has_buffer or self.terms.updates_early)
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
         of: dict[int, set[int]] = {}
         for bucket in buckets:
@@ -442,7 +442,7 @@ class Planner:
         update, to_host, to_device = (
             sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")
         )
-        on_disk = self.terms.parted(kinds, self.allocated.state_budget)[1]
+        on_disk = self.terms.split(kinds, self.allocated.state_budget)[1]
         moved = sum(size * n for size, n in on_disk)
         gathered = sum(
             n * self.terms.bytes_to_gather(bucket) for (bucket, _), (_, n) in zip(kinds, on_disk, strict=True)
@@ -459,7 +459,7 @@ class Planner:
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.terms.config.gradient_accumulation_steps
-        gradient = self.terms.home_dtype(bucket) if self.terms.has_home else bucket.dtype
+        gradient = self.terms.buffer_dtype(bucket) if self.terms.has_buffer else bucket.dtype
         formats = self.terms.state_formats(bucket)
         separate = self.terms.master(bucket) is Master.SEPARATE
         numel = len(self.terms.device.ranks) * bucket.shard_numel

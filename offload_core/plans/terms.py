@@ -100,7 +100,7 @@ class BucketTerms:
         numel = len(self.device.ranks) * bucket.shard_numel
         return sum(self.store_kind.n_bytes(format, numel) for format in self.state_formats(bucket).values())
 
-    def parted(self, kinds: Kinds, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    def split(self, kinds: Kinds, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Split new states into two lists: states in host memory, and states in the store's own place.
 
         Args:
@@ -188,7 +188,7 @@ class BucketTerms:
         return self.config.gradient_accumulation_steps > 1 and self.device.world_size == 1
 
     @property
-    def has_home(self) -> bool:
+    def has_buffer(self) -> bool:
         return self.sums or not self.direct
 
     def wire(self, bucket: Bucket) -> ElementType:
@@ -196,13 +196,13 @@ class BucketTerms:
         asked = self.config.communication_dtype
         return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 
-    def way_bytes(self, bucket: Bucket) -> int:
+    def in_flight_bytes(self, bucket: Bucket) -> int:
         """Return the bytes on the device of a bucket in flight, besides gradients and parameters."""
-        return self.device.sizes.way_bytes(bucket, self.wire(bucket))
+        return self.device.sizes.in_flight_bytes(bucket, self.wire(bucket))
 
-    def home_bytes(self, bucket: Bucket) -> int:
+    def buffer_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of the bucket's gradients on the host."""
-        return len(self.device.ranks) * bucket.shard_numel * self.home_dtype(bucket).itemsize
+        return len(self.device.ranks) * bucket.shard_numel * self.buffer_dtype(bucket).itemsize
 
     def gradient_slot_bytes(self, kinds: Kinds, existing: int = 0) -> int | None:
         """Return the size of the gradient slots that new buckets share, which is the largest bucket's. None: each
@@ -213,21 +213,21 @@ class BucketTerms:
         """
         if not self.lends_gradient_memory:
             return None
-        sizes = [(self.home_bytes(bucket), n) for bucket, n in kinds]
+        sizes = [(self.buffer_bytes(bucket), n) for bucket, n in kinds]
         largest = max([existing, *(size for size, _ in sizes)])
         private = sum(n * size for size, n in sizes)
         return largest if GRADIENT_SLOTS * (largest - existing) < private else None
 
-    def home_dtype(self, bucket: Bucket) -> ElementType:
+    def buffer_dtype(self, bucket: Bucket) -> ElementType:
         return FLOAT32 if self.sums else self.device.sizes.arrival(self.wire(bucket)).dtype
 
-    def may_arrive_as(self, bucket: Bucket, home: ElementType) -> bool:
-        """True if the device can copy gradients directly to a home of element type ``home``."""
-        return self.device.sizes.arrival(self.wire(bucket)) == as_it_stays(home)
+    def may_arrive_as(self, bucket: Bucket, buffer: ElementType) -> bool:
+        """True if the device can copy gradients directly to a buffer of element type ``buffer``."""
+        return self.device.sizes.arrival(self.wire(bucket)) == as_it_stays(buffer)
 
-    def home_is_pinned(self, bucket: Bucket) -> bool:
-        """True if the device copies directly to the bucket's home."""
-        return self.may_arrive_as(bucket, self.home_dtype(bucket))
+    def buffer_is_pinned(self, bucket: Bucket) -> bool:
+        """True if the device copies directly to the bucket's buffer."""
+        return self.may_arrive_as(bucket, self.buffer_dtype(bucket))
 
     def working_sizes(self, kinds: Kinds) -> dict[bool, Counter[int]]:
         """Return the sizes of the memory that engines use in turn, by True for pinned memory and False for other.
@@ -240,9 +240,9 @@ class BucketTerms:
         buckets = [bucket for bucket, _ in kinds]
         lent = self.gradient_slot_bytes(kinds)
         if lent is not None:
-            found[any(map(self.home_is_pinned, buckets))][lent] += GRADIENT_SLOTS
+            found[any(map(self.buffer_is_pinned, buckets))][lent] += GRADIENT_SLOTS
         for bucket, n in kinds if lent is None else ():
-            found[self.home_is_pinned(bucket)][self.home_bytes(bucket)] += n
+            found[self.buffer_is_pinned(bucket)][self.buffer_bytes(bucket)] += n
         found[True][self.slot_bytes(buckets)] += self.staging_slots
         found[True][self.direction_bytes(buckets)] += self.direction_slots
         return {pinned: Counter({size: n for size, n in sizes.items() if size}) for pinned, sizes in found.items()}
@@ -278,6 +278,6 @@ def _examines(config: OffloadConfig, device: DeviceTerms, scaled: bool) -> bool:
     return wanted or config.gradient_clipping is not None or scaled
 
 
-def as_it_stays(home: ElementType) -> Arrival:
-    """Return the arrival format that needs no further sum or cast in a home of this element type."""
-    return Arrival(1, home, 1.0)
+def as_it_stays(buffer: ElementType) -> Arrival:
+    """Return the arrival format that needs no further sum or cast in a buffer of this element type."""
+    return Arrival(1, buffer, 1.0)

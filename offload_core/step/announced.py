@@ -1,7 +1,7 @@
 """A step that is announced during backward, and the buckets that are sent for it.
 
 The step is announced with its arguments before the first gradient, and each bucket is sent as it is launched
-(:meth:`Announced.follow`). Parameters that an update writes in place count as sent. The step comes as announced
+(:meth:`Announced.request`). Parameters that an update writes in place count as sent. The step comes as announced
 (:meth:`Announced.end`), or the parameters are recalled: then the device's values are of no step until the step sends
 the parameters again.
 """
@@ -64,7 +64,7 @@ class Announced:
         self._buckets = buckets
         self._updates = updates
         self.step: Announcement | None = None
-        self.asked: dict[LocalBucket, None] = {}
+        self.requested: dict[LocalBucket, None] = {}
         """Buckets that this rank was asked to send for the next step, in the order in which they were launched."""
         self.tensors: Sequence[Any] = ()
         """All parameters, as the last announcement or step gave them."""
@@ -80,7 +80,7 @@ class Announced:
         if self.step is not None:
             self.step.close(last)
 
-    def follow(self, work: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
+    def request(self, work: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
         """Have a launched bucket sent early if a step was announced and all the bucket's gradients have arrived.
 
         Args:
@@ -93,7 +93,7 @@ class Announced:
         if not (announced is not None and full and known and announced.open):
             announced = None
         if announced is not None:
-            self.asked[work] = None
+            self.requested[work] = None
             announced.before_send(present if self._buckets.device.world_size == 1 else work.members)
         if announced is not None or self._buckets.device.world_size > 1:
             scalars = None if announced is None else announced.scalars
@@ -116,7 +116,7 @@ class Announced:
     @property
     def has_updated(self) -> bool:
         """True if states may have been updated for a step that has not come. Such an update cannot be undone."""
-        return bool(self.asked) and self._buckets.terms.updates_early
+        return bool(self.requested) and self._buckets.terms.updates_early
 
     @property
     def recalled(self) -> bool:
@@ -127,14 +127,14 @@ class Announced:
 
     def recall(self) -> None:  # waits
         """Treat parameters that were sent early as stale again. The caller has waited for all sends."""
-        for work in self.asked:
+        for work in self.requested:
             if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
                 work.publication.mark_stale(work.members, PublicationEvent.RECALL)
-        self.asked = {}
+        self.requested = {}
 
     def end(self) -> set[LocalBucket]:
         """Forget the step, which has come or was cancelled. Return the buckets whose states were updated for it."""
         self.step = None
-        self.asked = {}
+        self.requested = {}
         early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]
         return {work for work in early if work.gradient.state is Gradient.USED}

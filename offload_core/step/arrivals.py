@@ -87,7 +87,7 @@ class Arrivals:
 
     # --- the order -----------------------------------------------------------------------------------
 
-    def take_on(self, works: Sequence[LocalBucket]) -> None:
+    def register(self, works: Sequence[LocalBucket]) -> None:
         """Add new buckets, to be launched after the present ones."""
         self.order = [*self.order, *works]
         self._deferring.update(i for i, spec in enumerate(self._buckets.params) if spec.finalized_with is not None)
@@ -303,9 +303,9 @@ class Arrivals:
             for param in dropped:
                 gradient.waiting.pop(param, None)
             pieces = np.array([i for param in dropped for i in work.table.positions.get(param, ())], np.int64)
-            if gradient.home is not None:
+            if gradient.buffer is not None:
                 for piece in (work.pieces[i] for i in pieces.tolist()):
-                    gradient.home[piece.offset : piece.offset + piece.numel] = 0  # later gradients are added to it
+                    gradient.buffer[piece.offset : piece.offset + piece.numel] = 0  # later gradients are added to it
             gradient.hold(pieces, HostArrays.none(len(pieces)))
             gradient.squares = None
         for work in touched:

@@ -92,17 +92,17 @@ class LocalBuckets:
         self.params += specs
         self.planned += planned
         self.of += [[] for _ in specs]
-        for bucket, own in zip(buckets, self.gradient_memory.take_on(buckets), strict=True):
+        for bucket, private in zip(buckets, self.gradient_memory.register(buckets), strict=True):
             in_place = terms.direct or (bucket.partitioned and terms.host_shards)
             pieces, wire = bucket.shards(self.device.ranks), terms.wire(bucket)
             table = PieceTable(bucket, pieces, {piece.param: specs[piece.param - first] for piece in bucket.pieces})
-            arrival, home_dtype = self.device.sizes.arrival(wire), terms.home_dtype(bucket)
+            arrival, buffer_dtype = self.device.sizes.arrival(wire), terms.buffer_dtype(bucket)
             work = LocalBucket(
                 bucket,
                 pieces,
                 table,
                 terms.rule_of(bucket),
-                BucketGradient(bucket.index, table.offsets, wire, arrival, home_dtype, own),
+                BucketGradient(bucket.index, table.offsets, wire, arrival, buffer_dtype, private),
                 terms.master(bucket),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
                 self._matrices(bucket),
@@ -212,19 +212,19 @@ class LocalBuckets:
             raise
 
     def promote(self, work: LocalBucket) -> np.ndarray:
-        """Return fp32 memory in which the bucket's gradients are summed. If its home has another element type, allocate
-        an fp32 home and copy the gradients into it."""
+        """Return fp32 memory in which the bucket's gradients are summed. If its buffer has another element type, allocate
+        an fp32 buffer and copy the gradients into it."""
         gradient = work.gradient
-        if gradient.home is None or gradient.home.dtype != FLOAT32.numpy:
-            home = self.gradient_memory.allocate(work.bucket, FLOAT32)
-            if gradient.home is not None and gradient.has_landed:
-                kernels.cast_array(gradient.home, BY_NUMPY[gradient.home.dtype], home, FLOAT32, self.threads)
-            gradient.home = gradient.own = home
-        return gradient.home
+        if gradient.buffer is None or gradient.buffer.dtype != FLOAT32.numpy:
+            buffer = self.gradient_memory.allocate(work.bucket, FLOAT32)
+            if gradient.buffer is not None and gradient.has_landed:
+                kernels.cast_array(gradient.buffer, BY_NUMPY[gradient.buffer.dtype], buffer, FLOAT32, self.threads)
+            gradient.buffer = gradient.private = buffer
+        return gradient.buffer
 
-    def await_home(self, work: LocalBucket) -> None:
+    def await_buffer(self, work: LocalBucket) -> None:
         """Ensure that the bucket has memory for gradients. If all slots are lent, wait for updates that free one."""
-        if work.gradient.home is None:
+        if work.gradient.buffer is None:
             self.gradient_memory.lend(work, lambda other: self.claim(other, "wait for gradient memory"))
 
     # --- small decisions, each made here only --------------------------------------------------------

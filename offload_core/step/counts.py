@@ -40,12 +40,12 @@ class Changes:
         """Return bool[parameters]: True for each parameter that has changed since the count was ``number``."""
         return self._last > number
 
-    def note(self, params: Iterable[int]) -> None:
+    def record(self, params: Iterable[int]) -> None:
         """Count one change of these parameters."""
         self.number += 1
         self._last[np.fromiter(params, np.int64)] = self.number
 
-    def note_all(self) -> None:
+    def record_all(self) -> None:
         """Count a load, which changes all parameters."""
         self.number += 1
         self.of_all_ranks += 1
@@ -76,7 +76,7 @@ class UpdateCounts:
         self.steps: list[np.ndarray] = []
         """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
         self._memory: list[np.ndarray] = [np.zeros(0, np.float32)]
-        """The memory of ``steps``: one array for each call of :meth:`take_on`."""
+        """The memory of ``steps``: one array for each call of :meth:`register`."""
         self._rule = rule
         self._rules: list[Rule] = []
         self._matrices: dict[Matrix | None, int] = {None: 0}
@@ -84,7 +84,7 @@ class UpdateCounts:
         self._of_shape = np.zeros(0, np.int64)
         """The index of each parameter's shape in ``_matrices``."""
 
-    def take_on(self, specs: Sequence[ParamSpec]) -> None:
+    def register(self, specs: Sequence[ParamSpec]) -> None:
         """Add parameters, which have had no update."""
         self._memory.append(np.zeros(len(specs), np.float32))
         self.steps += [self._memory[-1][i : i + 1].reshape(()) for i in range(len(specs))]
@@ -96,7 +96,7 @@ class UpdateCounts:
     def count(self, params: Collection[int]) -> None:
         """Count one update, of these parameters."""
         self.updates += 1
-        self.changes.note(params)
+        self.changes.record(params)
         self.changes.of_all_ranks += 1
         had = np.zeros(len(self.steps), np.float32)
         had[np.fromiter(params, np.int64, len(params))] = 1

@@ -145,7 +145,7 @@ class SkippedSteps:
     def __init__(self) -> None:
         self._in_a_row = 0
 
-    def note(self, verdict: Verdict, *, scale_fell: bool) -> None:
+    def record(self, verdict: Verdict, *, scale_fell: bool) -> None:
         """Warn at the third step in a row that was skipped without lowering the loss scale."""
         if not verdict.overflow or scale_fell:
             self._in_a_row = 0

@@ -33,7 +33,7 @@ class EarlyPublish:
     @property
     def has_begun(self) -> bool:
         """True if buckets were updated or sent for a step that is still to come."""
-        return bool(self._announced.asked)
+        return bool(self._announced.requested)
 
     def expect_step(
         self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
@@ -71,7 +71,7 @@ class EarlyPublish:
         if announced.step is None:
             return
         given = self.check_expected(arguments)
-        if not (announced.asked and announced.differs(given)):
+        if not (announced.requested and announced.differs(given)):
             scalars = self._counts.scalars(given, range(len(self._buckets.params)), 1.0 / given.unscale)
             announced.step.given, announced.step.scalars, announced.tensors = given, scalars, given.tensors
 
@@ -81,7 +81,7 @@ class EarlyPublish:
         Raises :class:`StateError` if states were updated with other arguments.
         """
         given, announced = arguments.complete(self._buckets.params, self._scaler), self._announced
-        if announced.asked and not self._buckets.terms.examines and announced.differs(given):
+        if announced.requested and not self._buckets.terms.examines and announced.differs(given):
             raise StateError(
                 "hyperparameters, parameter groups or the loss's share changed between backward() and step(), and "
                 "update_in_backward=True has used them; expected them as they were: set them back, or before backward()"
@@ -99,7 +99,7 @@ class EarlyPublish:
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         announced = self._announced
-        touched = [work for work in announced.asked if params is None or not work.members.isdisjoint(params)]
+        touched = [work for work in announced.requested if params is None or not work.members.isdisjoint(params)]
         terms = self._buckets.terms
         alike = by_all and params is None and self._buckets.device.world_size > 1
         if alike and announced.step is not None and terms.updates_early:
@@ -118,7 +118,7 @@ class EarlyPublish:
         self._last_step.wait(self._updates.finish_publications)
         announced.recall()
 
-    def call_off(self) -> None:
+    def stop(self) -> None:
         """Send no further parameter before the step, and recall parameters that were sent early.
 
         Raises :class:`StateError`, on all ranks alike, if a step was announced whose buckets update states, too.
@@ -135,7 +135,7 @@ class EarlyPublish:
         if announced is not None:
             announced.stop()
 
-    def withdraw(self) -> None:  # waits
+    def undo(self) -> None:  # waits
         """Undo early sends: write the parameters of the last step again, and wait for them.
 
         All processes call it alike.
@@ -149,5 +149,5 @@ class EarlyPublish:
         """True if this parameter was sent early and its step is still pending or was cancelled."""
         if not self._buckets.terms.sends_early:
             return False
-        asked = self._announced.asked
-        return any(work in asked or work.publication.state is Publication.STALE for work in self._buckets.of[param])
+        requested = self._announced.requested
+        return any(work in requested or work.publication.state is Publication.STALE for work in self._buckets.of[param])

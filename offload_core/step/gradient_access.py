@@ -120,7 +120,7 @@ class GradientAccess:
             memory = np.empty(work.pieces[i].numel, np.float32)
             work.gradient.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
             return memory
-        home = self._buckets.promote(work)
-        work.gradient.arrays = work.gradient.at_home()
+        buffer = self._buckets.promote(work)
+        work.gradient.arrays = work.gradient.in_buffer()
         piece = work.pieces[i]
-        return home[piece.offset : piece.offset + piece.numel]
+        return buffer[piece.offset : piece.offset + piece.numel]

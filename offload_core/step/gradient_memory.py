@@ -1,9 +1,9 @@
 """The host memory in which gradients wait for their update.
 
-Each bucket borrows memory of its size (its *home*) from its launch until its update has read the gradients, or they are
+Each bucket borrows memory of its size (its *buffer*) from its launch until its update has read the gradients, or they are
 dropped. At other times other engines of the process use that memory (``memory/working_memory.py``). If a bucket's
 update follows its arrival (``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only
-``BucketGradient.home`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
+``BucketGradient.buffer`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
 (``BucketTerms.direct``), each bucket keeps separate memory for its sums.
 
 A bucket's update may still have to wait for ``step()``: if nobody announced the step (a plain ``loss.backward()``), or
@@ -39,8 +39,8 @@ class _Slot:
 
     @property
     def held(self) -> bool:
-        home = None if self.lent is None else self.lent()
-        return home is not None and self.holder is not None and self.holder.gradient.home is home
+        buffer = None if self.lent is None else self.lent()
+        return buffer is not None and self.holder is not None and self.holder.gradient.buffer is buffer
 
 
 class GradientMemory:
@@ -51,29 +51,29 @@ class GradientMemory:
         self._device = device
         self._terms = terms
         self._allocated = allocated
-        self._homes: dict[int, Reservation] = {}
+        self._buffers: dict[int, Reservation] = {}
         """By bucket, the reservation from which it borrows memory of its size."""
         self._of_slots: Reservation | None = None
         self._slots: list[_Slot] = []
         self._turns = 0
         self._warned = False
 
-    def take_on(self, buckets: Sequence[Bucket]) -> list[np.ndarray | None]:
+    def register(self, buckets: Sequence[Bucket]) -> list[np.ndarray | None]:
         """Reserve memory for new buckets. Return each one's private memory; None: it borrows memory, or needs none."""
         terms = self._terms
         if terms.direct:
-            return [self.allocate(b, terms.home_dtype(b)) if terms.has_home else None for b in buckets]
+            return [self.allocate(b, terms.buffer_dtype(b)) if terms.has_buffer else None for b in buckets]
         existing = self._allocated.gradient_slot_bytes
         slot_bytes = terms.gradient_slot_bytes([(bucket, 1) for bucket in buckets], existing)
         if slot_bytes is None:
             for pinned in (True, False):
-                alike = [bucket for bucket in buckets if terms.home_is_pinned(bucket) is pinned]
-                sizes = [terms.home_bytes(bucket) for bucket in alike]
-                homes = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
-                self._homes |= dict.fromkeys((bucket.index for bucket in alike), homes)
+                alike = [bucket for bucket in buckets if terms.buffer_is_pinned(bucket) is pinned]
+                sizes = [terms.buffer_bytes(bucket) for bucket in alike]
+                buffers = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
+                self._buffers |= dict.fromkeys((bucket.index for bucket in alike), buffers)
         elif slot_bytes > existing:
             self._slots, self._of_slots = [], None  # a bucket that holds one keeps it
-            pinned = any(map(terms.home_is_pinned, buckets))
+            pinned = any(map(terms.buffer_is_pinned, buckets))
             sizes = GRADIENT_SLOTS * [slot_bytes]
             self._of_slots = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
             self._slots = [_Slot() for _ in range(GRADIENT_SLOTS)]
@@ -93,10 +93,10 @@ class GradientMemory:
         Args:
             await_use: waits for a bucket's task. If that was its update, the bucket's slot is free.
         """
-        dtype = work.gradient.home_dtype
+        dtype = work.gradient.buffer_dtype
         numel = len(self._device.ranks) * work.bucket.shard_numel
-        if (homes := self._homes.get(work.bucket.index)) is not None:
-            work.gradient.home = homes.borrow(numel, dtype.numpy)
+        if (buffers := self._buffers.get(work.bucket.index)) is not None:
+            work.gradient.buffer = buffers.borrow(numel, dtype.numpy)
             return
         slot = self._free_slot()
         for lent in sorted(self._slots, key=lambda slot: slot.turn) if slot is None else ():  # the oldest first
@@ -106,14 +106,14 @@ class GradientMemory:
                 break
         if slot is None:
             self._warn(work)
-            work.gradient.own = work.gradient.home = self.allocate(work.bucket, dtype)
+            work.gradient.private = work.gradient.buffer = self.allocate(work.bucket, dtype)
             return
         assert self._of_slots is not None
-        home = self._of_slots.borrow(numel, dtype.numpy)
+        buffer = self._of_slots.borrow(numel, dtype.numpy)
         slot.turn = self._turns = self._turns + 1
-        slot.lent = weakref.ref(home)
+        slot.lent = weakref.ref(buffer)
         slot.holder = work
-        work.gradient.home = home
+        work.gradient.buffer = buffer
 
     def _free_slot(self) -> _Slot | None:
         return next((slot for slot in self._slots if not slot.held), None)
@@ -124,7 +124,7 @@ class GradientMemory:
         self._warned = True
         UserLine.now().warn(
             HostMemoryWarning(
-                f"bucket {work.bucket.index}: {format_bytes(self._terms.home_bytes(work.bucket))} of gradients wait on "
+                f"bucket {work.bucket.index}: {format_bytes(self._terms.buffer_bytes(work.bucket))} of gradients wait on "
                 f"the host for step(), beside {len(self._slots)} buckets that are planned; with "
                 "update_in_backward=True updates should follow backward, and this one was not announced: expected "
                 "engine.backward(loss) outside gathered_parameters(), and no compiled modules, else "

@@ -161,7 +161,7 @@ class Gradients:
         """Put gradients into buckets, and launch full buckets. ``without``: parameters finalized without a gradient."""
         params = gradients.keys() | without if without else gradients.keys()
         arrivals = self._arrivals
-        if self._announced.asked and self._buckets.device.world_size == 1:
+        if self._announced.requested and self._buckets.device.world_size == 1:
             self._early.recall(params)
         if arrivals.since.round is None or arrivals.has_left(params):
             self._begin_round()
@@ -174,7 +174,7 @@ class Gradients:
 
     def _begin_round(self) -> None:
         """End the present round, so that the next can begin. All ranks call it alike, and exchange every bucket."""
-        if self._announced.asked and self._buckets.device.world_size > 1:
+        if self._announced.requested and self._buckets.device.world_size > 1:
             self._early.recall()
         if self._arrivals.since.round is not None:
             try:
@@ -200,7 +200,7 @@ class Gradients:
             if at_boundary and terms.sends_early:
                 # Among ranks a full bucket may hold parameters that are finalized without a gradient on this one.
                 last = terms.lends_gradient_memory and (boundary or not ending)
-                self._announced.follow(work, present, last=last, keep_states=self._buckets.terms.examines)
+                self._announced.request(work, present, last=last, keep_states=self._buckets.terms.examines)
 
     def _take_stragglers(self) -> None:
         """Take the gradients that still wait to be finalized. All ranks have such a gradient, or none."""
@@ -222,7 +222,7 @@ class Gradients:
         """
         assert self._state_lock.changing.locked()
         self._health.check(Use.STEP)
-        self._early.call_off()
+        self._early.stop()
         self._launch_rest()
 
     def _launch_rest(self) -> None:
@@ -248,7 +248,7 @@ class Gradients:
         """Discard the gradients of these parameters, or of all.
 
         With ``params``, raise the error of a gradient that was lost in flight, and discard nothing.
-        :meth:`EarlyPublish.withdraw` brings back parameters that were sent early.
+        :meth:`EarlyPublish.undo` brings back parameters that were sent early.
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         if not self._arrivals.holds_gradients:
@@ -277,7 +277,7 @@ class Gradients:
         if self._health.usable:
             self.reduce_first()
         self.drop()
-        self._early.withdraw()
+        self._early.undo()
         return self._health.state is Health.STALE
 
     def end_micro_step(

@@ -91,8 +91,8 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         offsets: np.ndarray,
         wire: ElementType,
         arrival: Arrival,
-        home_dtype: ElementType,
-        own: np.ndarray | None,
+        buffer_dtype: ElementType,
+        private: np.ndarray | None,
     ) -> None:
         super().__init__(f"bucket {bucket}", Gradient.ABSENT, GRADIENT)
         self._offsets = offsets
@@ -101,12 +101,12 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         """The element type in which gradients travel."""
         self.arrival = arrival
         """The form in which the device delivers gradients."""
-        self.home_dtype = home_dtype
+        self.buffer_dtype = buffer_dtype
         """The element type in which gradients wait on the host: fp32 if they are summed there."""
-        self.own = own
+        self.private = private
         """The bucket's private host memory for gradients. None: the bucket borrows memory, or gradients are read in
         place."""
-        self.home = own
+        self.buffer = private
         """The memory in which gradients wait, private or borrowed; None: the bucket has none now."""
         self.waiting: dict[int, Any] = {}
         """Device gradients that arrived since the last launch, by parameter."""
@@ -120,13 +120,13 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         """True if gradients of this or of earlier micro-steps are on the host."""
         return bool(self.arrays.addresses.any())
 
-    def at_home(self) -> HostArrays:
-        """Return the host gradient of each piece, in the bucket's home."""
-        assert self.home is not None
+    def in_buffer(self) -> HostArrays:
+        """Return the host gradient of each piece, in the bucket's buffer."""
+        assert self.buffer is not None
         n = len(self._offsets)
-        addresses = kernels.address(self.home) + self._offsets * self.home.itemsize
-        codes = np.full(n, BY_NUMPY[self.home.dtype].code, np.uint8)
-        return HostArrays(addresses.astype(np.uintp), codes, [self.home] * n)
+        addresses = kernels.address(self.buffer) + self._offsets * self.buffer.itemsize
+        codes = np.full(n, BY_NUMPY[self.buffer.dtype].code, np.uint8)
+        return HostArrays(addresses.astype(np.uintp), codes, [self.buffer] * n)
 
     def hold(self, pieces: np.ndarray, arrays: HostArrays) -> None:
         """Set the host gradients of these pieces to these arrays."""
@@ -151,7 +151,7 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
     def give_back(self) -> None:
         """Release the host gradients and the memory borrowed for them."""
         self.arrays = self._none
-        self.home = self.own
+        self.buffer = self.private
 
 
 class BucketPublication(StateMachine[Publication, PublicationEvent]):

@@ -94,7 +94,7 @@ class Parameters:
                     "on every rank: set update_in_backward=False to read it there"
                 )
             # Readers hold the lock, but no change goes on, so that a signal handler may save while they wait.
-            self._state_lock.change("a read of a parameter", self._early.withdraw)
+            self._state_lock.change("a read of a parameter", self._early.undo)
         try:
             self._updates.await_param(param, on_host=on_host)
         except BaseException:

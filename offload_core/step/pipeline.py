@@ -138,8 +138,8 @@ class Pipeline:
         assert self.state_lock.changing.locked()
         self.parameters.check_present()
         self.last_step.finish()
-        self.arrivals.take_on(self.buckets.add(specs, tensors, frozen))
-        self.counts.take_on(specs)
+        self.arrivals.register(self.buckets.add(specs, tensors, frozen))
+        self.counts.register(specs)
 
     def start_over(self) -> None:
         """Remove all parameters and free their states. Then other parameters may be added."""
@@ -161,7 +161,7 @@ class Pipeline:
         self.health.on(HealthEvent.LOAD)
         self.gradients.drop()
         self.last_step.finish()
-        self.changes.note_all()
+        self.changes.record_all()
         if masters:
             self.buckets.store.forget_replaced()
         try:
@@ -236,13 +236,13 @@ class Pipeline:
             self.health.on(HealthEvent.LOSE_RANK, str(error))
             raise
         self.last_step.change(partial(self._carry_out, decision, after))
-        self._skipped.note(decision.verdict, scale_fell=self.loss_scale < given.loss_scale)
+        self._skipped.record(decision.verdict, scale_fell=self.loss_scale < given.loss_scale)
         return replace(decision.report, changes=self.changes.mark)
 
     def _collect(self, given: StepArguments) -> None:
         """Wait until all gradients are on the host, and recall parameters that were sent early with other arguments."""
         self.gradients.collect()
-        if self._announced.asked and self._announced.differs(given):
+        if self._announced.requested and self._announced.differs(given):
             self.early.recall()
 
     def _decide(self, given: StepArguments, gathered: int) -> Decision:

@@ -74,17 +74,17 @@ class Reduction:
         """Have the device reduce the bucket, and add the result to the gradients of earlier micro-steps."""
         buckets = self._buckets
         assert buckets.staging is not None
-        buckets.await_home(work)
+        buckets.await_buffer(work)
         bucket, gradient = work.bucket, work.gradient
-        arrival, home = gradient.arrival, gradient.home
-        assert home is not None
-        stays = arrival == as_it_stays(BY_NUMPY[home.dtype]) and not gradient.has_landed
+        arrival, buffer = gradient.arrival, gradient.buffer
+        assert buffer is not None
+        stays = arrival == as_it_stays(BY_NUMPY[buffer.dtype]) and not gradient.has_landed
         if len(buckets.in_staging) == buckets.worker.depth:
             oldest, landed = buckets.in_staging.popleft()
             buckets.wait(landed, oldest.bucket.index)
         work.lease = Lease(buckets.staging)
-        numel = arrival.parts * home.size
-        received = home if stays else work.lease.borrow(numel, arrival.dtype.numpy)
+        numel = arrival.parts * buffer.size
+        received = buffer if stays else work.lease.borrow(numel, arrival.dtype.numpy)
         reduced = buckets.device.reduce(bucket, gradient.wire, gradients, received, work.lease)
         self.last = event = WaitedOnce(reduced)  # the last bucket's memory must not stay lent until the next launch
         del reduced
@@ -95,7 +95,7 @@ class Reduction:
                 with buckets.trace.span(REDUCTION, "sum", bucket.index, received.nbytes):
                     self._sum(work, arrival, received)
             work.release()
-            gradient.arrays = gradient.at_home()
+            gradient.arrays = gradient.in_buffer()
             if examine:
                 squares = SumOfSquares()
                 self._square(work, squares)
@@ -110,9 +110,9 @@ class Reduction:
     def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
         """Sum the parts of each shard in order in fp32, divide once, and add to the gradients that already wait."""
         add = work.gradient.has_landed
-        home = self._buckets.promote(work)
+        buffer = self._buckets.promote(work)
         n_ranks, threads = len(self._buckets.device.ranks), self._buckets.threads
-        for parts, shard in zip(received.reshape(n_ranks, -1), home.reshape(n_ranks, -1), strict=True):
+        for parts, shard in zip(received.reshape(n_ranks, -1), buffer.reshape(n_ranks, -1), strict=True):
             kernels.reduce(
                 parts, arrival.parts, arrival.dtype, shard, divisor=arrival.divisor, add=add, threads=threads
             )
@@ -123,24 +123,24 @@ class Reduction:
         arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(work.table.starts[pieces])
         held = work.gradient.arrays  # keeps the arrays alive until they have been read
         waits = held.addresses[pieces] != 0
-        if work.gradient.home is None and not self._buckets.terms.sums and not waits.any():
+        if work.gradient.buffer is None and not self._buckets.terms.sums and not waits.any():
             work.gradient.hold(pieces, arrived)
             return
         self._buckets.promote(work)
-        home, threads = work.gradient.at_home().of(pieces), self._buckets.threads
+        buffer, threads = work.gradient.in_buffer().of(pieces), self._buckets.threads
         numels = work.table.numels[pieces]
         first = HostArrays(
             np.where(waits, held.addresses[pieces], arrived.addresses),
             np.where(waits, held.codes[pieces], arrived.codes),
             (),
         )
-        for dtype, rows in first.by_type(first.addresses != home.addresses):
-            spans = kernels.spans(first.addresses[rows], home.addresses[rows], numels[rows])
+        for dtype, rows in first.by_type(first.addresses != buffer.addresses):
+            spans = kernels.spans(first.addresses[rows], buffer.addresses[rows], numels[rows])
             kernels.cast(spans, dtype, FLOAT32, threads=threads)
         for dtype, rows in arrived.by_type(waits):
-            spans = kernels.spans(arrived.addresses[rows], home.addresses[rows], numels[rows])
+            spans = kernels.spans(arrived.addresses[rows], buffer.addresses[rows], numels[rows])
             kernels.accumulate(spans, dtype, threads=threads)
-        work.gradient.hold(pieces, home)
+        work.gradient.hold(pieces, buffer)
 
     def _square(self, work: LocalBucket, total: SumOfSquares) -> None:
         with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):

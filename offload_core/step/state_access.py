@@ -153,7 +153,7 @@ class StateAccess:
         they came from the old states."""
         self._pipeline.last_step.finish()
         self._pipeline.early.recall(params)
-        self._pipeline.changes.note(params)
+        self._pipeline.changes.record(params)
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
@@ -190,7 +190,7 @@ class StateAccess:
         """
         self._pipeline.last_step.finish()
         self._pipeline.early.recall([param])
-        self._pipeline.changes.note([param])
+        self._pipeline.changes.record([param])
         for work, piece in self._pieces_of(param):
             if work.master is not Master.PARAMETER:
                 source = self._buckets.read(work, piece, tensor)  # it holds the memory

@@ -50,8 +50,8 @@ class StateLock:
         with self._of_thread:
             if self._unfinished:
                 raise StateError(
-                    f"this process was forked while another thread was in the middle of {self._unfinished}: its copy of "
-                    "the states is of no step; expected no use of them here: load a checkpoint in a new process"
+                    f"this process was forked while another thread was in the middle of {self._unfinished}: its copy "
+                    "of the states is of no step; expected no use of them here: load a checkpoint in a new process"
                 )
             if RUNNING_SECTIONS:
                 await_sections()

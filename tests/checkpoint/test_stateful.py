@@ -145,7 +145,7 @@ class Anything(RuleBasedStateMachine):
             assert all(work.publication.state is Publication.EARLY for work in used)
             for i in range(len(self.naive.states)):
                 self.compare_states(i)
-            if self.succeeds(self.pipeline.early.withdraw):
+            if self.succeeds(self.pipeline.early.undo):
                 self.compare()
 
     # --- reads ---------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ class Anything(RuleBasedStateMachine):
 
         ``update`` is what the naive loop does where the call began an update before it failed.
         """
-        updating = not self.pipeline.updates.finished and not self.pipeline._announced.asked
+        updating = not self.pipeline.updates.finished and not self.pipeline._announced.requested
         steps = [float(n) for n in self.pipeline.counts.steps]
         try:
             call()
@@ -228,7 +228,7 @@ class Anything(RuleBasedStateMachine):
         self.failing = False
         self.pipeline.gradients.drop()
         if not updating:
-            self.pipeline.early.withdraw()
+            self.pipeline.early.undo()
         self.naive.sums = [None] * len(self.naive.sums)
         self.pipeline.last_step.finish()
         self.compare_at_rest()

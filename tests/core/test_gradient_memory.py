@@ -75,8 +75,8 @@ def step(subject, params=BACKWARD, number=0):
 
 
 def all_lent(subject):
-    homes = subject.pipeline.buckets.gradient_memory._homes
-    return {work.bucket.index not in homes for work in subject.pipeline.buckets.all}
+    buffers = subject.pipeline.buckets.gradient_memory._buffers
+    return {work.bucket.index not in buffers for work in subject.pipeline.buckets.all}
 
 
 # --- bytes -----------------------------------------------------------------------------------------
@@ -277,7 +277,9 @@ def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_sa
     for each in (subject, reference):
         each.pipeline.gradients.end_micro_step()
         each.pipeline.step(StepArguments(HYPERS, each.tensors))
-    private = [work.gradient.own.nbytes for work in subject.pipeline.buckets.all if work.gradient.own is not None]
+    private = [
+        work.gradient.private.nbytes for work in subject.pipeline.buckets.all if work.gradient.private is not None
+    ]
     assert len(private) == n_buckets - GRADIENT_SLOTS
     own = sum(private)
     planned = GRADIENT_SLOTS * 32 * 2
@@ -314,9 +316,9 @@ def finished_step(subject):
 def consistent(subject):
     """After a step that broke off: its buckets have been updated whole, or not at all; it goes on from there."""
     subject.pipeline.gradients.drop()
-    subject.pipeline.early.withdraw()
+    subject.pipeline.early.undo()
     for work in subject.pipeline.buckets.all:
-        assert work.gradient.home is work.gradient.own, "memory was given back"
+        assert work.gradient.buffer is work.gradient.private, "memory was given back"
     planned = held(subject)[1]
     for number in (7, 8):
         assert step(subject, number=number) == planned
@@ -386,7 +388,7 @@ def test_an_interrupt_at_any_line_of_a_wait_for_a_slot_loses_none(of, drawn):
         except FewerLines:
             subject.device.close()
             continue
-        if subject.pipeline._announced.asked:  # it came before anything changed: what was used stays used
+        if subject.pipeline._announced.requested:  # it came before anything changed: what was used stays used
             subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
             subject.pipeline.last_step.finish()
         consistent(subject)
@@ -411,7 +413,7 @@ def test_a_rank_that_is_lost_ends_the_wait_of_the_others():
             subject.pipeline.last_step.finish()
         except CollectiveError as error:
             told.append(str(error))
-            assert {work.gradient.home is work.gradient.own for work in subject.pipeline.buckets.all} == {True}
+            assert {work.gradient.buffer is work.gradient.private for work in subject.pipeline.buckets.all} == {True}
         subject.device.close()
 
     with pytest.raises(OSError, match="this rank is lost"):

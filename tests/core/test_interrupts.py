@@ -53,7 +53,7 @@ class Run:
     def discard(self):
         """As ``zero_grad`` does."""
         self.pipeline.gradients.drop()
-        self.pipeline.early.withdraw()
+        self.pipeline.early.undo()
 
     def end(self):
         """Three more steps, and all that there is then."""
@@ -159,7 +159,7 @@ def test_an_interrupt_at_any_line_of_a_step_in_backward_leaves_each_element_befo
         run = begun()
         with suppress(FewerLines):
             interrupt_at(number, lambda run=run: run.step(2))
-            if run.pipeline._announced.asked:  # nothing that the pipeline does was interrupted
+            if run.pipeline._announced.requested:  # nothing that the pipeline does was interrupted
                 run.pipeline.step(StepArguments(HYPERS, run.subject.tensors))
         found, counts = elements(run)
         updated = [(mine == after).all(axis=1) for mine, after in zip(found, new, strict=True)]

@@ -359,7 +359,7 @@ def test_parameters_sent_early_can_be_changed_discarded_joined_and_read():
 
     def discard(subject):
         subject.pipeline.gradients.drop()
-        subject.pipeline.early.withdraw()
+        subject.pipeline.early.undo()
         check_parameters(subject)
 
     def discard_one(subject):
@@ -437,7 +437,7 @@ def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn(
     with pytest.raises(OSError, match="failed as asked"):
         subject.pipeline.last_step.finish()
     device.fail_after(None)
-    subject.pipeline.early.withdraw()
+    subject.pipeline.early.undo()
     for i, tensor in enumerate(subject.tensors):
         master, *_ = subject.states(i)
         assert_same_bits(f"parameter {i}", tensor.memory, oracles.cast(master, BFLOAT16))

@@ -97,7 +97,7 @@ def test_nothing_is_recorded_while_nobody_asks(tmp_path, monkeypatch, make_devic
     model = Model(make_device(), gradient_clipping=1.0)
     trace = model.pipeline.device.trace
     with monkeypatch.context() as patch:
-        patch.setattr(Trace, "note", unasked)
+        patch.setattr(Trace, "record", unasked)
         model.step()
         model.pipeline.last_step.finish()
     assert trace.span(UPDATE) is trace.span(TO_HOST)  # nothing is made either
@@ -105,7 +105,7 @@ def test_nothing_is_recorded_while_nobody_asks(tmp_path, monkeypatch, make_devic
         model.step()
     recorded = (tmp_path / "step.json").read_text()
     with monkeypatch.context() as patch:
-        patch.setattr(Trace, "note", unasked)
+        patch.setattr(Trace, "record", unasked)
         model.step()
         model.pipeline.last_step.finish()
     assert (tmp_path / "step.json").read_text() == recorded

@@ -115,7 +115,7 @@ def test_staging_is_pinned_and_gradients_leave_the_device(accelerator):
     engine.optimizer.core._pipeline.buckets.run(lambda: None)  # the copies have ended
     assert allocated() <= parameters + 2**20
     [work] = engine.optimizer.core._pipeline.buckets.all
-    assert torch.from_numpy(work.gradient.home.view("uint8")).is_pinned()
+    assert torch.from_numpy(work.gradient.buffer.view("uint8")).is_pinned()
     engine.step()
 
 

@@ -303,7 +303,7 @@ def memory_of_a_shard_that_joins_its_master():
     engine.backward(loss_on(engine, 0))
 
     def join():
-        engine.optimizer.parts.take_on_unfrozen(engine.optimizer.param_groups)
+        engine.optimizer.parts.register_unfrozen(engine.optimizer.param_groups)
         torch.accelerator.synchronize(0)
 
     assert not dies(join)

@@ -64,7 +64,7 @@ class Twin:
         self.naive = naive(masters, dtypes, groups, config, self.hypers)
         self.subject = Subject(self.device, masters, dtypes, groups, config, collectives=rank, hypers=self.hypers)
         self.pipeline = self.subject.pipeline
-        self.most_homes = 0
+        self.most_buffers = 0
         """The most buckets that had memory for gradients at a time, in steps in backward."""
 
     @property
@@ -106,8 +106,8 @@ class Twin:
         for i in params:
             with self.backward_reads(i):
                 self.add(i)
-                homes = sum(work.gradient.home is not None for work in self.pipeline.buckets.all)
-                self.most_homes = max(self.most_homes, homes)
+                buffers = sum(work.gradient.buffer is not None for work in self.pipeline.buckets.all)
+                self.most_buffers = max(self.most_buffers, buffers)
                 if not host_is_late:
                     self.go_on()
         self.update()
@@ -437,8 +437,8 @@ def gradients_pass_through_few_slots():
         twin = Twin((40, 100, 64, 50), update_in_backward=True)
         for params in ([3, 2, 1, 0], [0, 2], [1], [0, 1, 2, 3]):
             twin.early_step(*params, host_is_late=host_is_late)
-            assert {work.gradient.own is None for work in twin.pipeline.buckets.all} == {True}
-            assert twin.most_homes <= GRADIENT_SLOTS
+            assert {work.gradient.private is None for work in twin.pipeline.buckets.all} == {True}
+            assert twin.most_buffers <= GRADIENT_SLOTS
         twin.read(0, 1, 2, 3)
         twin.end()
 
@@ -1185,7 +1185,7 @@ CORE_CHANGES = [
         ("step.reduction", "Reduction._reduce", "work.give(", "(lambda task: None)("),
         ("step.reduction", "Reduction._reduce", "work.release()", "pass"),
         ("step.local_bucket", "BucketPublication.arrive", "self.written = None", "pass"),
-        ("step.gradient_memory", "_Slot.held", "self.holder.gradient.home is home", "False"),
+        ("step.gradient_memory", "_Slot.held", "self.holder.gradient.buffer is buffer", "False"),
         (
             "step.update",
             "Updates.send_early",

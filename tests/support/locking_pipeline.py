@@ -17,7 +17,7 @@ def _locking(kind, *names):
 _OWN = ("add_parameters", "start_over", "step")
 _PARTS = {
     "gradients": (Gradients, ("add", "finalize", "drop", "discard_all", "reduce_now", "end_micro_step")),
-    "early": (EarlyPublish, ("expect_step", "recall", "call_off", "withdraw")),
+    "early": (EarlyPublish, ("expect_step", "recall", "stop", "undo")),
     "parameters": (Parameters, ("finish", "flush")),
     "last_step": (LastStep, ("finish", "finish_publications")),
 }

@@ -176,7 +176,7 @@ def after(call, engine, folder):
             return wrap(engine.module, lr=0.1, num_threads=1, param_dtype=engine.offload_config.param_dtype)
         case "load_checkpoint":
             engine.load_checkpoint(folder / "given")
-    if engine.optimizer.core._pipeline._announced.asked and not engine.offload_config.gradient_clipping:
+    if engine.optimizer.core._pipeline._announced.requested and not engine.offload_config.gradient_clipping:
         engine.step()
     engine.optimizer.zero_grad()
     return engine

@@ -28,7 +28,7 @@ from ..training.groups import all_or_given
 from ..training.registration import check_is_free
 from . import accelerator, comm, ops, runtime, utils, zero
 from .accelerator import get_accelerator, rank_device
-from .clients import Client, let_go
+from .clients import Client, release_client
 from .comm import init_distributed
 from .engine import DeepSpeedEngine, MisuseError
 from .run_counts import RunCounts
@@ -116,7 +116,7 @@ def initialize(
                 engine, training_data, collate_fn, bool(given.get("dataloader_drop_last"))
             )
     if client is not None:
-        let_go(optimizer, engine.optimizer)
+        release_client(optimizer, engine.optimizer)
     return engine, engine.optimizer if has_optimizer else None, engine.training_dataloader, engine.lr_scheduler
 
 
@@ -137,7 +137,7 @@ def _resolved(given: Mapping[str, Any], client: Client | None, model: nn.Module)
         rest.pop("optimizer", None)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     resolved = OffloadConfig.resolve(rest, world_size=world_size, **(client.fields if client else {}))
-    cut = next((shards.home.config for shards in map(shards_of, model.parameters()) if shards is not None), None)
+    cut = next((shards.made_by.config for shards in map(shards_of, model.parameters()) if shards is not None), None)
     return resolved if cut is None else replace(resolved, reduce_bucket_size=cut.reduce_bucket_size)
 
 

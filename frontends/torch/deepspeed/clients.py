@@ -68,7 +68,7 @@ class Client:
             engines.load_state_dict(self.states)
 
 
-def let_go(optimizer: Any, engines: OffloadedOptimizer) -> None:
+def release_client(optimizer: Any, engines: OffloadedOptimizer) -> None:
     """Free a client's optimizer of its states, and have its schedulers write to the groups of the engine's.
 
     Call it last, when nothing can fail any more on any rank: until then the client's optimizer is whole.

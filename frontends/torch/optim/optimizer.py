@@ -380,7 +380,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self.steps.hypers(self.param_groups)
             named = named_params(len(self.param_groups) - 1, self.param_groups[-1], self.names)
             self.parts.registration.check_new(named)
-            self.parts.take_on(trained(named), self.param_groups)
+            self.parts.register(trained(named), self.param_groups)
         except Exception:
             self.param_groups.pop()
             raise
@@ -430,7 +430,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def _start_over(self, parts: Parts) -> None:
         slots, masters = parts.registration.slots, parts.states.masters()
         named = [entry for entry in named_in(self.param_groups, self.names) if entry[1] in slots]
-        parts.let_go()
+        parts.unregister()
         try:
             parts.core.start_over()
             self._open(named, None if self._model is None else self._model())
@@ -760,7 +760,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             super().__setstate__(rest)
             self.report = None
             self._build(None, scaler=scaler, casts=casts)
-            self.parts.take_on_all(given.entries, self.param_groups)
+            self.parts.register_all(given.entries, self.param_groups)
             self.parts.states.load(given.entries)
         else:
             given.load(self.parts, self.defaults, super().__setstate__)

@@ -196,7 +196,7 @@ class LoadedState:
         _check_same_rules(parts, groups, rules)
         rule_of = {param: rule for rule, group in zip(rules, groups, strict=True) for param in group["params"]}
         entries = parts.states.checked(self.entries, rule_of)
-        parts.take_on_all(entries, groups)  # needs memory, and changes no states that are there
+        parts.register_all(entries, groups)  # needs memory, and changes no states that are there
         parts.states.load(entries, partial(set_rest, {**self.rest, "param_groups": groups}), self.after)
 
 

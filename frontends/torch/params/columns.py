@@ -86,7 +86,7 @@ class Columns:
         self._plain_alone.append(Likeness())
         self._versions.append(0)
         self._addresses.append(0)
-        self.note(index)
+        self.mark_known(index)
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -185,13 +185,13 @@ class Columns:
 
     # --- changes from outside --------------------------------------------------------------------------
 
-    def note(self, index: int) -> None:
+    def mark_known(self, index: int) -> None:
         """Record that the parameter now matches its master weights."""
         with no_read():
             self._versions[index] = self._version(index)
             self._addresses[index] = local_of(self.params[index]).data_ptr()
 
-    def note_all(self) -> None:
+    def mark_known_all(self) -> None:
         """Record that all parameters now match their master weights."""
         self._versions, self._addresses = self._as_they_are()
 
@@ -200,7 +200,7 @@ class Columns:
         self._versions[index] = -inf
 
     def changed(self) -> list[int]:
-        """Return the parameters that other code wrote to since :meth:`note`, as far as torch counts writes."""
+        """Return the parameters that other code wrote to since :meth:`mark_known`, as far as torch counts writes."""
         versions, addresses = self._as_they_are()
         if versions == self._versions and addresses == self._addresses:
             return []

@@ -59,7 +59,7 @@ class LocalElements(ABC):
         """
 
     @abstractmethod
-    def let_go(self) -> None:
+    def unregister(self) -> None:
         """Stop following the parameter, after waiting for an update that still writes it."""
 
     # --- writes by others ----------------------------------------------------------------------------
@@ -109,7 +109,7 @@ class ElementsInPlace(LocalElements):
         if number not in leaving:
             arrive(self.param)
 
-    def let_go(self) -> None:
+    def unregister(self) -> None:
         with suppress(StateError):  # the parameter was sent early, for a step that is never made
             await_values_of_garbage(self.param)
         if not self._is_released:

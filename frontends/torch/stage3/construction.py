@@ -115,13 +115,13 @@ class InitShards(Cut):
     The constructor copies this part of one rank's values and leaves the parameter whole.
     """
 
-    def __init__(self, param: torch.Tensor, name: str, home: "_Construction", source: int = 0) -> None:
-        self.home = home
-        self.device = home.device(param.device)
+    def __init__(self, param: torch.Tensor, name: str, made_by: "_Construction", source: int = 0) -> None:
+        self.made_by = made_by
+        self.device = made_by.device(param.device)
         spec = spec_of(name, param, 0, partitioned=True)
-        super().__init__(spec, self.device.ranks, self.device.world_size, home.config)
+        super().__init__(spec, self.device.ranks, self.device.world_size, made_by.config)
         self.device.start_alike([spec], [flat(param)], source)
-        self.shard = home.keep(self, flat(param))
+        self.shard = made_by.keep(self, flat(param))
         self.holds = 0
         """The number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
@@ -138,7 +138,7 @@ class InitShards(Cut):
 
     def gather(self, param: torch.Tensor) -> None:
         """Make the parameter whole. Collective."""
-        self.home.agree(f"gather {self.spec.name!r} {self.spec.elements}", self.device)
+        self.made_by.agree(f"gather {self.spec.name!r} {self.spec.elements}", self.device)
         arrive(param)
         param.data = shaped_like(self._gathered(param.device), param)
 
@@ -177,11 +177,11 @@ class InitShards(Cut):
         if not self.alike(cut.without_matrices()):
             raise ConfigError(
                 f"parameter {cut.spec.name!r} was cut for {self.device.world_size} ranks with reduce_bucket_size="
-                f"{self.home.config.reduce_bucket_size} and state_format={self.home.config.state_format!r} by "
+                f"{self.made_by.config.reduce_bucket_size} and state_format={self.made_by.config.state_format!r} by "
                 "init(), and wrap() would cut it otherwise; expected the same process group, reduce_bucket_size and "
                 "formats of states: give both the same configuration"
             )
-        return self.home.keep(cut, self._gathered(on))
+        return self.made_by.keep(cut, self._gathered(on))
 
 
 def shards_of(param: torch.Tensor) -> InitShards | None:
@@ -233,10 +233,10 @@ def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -
     versions = [param._version for param, _ in found]
     try:
         yield
-        home = next((shards.home for _, shards in found), active)
-        if modifier_rank is not None and home is not None:
+        made_by = next((shards.made_by for _, shards in found), active)
+        if modifier_rank is not None and made_by is not None:
             with grad_mode_kept(), torch.no_grad(), no_torch_function():
-                home.spread(params, modifier_rank)
+                made_by.spread(params, modifier_rank)
         else:
             changed = [
                 shards for (param, shards), before in zip(found, versions, strict=True) if param._version != before
@@ -418,7 +418,7 @@ class _Construction:
             if before is None:
                 self.device(param.device).start_alike([spec_of("", param, 0)], [flat(param)], source)
             else:
-                manage(param).shards = shards = InitShards(param, before.spec.name, before.home, source)
+                manage(param).shards = shards = InitShards(param, before.spec.name, before.made_by, source)
                 shards.holds = before.holds
 
     # --- modules that exist --------------------------------------------------------------------------

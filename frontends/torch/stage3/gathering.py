@@ -76,7 +76,7 @@ class Gathering:
                 f"{self._world.world_size - 1}"
             )
         records = self._parameters.among(params)
-        self.runs.whole.hold(records)
+        self.runs.whole.acquire(records)
         used = [self.runs.use(record) for record in records]
         # Outside a forward nothing gathers a parameter again for backward, so hooks have graphs save the memory itself.
         # torch.func refuses such hooks. So no hooks are used under no_grad, and a graph made there keeps parameters.
@@ -112,7 +112,7 @@ class Gathering:
         finally:
             for record in records:
                 record.lasts = True  # state_dict() and other code may refer to the storage
-            self.runs.whole.let_go(records, may_stay=False)  # an unexpected change must not stay
+            self.runs.whole.release(records, may_stay=False)  # an unexpected change must not stay
 
     @contextmanager
     def gathered_when_read(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class Gathering:
     def generating(self) -> Iterator[None]:
         """Keep all parameters whole, as ``Engine.generating`` says."""
         records = list(self._parameters.records.values())
-        self.runs.whole.hold(records)
+        self.runs.whole.acquire(records)
         versions = _versions(records)
         self._parameters.live.begin_apart()
         try:
@@ -149,7 +149,7 @@ class Gathering:
                 raise unexpected_change(changed[0].spec.name, "generating()")
         finally:
             self._parameters.live.end_apart()
-            self.runs.whole.let_go(records, may_stay=False)
+            self.runs.whole.release(records, may_stay=False)
 
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
         """Raise :class:`ParameterError` if code has changed a parameter's size or type, after restoring them."""

@@ -172,7 +172,7 @@ class PartitionedModel(Sharding):
     def make_whole(self) -> None:
         self.before_change()
         for record in self.parameters.records.values():
-            self.runs.whole.hold([record])
+            self.runs.whole.acquire([record])
 
     def close(self) -> None:
         self.gathering.close()

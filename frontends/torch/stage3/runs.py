@@ -201,7 +201,7 @@ class ModuleRuns:
         run = _Run(module, params, next_node(), is_leaf=is_leaf, is_unit=is_unit)
         if is_leaf and not any(other.is_leaf for other in chain(self.forwards, *self._backwards.values())):
             run.leaf = self.leaves.begin_run(module)
-        self.whole.hold(run.params)
+        self.whole.acquire(run.params)
         self.forwards.append(run)
         self._note_saved(run)
 
@@ -246,7 +246,7 @@ class ModuleRuns:
                     opaque = keeper is run and len(leaves) > len(tensors)
                     self._expect_backward(keeper, [*tensors, *aside], opaque=opaque)
         finally:
-            self.whole.let_go(run.params)
+            self.whole.release(run.params)
             if outer is None and backward_number() == NO_BACKWARD and (output is None or not torch.is_grad_enabled()):
                 self._parameters.live.release_idle()
 
@@ -262,7 +262,7 @@ class ModuleRuns:
 
     def _join(self, run: _Run, record: PartitionedParameter) -> None:
         """Add a parameter that a running module turned out to use."""
-        self.whole.hold([record])
+        self.whole.acquire([record])
         run.params.append(record)
         if run.saving is None and run is self.forwards[-1]:
             self._note_saved(run)
@@ -302,7 +302,7 @@ class ModuleRuns:
         if self.forwards and record not in self.forwards[-1].params:
             self._join(self.forwards[-1], record)
         elif task != NO_BACKWARD and not self.forwards:
-            self.whole.hold([record])
+            self.whole.acquire([record])
             self._runs_of(task).append(_Run(None, [record], task=task, in_backward=[record]))
         return bool(self.forwards) or task != NO_BACKWARD
 
@@ -323,7 +323,7 @@ class ModuleRuns:
         runs = self._runs_of(task)
         # A parameter that another module uses, too, may have its whole gradient before this module's backward begins.
         current = [record for record in run.params if not self.whole.was_sent_early(record)]
-        self.whole.hold(current)
+        self.whole.acquire(current)
         run.in_backward = current
         run.task, run.differentiable = task, torch.is_grad_enabled()
         runs.append(run)
@@ -345,7 +345,7 @@ class ModuleRuns:
         run.task = NO_BACKWARD
         if run.differentiable:
             self.whole.keep(params, for_graph=True)
-        self.whole.let_go(params)
+        self.whole.release(params)
 
     def _backward_ended(self, task: int) -> None:
         runs = self._backwards.pop(task, [])
@@ -372,7 +372,7 @@ class ModuleRuns:
             params.append(run.in_backward)
             run.task, run.in_backward = NO_BACKWARD, ()
         for each in params:
-            self.whole.let_go(each)
+            self.whole.release(each)
         self.whole.end_keeping(graphs=graphs)
 
 

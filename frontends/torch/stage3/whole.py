@@ -37,8 +37,8 @@ class WholeParameters:
         self._kept: dict[PartitionedParameter, bool] = {}
         """Parameters that stay whole after their runs: until they change (True), or until the next forward (False)."""
 
-    def hold(self, records: Sequence[PartitionedParameter]) -> None:
-        """Make parameters whole, until :meth:`let_go`.
+    def acquire(self, records: Sequence[PartitionedParameter]) -> None:
+        """Make parameters whole, until :meth:`release`.
 
         Raises:
             StateError: a parameter's shards are of a step that has not come (``update_in_backward``).
@@ -62,8 +62,8 @@ class WholeParameters:
         """Return True if the parameter's shards may be of a step that has not come (``update_in_backward``)."""
         return record.index is not None and self._parameters.was_sent_early(record.index)
 
-    def let_go(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
-        """End one :meth:`hold` of these parameters. With ``may_stay`` they may stay whole for their next use."""
+    def release(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
+        """End one :meth:`acquire` of these parameters. With ``may_stay`` they may stay whole for their next use."""
         if records:
             self._live.release([record.live for record in records], may_stay=may_stay)
         for record in records:
@@ -83,7 +83,7 @@ class WholeParameters:
         Parameters that were sent early have changed, and are not kept.
         """
         records = [record for record in records if not self.was_sent_early(record)]
-        self.hold([record for record in records if record not in self._kept])
+        self.acquire([record for record in records if record not in self._kept])
         for record in records:
             self._kept[record] = for_graph or self._kept.get(record, False)
 
@@ -92,10 +92,10 @@ class WholeParameters:
         kept = [record for record, for_graph in self._kept.items() if graphs or not for_graph]
         for record in kept:
             del self._kept[record]
-        self.let_go(kept)
+        self.release(kept)
 
     def runs_hold(self, record: PartitionedParameter) -> bool:
-        """Return True if a :meth:`hold` by another caller than :meth:`keep` keeps the parameter whole."""
+        """Return True if a :meth:`acquire` by another caller than :meth:`keep` keeps the parameter whole."""
         return record.live.holds > (record in self._kept)
 
 

@@ -470,7 +470,7 @@ class DeviceMemory:
                 pending.restore(tensor, memory.wait)
         self._registration.have_readers_wait()  # of the core, and no longer of this object
         self._on_device.clear()
-        self._registration.columns.note_all()
+        self._registration.columns.mark_known_all()
         for memory in self._memories.values():
             for tensor in memory.tensors:
                 if not can_wait(tensor):

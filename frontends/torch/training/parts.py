@@ -42,7 +42,7 @@ class Parts:
     device_memory: DeviceMemory
     sharding: Sharding
 
-    def take_on(
+    def register(
         self, named: Sequence[NamedParam], groups: Sequence[Mapping[str, Any]], model: nn.Module | None = None
     ) -> None:
         """Make states for these parameters, and take their gradients from now on.
@@ -54,26 +54,26 @@ class Parts:
         config = self.core.config
         rules = [config.rule(group) for group in groups]
 
-        def take_on() -> None:
-            for slot in self.registration.take_on(named, rules, model):
+        def register() -> None:
+            for slot in self.registration.register(named, rules, model):
                 self.states.hold(slot)
                 self.intake.hook(slot)
 
         state_lock = self.core.state_lock
-        state_lock.change("the registration of parameters", take_on)
+        state_lock.change("the registration of parameters", register)
 
-    def take_on_unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False) -> None:
+    def register_unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False) -> None:
         """Make states for parameters that were frozen and can have a gradient now (``with_gradient``: have one)."""
         new = self.registration.unfrozen(groups, with_gradient=with_gradient)
         if new:
             self.registration.check_new(new)
-            self.take_on(new, groups)
+            self.register(new, groups)
 
-    def take_on_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
+    def register_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         """Make states for those of these parameters that have none."""
         new = {param for param in params if param not in self.registration.slots}
         if new:
-            self.take_on([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
+            self.register([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
         """As ``OffloadedAdamW.mark_leaf_modules``."""
@@ -82,14 +82,14 @@ class Parts:
         gradients = self.core.gradients
         gradients.defer_gradients_of([slots[param].index for param in finalized if param in slots])
 
-    def let_go(self) -> None:
+    def unregister(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
         self.intake.close()
         self.registration.close()
 
     def close(self) -> None:
         """Release the parameters, and free the states."""
-        self.let_go()
+        self.unregister()
         self.core.close()
 
 
@@ -203,7 +203,7 @@ class Foundation:
         states = TorchStates(core, registration)
         gradients = TorchGradients(core, registration, intake, states)
         parts = Parts(core, registration, intake, states, gradients, device_memory, sharding)
-        parts.take_on(named, groups, model)
+        parts.register(named, groups, model)
         sharding.keep_frozen([param for _, param, _ in named])
         return parts
 

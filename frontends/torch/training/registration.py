@@ -167,11 +167,11 @@ class Registration:
         self._casts = casts
         self._members = members
         self._gradients_leave = gradients_leave
-        weakref.finalize(self, clear_up, partial(let_go, self.slots)).atexit = False
+        weakref.finalize(self, clear_up, partial(unregister, self.slots)).atexit = False
 
     def close(self) -> None:
         """Release the parameters."""
-        let_go(self.slots)
+        unregister(self.slots)
 
     def named(self, groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
         """The parameters of an optimizer's groups, with the names that it knows."""
@@ -211,7 +211,9 @@ class Registration:
             return []
         return [entry for entry in self.named(groups) if entry[1] in new]
 
-    def take_on(self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None) -> list[Slot]:
+    def register(
+        self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None
+    ) -> list[Slot]:
         """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
         them give way.
 
@@ -270,8 +272,8 @@ class Registration:
         else:
             if new.target is not None:
                 cast_param(new.param, TORCH_DTYPES[new.target])
-            let_go = partial(_let_go_of, self._flat, self._replaced, index)
-            local = ElementsInPlace(new.param, DataWrites(new.param, self._used, let_go))
+            unregister = partial(_drop_memory, self._flat, self._replaced, index)
+            local = ElementsInPlace(new.param, DataWrites(new.param, self._used, unregister))
         taken, order = TakenGradient(new.values, new.name), memory_order(new.values)
         stand_in = new.placed.around(taken)
         known = manage(new.param)
@@ -320,21 +322,21 @@ class Registration:
                 tensor = self._flat[slot.index] = slot.local.memory()
             if not self._core.is_torn:  # else only a load may follow, which replaces all states
                 self._states.adopt(slot.index, tensor)
-            self.note(slot)
+            self.mark_known(slot)
         return [*self._flat] if slots is None else [self._flat[slot.index] for slot in slots]
 
     def _written_from_outside(self) -> list[Slot]:
-        """Whole parameters that somebody else wrote to since :meth:`note`, as far as can be told."""
+        """Whole parameters that somebody else wrote to since :meth:`mark_known`, as far as can be told."""
         changed = {*self.columns.changed()}
         used = {writes for writes in [*self._used] if writes.seen()}
         if not changed and not used:
             return []
         return [slot for slot in self.slots.values() if slot.local.was_written(slot.index in changed, used)]
 
-    def note(self, slot: Slot) -> None:
+    def mark_known(self, slot: Slot) -> None:
         """Record that the parameter now matches its master weights."""
         slot.local.forget_writes()
-        self.columns.note(slot.index)
+        self.columns.mark_known(slot.index)
 
     def doubt(self, slot: Slot) -> None:
         """Record that the parameter may differ from its master weights: their next use compares them first."""
@@ -406,7 +408,7 @@ class Registration:
         written = [*self._parameters.written]
         self.columns.count_writes(written)
         if broken:
-            self.columns.note_all()
+            self.columns.mark_known_all()
         for writes in [*self._used]:
             writes.forget()
         if self._core.is_running:
@@ -430,7 +432,7 @@ class Registration:
         self._parameters.flush(tensors)
         self.columns.count_writes(range(len(self.slots)))
         for slot in self.slots.values():
-            self.note(slot)
+            self.mark_known(slot)
 
     @property
     def readers_can_wait(self) -> bool:
@@ -439,11 +441,11 @@ class Registration:
 
     def before_send(self, params: Collection[int]) -> None:
         """Tell autograd that the core is about to write parameters during backward, and have their readers wait.
-        Readers of those in shards do so anyway (``WholeParameters.hold``)."""
+        Readers of those in shards do so anyway (``WholeParameters.acquire``)."""
         slots = list(self.slots.values())
         self.columns.count_writes(params)
         for slot in (slots[param] for param in params):
-            self.note(slot)
+            self.mark_known(slot)
             slot.local.have_readers_wait(self._wait)
 
     # --- memory --------------------------------------------------------------------------------------
@@ -496,7 +498,7 @@ class Registration:
         return replace(plan, rows=(*plan.rows, *self._sharding.plan_rows(trained, frozen)), held=held)
 
 
-def _let_go_of(memory: list[torch.Tensor | OnDisk], replaced: set[int], index: int) -> None:
+def _drop_memory(memory: list[torch.Tensor | OnDisk], replaced: set[int], index: int) -> None:
     memory[index] = _NOWHERE
     replaced.add(index)
 
@@ -593,10 +595,10 @@ def earlier_owners(
     return found
 
 
-def let_go(slots: dict[torch.Tensor, Slot]) -> None:
+def unregister(slots: dict[torch.Tensor, Slot]) -> None:
     """Remove the stand-ins for gradients from the parameters, and release the parameters."""
     for slot in slots.values():
-        slot.local.let_go()
+        slot.local.unregister()
         slot.release()
         slot.taken.when_added(None)
         if slot.managed.slot is slot:

@@ -320,7 +320,7 @@ class TorchStates:
         self._states.set_states(slot.index, {"master": master})
         with gathered_parameters(param, modifier_rank=0), grad_mode_kept(), torch.no_grad():
             slot.values.copy_(own)
-        self._registration.note(slot)
+        self._registration.mark_known(slot)
 
 
 def own_part(core: Engine, slot: Slot, held: Held | None, entry: Mapping[str, Any]) -> Mapping[str, Any]:

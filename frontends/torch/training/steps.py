@@ -185,7 +185,7 @@ class Steps:
                 raise ConfigError(f"parameter group {g}: {error}") from None
         if grouping.without_states:
             # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
-            parts.take_on_unfrozen(groups, with_gradient=self._alone)
+            parts.register_unfrozen(groups, with_gradient=self._alone)
             grouping = registration.grouping(groups)
         registration.check_unchanged()
         parts.intake.take_present(grouping.left_out, boundary=boundary)

@@ -166,7 +166,7 @@ class ModelCheckpoints:
             self._check_closed("load_checkpoint()")
             parameters = optimizer.core.parameters
             parameters.check_present()
-            optimizer.parts.take_on_unfrozen(optimizer.param_groups)
+            optimizer.parts.register_unfrozen(optimizer.param_groups)
             tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
 
         alone = warns and optimizer.core.rank == 0
