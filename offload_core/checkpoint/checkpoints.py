@@ -374,8 +374,13 @@ class Checkpoints:
             here = [i for i, name in enumerate(names) if name in there]
             if states:
                 self._check_states(loaded, names)
-            updates = None if run is None else check_run(loaded)
-            last = [*accept(loaded)]
+            last: list[LastPart] = []
+            if run is not None:
+                updates = check_run(loaded)
+            if run is not None and states:
+                count = partial(setattr, pipeline.counts, "updates", updates)
+                last.append(LastPart("the count of updates", count, ours=True))
+            last += accept(loaded)
             if run is not None:
                 last += run.parts(loaded, alone=warns and states and self._collectives.rank == 0)
             scale = self._loss_scale(loaded)
@@ -416,8 +421,6 @@ class Checkpoints:
                 pipeline.counts.steps[i][...] = entry["step"] if entry else 0
             if states and pipeline.scaler is not None and scale is not None:
                 pipeline.scaler.load_state_dict(scale)
-            if states and updates is not None:
-                pipeline.counts.updates = updates
             run_last(loaded.checkpoint.path, ours)
 
         with ExitStack() as replaced:

@@ -52,7 +52,7 @@ def agree(
     """
     squares, device, order = SumOfSquares(), buckets.device, arrivals.order_of_arrival()
     mine = arrivals.since.present
-    has_gradient = any(not mine.isdisjoint(work.members) for work in order)
+    has_gradient = any(not mine.isdisjoint(bucket.members) for bucket in order)
     if device.collectives.world_size == 1:
         if examines:
             reduction.add_squares(squares)
@@ -60,7 +60,7 @@ def agree(
     exchanged = device.world_size > 1  # else each process has different parameters
     flags = np.zeros(len(buckets.params) if exchanged else 0, np.int64)
     flags[list(mine) if exchanged else []] = 1
-    places = [work.bucket.index for work in order] if exchanged else []
+    places = [bucket.layout.index for bucket in order] if exchanged else []
 
     def ask() -> Combined:
         if examines:

@@ -80,7 +80,7 @@ class Announced:
         if self.step is not None:
             self.step.close(last)
 
-    def request(self, work: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
+    def request(self, bucket: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
         """Have a launched bucket sent early if a step was announced and all the bucket's gradients have arrived.
 
         Args:
@@ -88,13 +88,13 @@ class Announced:
             last: True if the bucket's other parameters get no gradient for this step.
             keep_states: True if the step updates the states.
         """
-        announced, full = self.step, last or present == work.members
-        known = max(work.members) < len(self.tensors)  # a parameter may have been added since
+        announced, full = self.step, last or present == bucket.members
+        known = max(bucket.members) < len(self.tensors)  # a parameter may have been added since
         if not (announced is not None and full and known and announced.open):
             announced = None
         if announced is not None:
-            self.requested[work] = None
-            announced.before_send(present if self._buckets.device.world_size == 1 else work.members)
+            self.requested[bucket] = None
+            announced.before_send(present if self._buckets.device.world_size == 1 else bucket.members)
         if announced is not None or self._buckets.device.world_size > 1:
             scalars = None if announced is None else announced.scalars
 
@@ -102,7 +102,7 @@ class Announced:
                 return announced is not None and announced.open
 
             send = partial(
-                self._updates.send_early, work, present, scalars, self.tensors, is_open, keep_states=keep_states
+                self._updates.send_early, bucket, present, scalars, self.tensors, is_open, keep_states=keep_states
             )
             if self._buckets.worker.is_asynchronous:
                 send()
@@ -123,18 +123,18 @@ class Announced:
         """True if the device has parameters of no step."""
         if not self._buckets.terms.sends_early:
             return False
-        return any(work.publication.state is Publication.STALE for work in self._buckets.all)
+        return any(bucket.publication.state is Publication.STALE for bucket in self._buckets.all)
 
     def recall(self) -> None:  # waits
         """Treat parameters that were sent early as stale again. The caller has waited for all sends."""
-        for work in self.requested:
-            if work.publication.state is Publication.EARLY and work.gradient.state is Gradient.LANDED:
-                work.publication.mark_stale(work.members, PublicationEvent.RECALL)
+        for bucket in self.requested:
+            if bucket.publication.state is Publication.EARLY and bucket.gradient.state is Gradient.LANDED:
+                bucket.publication.mark_stale(bucket.members, PublicationEvent.RECALL)
         self.requested = {}
 
     def end(self) -> set[LocalBucket]:
         """Forget the step, which has come or was cancelled. Return the buckets whose states were updated for it."""
         self.step = None
         self.requested = {}
-        early = [work for work in self._buckets.all if work.publication.state is Publication.EARLY]
-        return {work for work in early if work.gradient.state is Gradient.USED}
+        early = [bucket for bucket in self._buckets.all if bucket.publication.state is Publication.EARLY]
+        return {bucket for bucket in early if bucket.gradient.state is Gradient.USED}

@@ -87,9 +87,9 @@ class Arrivals:
 
     # --- the order -----------------------------------------------------------------------------------
 
-    def register(self, works: Sequence[LocalBucket]) -> None:
+    def register(self, buckets: Sequence[LocalBucket]) -> None:
         """Add new buckets, to be launched after the present ones."""
-        self.order = [*self.order, *works]
+        self.order = [*self.order, *buckets]
         self._deferring.update(i for i, spec in enumerate(self._buckets.params) if spec.finalized_with is not None)
 
     def defer_gradients_of(self, params: Collection[int]) -> None:
@@ -100,7 +100,7 @@ class Arrivals:
     def order_of_arrival(self) -> list[LocalBucket]:
         """Return the buckets in the order in which they filled in the last round, then all other buckets."""
         filled = set(self._filled_before)
-        return [*self._filled_before, *(work for work in self.order if work not in filled)]
+        return [*self._filled_before, *(bucket for bucket in self.order if bucket not in filled)]
 
     # --- gradients -----------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class Arrivals:
     @property
     def has_begun(self) -> bool:
         """True if a gradient came since the last update on this rank, or a bucket was launched."""
-        return self.since.begun or any(work.gradient.state in UNUSED for work in self.order)
+        return self.since.begun or any(bucket.gradient.state in UNUSED for bucket in self.order)
 
     @property
     def at_boundary(self) -> bool:
@@ -145,28 +145,28 @@ class Arrivals:
         if without:
             since.round.closed |= without
             since.begun = True
-        for work in self._works_of(gradients.keys() | without if without else gradients):
-            mine = work.members.intersection(gradients)
+        for bucket in self._buckets_of(gradients.keys() | without if without else gradients):
+            mine = bucket.members.intersection(gradients)
             if mine:
-                if work.task is not None:
-                    self._buckets.claim(work)
-                work.gradient.on(GradientEvent.ADD)
+                if bucket.task is not None:
+                    self._buckets.claim(bucket)
+                bucket.gradient.on(GradientEvent.ADD)
                 since.begun = True
                 all_mine = len(mine) == len(gradients)
-                work.gradient.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
+                bucket.gradient.waiting |= gradients if all_mine else {param: gradients[param] for param in mine}
                 since.round.closed |= mine
-            elif work.members.isdisjoint(without):
+            elif bucket.members.isdisjoint(without):
                 continue
-            if self._is_full(work, since.round):
-                since.round.filled.append(work)
+            if self._is_full(bucket, since.round):
+                since.round.filled.append(bucket)
                 full = True
         since.present.update(gradients)
         return full
 
-    def _is_full(self, work: LocalBucket, round: _Round) -> bool:
+    def _is_full(self, bucket: LocalBucket, round: _Round) -> bool:
         """True if this bucket, not launched in this round, gets no further gradient."""
-        complete = len(work.gradient.waiting) == len(work.members)
-        return complete or (bool(self._deferring) and work.members <= round.closed)
+        complete = len(bucket.gradient.waiting) == len(bucket.members)
+        return complete or (bool(self._deferring) and bucket.members <= round.closed)
 
     # --- parameters that are finalized -----------------------------------------------------------------
 
@@ -203,7 +203,7 @@ class Arrivals:
         self._stragglers.update(param for param in given if self.has_left({param}))
         return given
 
-    def _works_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
+    def _buckets_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
         """Return at least the buckets of these parameters."""
         return self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all
 
@@ -218,15 +218,17 @@ class Arrivals:
             if not ending:
                 return
             since.round = _Round()
-        for work in self._in_turn(since.round, ending):
-            since.round.closed |= work.members
+        for bucket in self._in_turn(since.round, ending):
+            since.round.closed |= bucket.members
             since.begun = True
-            yield work
+            yield bucket
 
     def _in_turn(self, round: _Round, ending: bool) -> Iterator[LocalBucket]:
         if self._buckets.device.world_size == 1:
             full, round.next = round.filled[round.next :], len(round.filled)
-            yield from (work for work in (self.order if ending else full) if work.gradient.state is Gradient.FILLING)
+            yield from (
+                bucket for bucket in (self.order if ending else full) if bucket.gradient.state is Gradient.FILLING
+            )
             return
         # A bucket is launched once it is full and all earlier buckets were launched, as on the other ranks.
         while round.next < len(self.order) and (ending or self._is_full(self.order[round.next], round)):
@@ -275,39 +277,39 @@ class Arrivals:
 
     def drop_all(self, order: Sequence[LocalBucket] | None = None) -> None:
         """Discard all gradients that no update has used, lost ones included. The next step begins."""
-        unused = [work for work in self._buckets.all if work.gradient.state is not Gradient.USED]
-        for work in unused:
+        unused = [bucket for bucket in self._buckets.all if bucket.gradient.state is not Gradient.USED]
+        for bucket in unused:
             try:
-                self._buckets.claim(work)
+                self._buckets.claim(bucket)
             except Exception:
                 continue
         self.begin(order)
-        for work in unused:
-            work.gradient.forget(GradientEvent.DROP)
+        for bucket in unused:
+            bucket.gradient.forget(GradientEvent.DROP)
 
     def drop(self, params: Sequence[int]) -> None:
         """Discard the gradients of these parameters. Raise the errors of their buckets' tasks."""
         # A gradient that only other ranks had is theirs to discard.
         params = [param for param in params if param in self.since.present]
-        touched = dict.fromkeys(work for param in params for work in self._buckets.of[param])
-        for work in touched:
-            self._buckets.claim(work)
+        touched = dict.fromkeys(bucket for param in params for bucket in self._buckets.of[param])
+        for bucket in touched:
+            self._buckets.claim(bucket)
         self.since.present.difference_update(params)
         round = self.since.round
         for param in params:
             self.since.deferred.pop(param, None)
-        for work in touched:
-            gradient, dropped = work.gradient, work.members.intersection(params)
+        for bucket in touched:
+            gradient, dropped = bucket.gradient, bucket.members.intersection(params)
             if round is not None and gradient.state is Gradient.FILLING:  # it was not launched
                 round.closed -= dropped
             for param in dropped:
                 gradient.waiting.pop(param, None)
-            pieces = np.array([i for param in dropped for i in work.table.positions.get(param, ())], np.int64)
+            pieces = np.array([i for param in dropped for i in bucket.table.positions.get(param, ())], np.int64)
             if gradient.buffer is not None:
-                for piece in (work.pieces[i] for i in pieces.tolist()):
+                for piece in (bucket.pieces[i] for i in pieces.tolist()):
                     gradient.buffer[piece.offset : piece.offset + piece.numel] = 0  # later gradients are added to it
             gradient.hold(pieces, HostArrays.none(len(pieces)))
             gradient.squares = None
-        for work in touched:
-            if not work.gradient.waiting and not work.gradient.has_landed:
-                work.gradient.forget(GradientEvent.DROP)
+        for bucket in touched:
+            if not bucket.gradient.waiting and not bucket.gradient.has_landed:
+                bucket.gradient.forget(GradientEvent.DROP)

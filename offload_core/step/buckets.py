@@ -70,9 +70,9 @@ class LocalBuckets:
         if self._end.detach() is not None:
             self.store.close()
         self.device.synchronize()  # a step that broke off may have left copies in flight
-        for work in self.all:
-            work.gradient.give_back()
-            work.lease = None
+        for bucket in self.all:
+            bucket.gradient.give_back()
+            bucket.lease = None
         self.staging = self.directions = None
         self.gradient_memory = GradientMemory(self.memory, self.device, self.terms, self.allocated)
 
@@ -85,35 +85,35 @@ class LocalBuckets:
         terms = self.terms
         planned = Planner(terms, self.allocated).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
-        buckets = self._build(specs)
+        layouts = self._build(specs)
         with heard_by_all(self.device.collectives, "memory for states"):  # a disk may be too small on one rank
-            self._allocate(buckets, specs, frozen)
+            self._allocate(layouts, specs, frozen)
         first = len(self.params)
         self.params += specs
         self.planned += planned
         self.of += [[] for _ in specs]
-        for bucket, private in zip(buckets, self.gradient_memory.register(buckets), strict=True):
-            in_place = terms.direct or (bucket.partitioned and terms.host_shards)
-            pieces, wire = bucket.shards(self.device.ranks), terms.wire(bucket)
-            table = PieceTable(bucket, pieces, {piece.param: specs[piece.param - first] for piece in bucket.pieces})
-            arrival, buffer_dtype = self.device.sizes.arrival(wire), terms.buffer_dtype(bucket)
-            work = LocalBucket(
-                bucket,
+        for layout, private in zip(layouts, self.gradient_memory.register(layouts), strict=True):
+            in_place = terms.direct or (layout.partitioned and terms.host_shards)
+            pieces, wire = layout.shards(self.device.ranks), terms.wire(layout)
+            table = PieceTable(layout, pieces, {piece.param: specs[piece.param - first] for piece in layout.pieces})
+            arrival, buffer_dtype = self.device.sizes.arrival(wire), terms.buffer_dtype(layout)
+            bucket = LocalBucket(
+                layout,
                 pieces,
                 table,
-                terms.rule_of(bucket),
-                BucketGradient(bucket.index, table.offsets, wire, arrival, buffer_dtype, private),
-                terms.master(bucket),
+                terms.rule_of(layout),
+                BucketGradient(layout.index, table.offsets, wire, arrival, buffer_dtype, private),
+                terms.master(layout),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
-                self._matrices(bucket),
+                self._matrices(layout),
             )
-            self.all.append(work)
-            for param in work.members:
-                self.of[param].append(work)
-            for piece in work.pieces if work.master is not Master.PARAMETER else ():
-                self.load_master(work, piece, tensors[piece.param - first])
-            self._begin_states(work)
-        return self.all[-len(buckets) :] if buckets else []
+            self.all.append(bucket)
+            for param in bucket.members:
+                self.of[param].append(bucket)
+            for piece in bucket.pieces if bucket.master is not Master.PARAMETER else ():
+                self.load_master(bucket, piece, tensors[piece.param - first])
+            self._begin_states(bucket)
+        return self.all[-len(layouts) :] if layouts else []
 
     def _allocate(self, buckets: Sequence[Bucket], specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> None:
         """Allocate the states of new buckets, and staging rings that are large enough for their copies."""
@@ -143,11 +143,11 @@ class LocalBuckets:
         needed = {pinned: [*each.elements()] for pinned, each in sizes.items()}
         return sum(sum(each) - self.memory.lacking_bytes(each, pinned=pinned) for pinned, each in needed.items())
 
-    def _begin_states(self, work: LocalBucket) -> None:
+    def _begin_states(self, bucket: LocalBucket) -> None:
         """Give new states, which are zeros, their first values."""
-        for state in work.rule.states if any(state.first for state in work.rule.states) else ():
-            for piece in work.pieces:
-                run = self.store.run([self.extent(work, piece)])[state.name]
+        for state in bucket.rule.states if any(state.first for state in bucket.rule.states) else ():
+            for piece in bucket.pieces:
+                run = self.store.run([self.extent(bucket, piece)])[state.name]
                 run.write(np.broadcast_to(np.float32(state.first), piece.numel))
 
     def _matrices(self, bucket: Bucket) -> Matrices | None:
@@ -169,16 +169,16 @@ class LocalBuckets:
 
     # --- who may touch a bucket ----------------------------------------------------------------------
 
-    def claim(self, work: LocalBucket, what: str = "wait") -> None:  # waits
+    def claim(self, bucket: LocalBucket, what: str = "wait") -> None:  # waits
         """Take the bucket back from the worker, and raise the error of its tasks. ``what`` names the wait in traces."""
-        if work.task is None:
+        if bucket.task is None:
             return
-        task = work.task
+        task = bucket.task
         try:
-            self.wait(task, work.bucket.index, what)
+            self.wait(task, bucket.layout.index, what)
         finally:
             if task.done():
-                work.take()
+                bucket.take()
 
     def wait(self, task: Task[T], bucket: int, what: str = "wait") -> T:  # waits
         """Wait for a task of the worker on bucket number ``bucket``, and return its result."""
@@ -199,9 +199,9 @@ class LocalBuckets:
         self.worker.recover()
         self.device.synchronize()
         self.in_staging.clear()
-        for work in self.all:
-            work.release()
-            work.release_direction()
+        for bucket in self.all:
+            bucket.release()
+            bucket.release_direction()
 
     def run(self, task: Callable[[], T]) -> T:
         """Have the worker do a task after all earlier ones, and return its result."""
@@ -211,21 +211,21 @@ class LocalBuckets:
             self.recover()
             raise
 
-    def promote(self, work: LocalBucket) -> np.ndarray:
-        """Return fp32 memory in which the bucket's gradients are summed. If its buffer has another element type, allocate
-        an fp32 buffer and copy the gradients into it."""
-        gradient = work.gradient
+    def promote(self, bucket: LocalBucket) -> np.ndarray:
+        """Return fp32 memory in which the bucket's gradients are summed. If its buffer has another element type,
+        allocate an fp32 buffer and copy the gradients into it."""
+        gradient = bucket.gradient
         if gradient.buffer is None or gradient.buffer.dtype != FLOAT32.numpy:
-            buffer = self.gradient_memory.allocate(work.bucket, FLOAT32)
+            buffer = self.gradient_memory.allocate(bucket.layout, FLOAT32)
             if gradient.buffer is not None and gradient.has_landed:
                 kernels.cast_array(gradient.buffer, BY_NUMPY[gradient.buffer.dtype], buffer, FLOAT32, self.threads)
             gradient.buffer = gradient.private = buffer
         return gradient.buffer
 
-    def await_buffer(self, work: LocalBucket) -> None:
+    def await_buffer(self, bucket: LocalBucket) -> None:
         """Ensure that the bucket has memory for gradients. If all slots are lent, wait for updates that free one."""
-        if work.gradient.buffer is None:
-            self.gradient_memory.lend(work, lambda other: self.claim(other, "wait for gradient memory"))
+        if bucket.gradient.buffer is None:
+            self.gradient_memory.lend(bucket, lambda other: self.claim(other, "wait for gradient memory"))
 
     # --- small decisions, each made here only --------------------------------------------------------
 
@@ -238,34 +238,34 @@ class LocalBuckets:
             first_bucket=len(self.all),
         )
 
-    def in_place(self, work: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
+    def in_place(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
         """Return the addresses of pieces in the parameters' tensors, which are host memory."""
-        arrays = self.device.host_arrays([tensors[param] for param in work.table.params[pieces].tolist()])
-        return arrays.addresses + (work.table.in_tensor[pieces] * work.bucket.dtype.itemsize).astype(np.uintp)
+        arrays = self.device.host_arrays([tensors[param] for param in bucket.table.params[pieces].tolist()])
+        return arrays.addresses + (bucket.table.in_tensor[pieces] * bucket.layout.dtype.itemsize).astype(np.uintp)
 
-    def load_master(self, work: LocalBucket, piece: Piece, tensor: Any) -> None:
+    def load_master(self, bucket: LocalBucket, piece: Piece, tensor: Any) -> None:
         """Copy a piece of a parameter's tensor to its master weights."""
-        source = self.read(work, piece, tensor)  # keeps the memory alive
-        self.store.run([self.extent(work, piece)])[MASTER].write(source.view())
+        source = self.read(bucket, piece, tensor)  # keeps the memory alive
+        self.store.run([self.extent(bucket, piece)])[MASTER].write(source.view())
 
     def pieces_of(self, param: int) -> list[tuple[LocalBucket, int]]:
         """Return this process's pieces of a parameter, ascending, as ``(bucket, index of the piece in the bucket)``."""
-        found = [(work, i) for work in self.of[param] for i in work.table.positions.get(param, ())]
+        found = [(bucket, i) for bucket in self.of[param] for i in bucket.table.positions.get(param, ())]
         return sorted(found, key=lambda pair: pair[0].pieces[pair[1]].start)
 
-    def extent(self, work: LocalBucket, piece: Piece) -> Extent:
+    def extent(self, bucket: LocalBucket, piece: Piece) -> Extent:
         """Return the bucket, offset and length of a piece's states in the store."""
-        return Extent(work.bucket.index, piece.offset, piece.numel)
+        return Extent(bucket.layout.index, piece.offset, piece.numel)
 
-    def read(self, work: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
+    def read(self, bucket: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
         """Read a piece of a parameter's tensor, or ``numel`` elements from the piece's ``at`` on, in its dtype."""
-        start = work.bucket.in_tensor(piece, len(self.device.ranks)) + at
+        start = bucket.layout.in_tensor(piece, len(self.device.ranks)) + at
         numel = piece.numel if numel is None else numel
         if isinstance(tensor, OnDisk):
             host = np.empty(numel, tensor.dtype.numpy)
             tensor.read(start, host)
             return HostArray.of(host)
-        if self.terms.host_shards if work.bucket.partitioned else self.device.addressable:
+        if self.terms.host_shards if bucket.layout.partitioned else self.device.addressable:
             return self.device.host_array(tensor).run(start, numel)
         host = np.empty(numel, self.device.dtype(tensor).numpy)
         self.device.to_host([Copy(tensor, start, numel, 0)], host).wait()

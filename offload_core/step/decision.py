@@ -125,7 +125,7 @@ class Decision:
     verdict: Verdict
     present: frozenset[int]
     """The parameters to update: all with a gradient on any rank."""
-    works: tuple[LocalBucket, ...]
+    buckets: tuple[LocalBucket, ...]
     """The buckets with pieces of these parameters, in the order in which the next forward needs them."""
     order: tuple[LocalBucket, ...]
     """All buckets in the order in which gradients arrive, the same on every rank."""

@@ -17,56 +17,58 @@ class Directions:
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
 
-    def start(self, work: LocalBucket, scalars: Scalars, among: frozenset[int] | None = None) -> None:
+    def start(self, bucket: LocalBucket, scalars: Scalars, among: frozenset[int] | None = None) -> None:
         """Start to compute a bucket's directions, once, if it has any. All processes call it in the same order.
 
         Args:
             among: only these parameters, the same on all processes.
         """
         buckets = self._buckets
-        if work.matrices is None or work.direction is not None:
+        if bucket.matrices is None or bucket.direction is not None:
             return
         assert buckets.directions is not None
         lease = Lease(buckets.directions)
-        shards = lease.borrow(len(buckets.device.ranks) * work.bucket.shard_numel, BFLOAT16.numpy)
-        work.direction = Direction(shards, lease)
+        shards = lease.borrow(len(buckets.device.ranks) * bucket.layout.shard_numel, BFLOAT16.numpy)
+        bucket.direction = Direction(shards, lease)
         try:
-            self._compute(work, work.direction, scalars, among)
+            self._compute(bucket, bucket.direction, scalars, among)
         except BaseException:
-            work.release_direction()
+            bucket.release_direction()
             raise
 
-    def _compute(self, work: LocalBucket, direction: Direction, scalars: Scalars, among: frozenset[int] | None) -> None:
-        assert work.matrices is not None
+    def _compute(
+        self, bucket: LocalBucket, direction: Direction, scalars: Scalars, among: frozenset[int] | None
+    ) -> None:
+        assert bucket.matrices is not None
         buckets = self._buckets
-        states = buckets.store.read(work.bucket.index)
-        for dtype, pieces in work.gradient.held(work.chosen(scalars, among)):
-            segments = work.rule.segments(states.arrays, work.table.offsets[pieces], work.table.numels[pieces])
-            segments["grad"] = work.gradient.arrays.addresses[pieces]
-            segments["scalars"] = scalars.rows[work.table.params[pieces]]
-            segments["param"] = direction.addresses(work.table.offsets[pieces])
-            with buckets.trace.span(UPDATE, "directions", work.bucket.index):
-                work.rule.directions(segments, scalars, grad_dtype=dtype, threads=buckets.threads)
-        matrices = work.matrices.of_params(scalars.present(work.members, among))
-        direction.computed = buckets.device.transform(work.bucket, matrices, direction.shards, direction.lease)
+        states = buckets.store.read(bucket.layout.index)
+        for dtype, pieces in bucket.gradient.held(bucket.chosen(scalars, among)):
+            segments = bucket.rule.segments(states.arrays, bucket.table.offsets[pieces], bucket.table.numels[pieces])
+            segments["grad"] = bucket.gradient.arrays.addresses[pieces]
+            segments["scalars"] = scalars.rows[bucket.table.params[pieces]]
+            segments["param"] = direction.addresses(bucket.table.offsets[pieces])
+            with buckets.trace.span(UPDATE, "directions", bucket.layout.index):
+                bucket.rule.directions(segments, scalars, grad_dtype=dtype, threads=buckets.threads)
+        matrices = bucket.matrices.of_params(scalars.present(bucket.members, among))
+        direction.computed = buckets.device.transform(bucket.layout, matrices, direction.shards, direction.lease)
 
     def of(
-        self, work: LocalBucket, scalars: Scalars, among: frozenset[int] | None, then: LocalBucket | None
+        self, bucket: LocalBucket, scalars: Scalars, among: frozenset[int] | None, then: LocalBucket | None
     ) -> np.ndarray | None:
         """Return the address of each piece's direction; None: the bucket has none.
 
         Args:
             then: the next bucket, started before this one is waited for.
         """
-        self.start(work, scalars, among)
+        self.start(bucket, scalars, among)
         if then is not None:
             self.start(then, scalars)
-        if work.direction is None:
+        if bucket.direction is None:
             return None
         try:
-            work.direction.computed.wait()
+            bucket.direction.computed.wait()
         except BaseException:
-            work.release_direction()
+            bucket.release_direction()
             raise
-        work.direction.computed = Done()  # the wait exchanges it between ranks, so it must not be repeated
-        return work.direction.addresses(work.table.offsets)
+        bucket.direction.computed = Done()  # the wait exchanges it between ranks, so it must not be repeated
+        return bucket.direction.addresses(bucket.table.offsets)

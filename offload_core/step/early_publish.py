@@ -99,11 +99,13 @@ class EarlyPublish:
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         announced = self._announced
-        touched = [work for work in announced.requested if params is None or not work.members.isdisjoint(params)]
+        touched = [bucket for bucket in announced.requested if params is None or not bucket.members.isdisjoint(params)]
         terms = self._buckets.terms
         alike = by_all and params is None and self._buckets.device.world_size > 1
         if alike and announced.step is not None and terms.updates_early:
-            touched = touched or [work for work in self._arrivals.order if work.gradient.state in UNUSED]  # all raise
+            touched = touched or [
+                bucket for bucket in self._arrivals.order if bucket.gradient.state in UNUSED
+            ]  # all raise
         if not touched:
             return
         if not terms.examines:
@@ -150,4 +152,6 @@ class EarlyPublish:
         if not self._buckets.terms.sends_early:
             return False
         requested = self._announced.requested
-        return any(work in requested or work.publication.state is Publication.STALE for work in self._buckets.of[param])
+        return any(
+            bucket in requested or bucket.publication.state is Publication.STALE for bucket in self._buckets.of[param]
+        )

@@ -82,20 +82,20 @@ class GradientAccess:
                 f"parameter {self._pipeline.params[param].name!r}: its gradient is to be overwritten, and no rank has "
                 "had one since the last update; expected a backward() that reaches the parameter before"
             )
-        for work, i in self._buckets.pieces_of(param):
-            self._claim(work)
-            piece = work.pieces[i]
-            work.gradient.squares = None
+        for bucket, i in self._buckets.pieces_of(param):
+            self._claim(bucket)
+            piece = bucket.pieces[i]
+            bucket.gradient.squares = None
             with np.errstate(over="ignore", invalid="ignore"):  # an inf or a NaN is found by the step
                 np.multiply(
-                    values[piece.start : piece.stop], np.float32(self._unscale(divisor)), out=self._to_write(work, i)
+                    values[piece.start : piece.stop], np.float32(self._unscale(divisor)), out=self._to_write(bucket, i)
                 )
 
     def _own(self, param: int, divisor: float) -> list[tuple[int, np.ndarray]]:
         found, factor = [], np.float32(1.0 / self._unscale(divisor))  # of the kernel's scalars, without clipping
-        for work, i in self._buckets.pieces_of(param):
-            self._claim(work)
-            piece, (addresses, codes, _) = work.pieces[i], work.gradient.arrays
+        for bucket, i in self._buckets.pieces_of(param):
+            self._claim(bucket)
+            piece, (addresses, codes, _) = bucket.pieces[i], bucket.gradient.arrays
             values = np.zeros(piece.numel, np.float32)
             if addresses[i]:  # else other ranks have it, and this one adds nothing
                 held = kernels.view(int(addresses[i]), piece.numel, BY_CODE[int(codes[i])])
@@ -104,9 +104,9 @@ class GradientAccess:
             found.append((piece.start, values))
         return found
 
-    def _claim(self, work: LocalBucket) -> None:
+    def _claim(self, bucket: LocalBucket) -> None:
         try:
-            self._buckets.claim(work)
+            self._buckets.claim(bucket)
         except BaseException as error:
             self._pipeline.last_step.lose_gradient(error)
             raise
@@ -114,13 +114,13 @@ class GradientAccess:
     def _unscale(self, divisor: float) -> float:
         return self._pipeline.loss_scale * divisor
 
-    def _to_write(self, work: LocalBucket, i: int) -> np.ndarray:
+    def _to_write(self, bucket: LocalBucket, i: int) -> np.ndarray:
         """Return private fp32 memory of the bucket that from now on holds the gradient of piece ``i``."""
         if self._buckets.terms.direct:  # the gradient's present memory is the caller's
-            memory = np.empty(work.pieces[i].numel, np.float32)
-            work.gradient.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
+            memory = np.empty(bucket.pieces[i].numel, np.float32)
+            bucket.gradient.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
             return memory
-        buffer = self._buckets.promote(work)
-        work.gradient.arrays = work.gradient.in_buffer()
-        piece = work.pieces[i]
+        buffer = self._buckets.promote(bucket)
+        bucket.gradient.arrays = bucket.gradient.in_buffer()
+        piece = bucket.pieces[i]
         return buffer[piece.offset : piece.offset + piece.numel]

@@ -1,7 +1,7 @@
 """The host memory in which gradients wait for their update.
 
-Each bucket borrows memory of its size (its *buffer*) from its launch until its update has read the gradients, or they are
-dropped. At other times other engines of the process use that memory (``memory/working_memory.py``). If a bucket's
+Each bucket borrows memory of its size (its *buffer*) from its launch until its update has read the gradients, or they
+are dropped. At other times other engines of the process use that memory (``memory/working_memory.py``). If a bucket's
 update follows its arrival (``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only
 ``BucketGradient.buffer`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
 (``BucketTerms.direct``), each bucket keeps separate memory for its sums.
@@ -86,17 +86,17 @@ class GradientMemory:
         pinned = self._terms.may_arrive_as(bucket, dtype)
         return self._memory.allocate(GRADIENTS_ON_HOST, numel, dtype.numpy, pinned=pinned)
 
-    def lend(self, work: LocalBucket, await_use: Callable[[LocalBucket], None]) -> None:
+    def lend(self, bucket: LocalBucket, await_use: Callable[[LocalBucket], None]) -> None:
         """Lend a bucket host memory for its gradients. If it needs a slot and none gets free, it gets private memory,
         for good.
 
         Args:
             await_use: waits for a bucket's task. If that was its update, the bucket's slot is free.
         """
-        dtype = work.gradient.buffer_dtype
-        numel = len(self._device.ranks) * work.bucket.shard_numel
-        if (buffers := self._buffers.get(work.bucket.index)) is not None:
-            work.gradient.buffer = buffers.borrow(numel, dtype.numpy)
+        dtype = bucket.gradient.buffer_dtype
+        numel = len(self._device.ranks) * bucket.layout.shard_numel
+        if (buffers := self._buffers.get(bucket.layout.index)) is not None:
+            bucket.gradient.buffer = buffers.borrow(numel, dtype.numpy)
             return
         slot = self._free_slot()
         for lent in sorted(self._slots, key=lambda slot: slot.turn) if slot is None else ():  # the oldest first
@@ -105,27 +105,27 @@ class GradientMemory:
             if (slot := self._free_slot()) is not None:
                 break
         if slot is None:
-            self._warn(work)
-            work.gradient.private = work.gradient.buffer = self.allocate(work.bucket, dtype)
+            self._warn(bucket)
+            bucket.gradient.private = bucket.gradient.buffer = self.allocate(bucket.layout, dtype)
             return
         assert self._of_slots is not None
         buffer = self._of_slots.borrow(numel, dtype.numpy)
         slot.turn = self._turns = self._turns + 1
         slot.lent = weakref.ref(buffer)
-        slot.holder = work
-        work.gradient.buffer = buffer
+        slot.holder = bucket
+        bucket.gradient.buffer = buffer
 
     def _free_slot(self) -> _Slot | None:
         return next((slot for slot in self._slots if not slot.held), None)
 
-    def _warn(self, work: LocalBucket) -> None:
+    def _warn(self, bucket: LocalBucket) -> None:
         if self._warned:
             return
         self._warned = True
         UserLine.now().warn(
             HostMemoryWarning(
-                f"bucket {work.bucket.index}: {format_bytes(self._terms.buffer_bytes(work.bucket))} of gradients wait on "
-                f"the host for step(), beside {len(self._slots)} buckets that are planned; with "
+                f"bucket {bucket.layout.index}: {format_bytes(self._terms.buffer_bytes(bucket.layout))} of gradients "
+                f"wait on the host for step(), beside {len(self._slots)} buckets that are planned; with "
                 "update_in_backward=True updates should follow backward, and this one was not announced: expected "
                 "engine.backward(loss) outside gathered_parameters(), and no compiled modules, else "
                 "update_in_backward=False"

@@ -194,13 +194,13 @@ class Gradients:
     def _launch(self, *, ending: bool = False, boundary: bool = False) -> None:
         """Launch the buckets that are ready. At the boundary, have their parameters sent early."""
         terms = self._buckets.terms
-        for work in self._arrivals.ready(ending=ending):
+        for bucket in self._arrivals.ready(ending=ending):
             at_boundary = self._arrivals.at_boundary
-            present = self._reduction.launch(work, examine=self._buckets.terms.examines and at_boundary)
+            present = self._reduction.launch(bucket, examine=self._buckets.terms.examines and at_boundary)
             if at_boundary and terms.sends_early:
                 # Among ranks a full bucket may hold parameters that are finalized without a gradient on this one.
                 last = terms.lends_gradient_memory and (boundary or not ending)
-                self._announced.request(work, present, last=last, keep_states=self._buckets.terms.examines)
+                self._announced.request(bucket, present, last=last, keep_states=self._buckets.terms.examines)
 
     def _take_stragglers(self) -> None:
         """Take the gradients that still wait to be finalized. All ranks have such a gradient, or none."""
@@ -326,6 +326,6 @@ class Gradients:
         if self._arrivals.since.round is not None:
             self._take_stragglers()
             self._end_round(boundary=True)
-        for work in self._buckets.all:
-            if work.task is not None:
-                self._buckets.claim(work)
+        for bucket in self._buckets.all:
+            if bucket.task is not None:
+                self._buckets.claim(bucket)

@@ -48,7 +48,7 @@ class LastStep:
     @property
     def stale(self) -> frozenset[int]:
         """Stale parameters, older than their master weights."""
-        return frozenset().union(*(work.publication.stale for work in self._buckets.all))
+        return frozenset().union(*(bucket.publication.stale for bucket in self._buckets.all))
 
     # --- waiting -------------------------------------------------------------------------------------
 
@@ -91,13 +91,13 @@ class LastStep:
     @property
     def returning(self) -> list[LocalBucket]:
         """The buckets whose parameters :meth:`restore` sends again: their only memory is on the device."""
-        sent = [work for work in self._buckets.all if work.writes is Writes.STAGING]
-        return [work for work in sent if work.master is not Master.PARAMETER]
+        sent = [bucket for bucket in self._buckets.all if bucket.writes is Writes.STAGING]
+        return [bucket for bucket in sent if bucket.master is not Master.PARAMETER]
 
     def release(self, reason: str) -> None:
         """Record that parameters lose their memory on the device. All have arrived, and none is stale."""
-        for work in self.returning:
-            work.publication.on(PublicationEvent.RELEASE)
+        for bucket in self.returning:
+            bucket.publication.on(PublicationEvent.RELEASE)
         self._health.released = reason
 
     def restore(self, tensors: Sequence[Any]) -> None:
@@ -105,9 +105,9 @@ class LastStep:
         after = self._buckets.device.mark()
 
         def publish() -> None:
-            for work in self.returning:
-                if work.publication.state is Publication.RELEASED:
-                    work.publication.mark_stale(work.members, PublicationEvent.RESTORE)
+            for bucket in self.returning:
+                if bucket.publication.state is Publication.RELEASED:
+                    bucket.publication.mark_stale(bucket.members, PublicationEvent.RESTORE)
             self._health.released = ""
             self.begin(self.stale)
             self._updates.publish(reversed(self._buckets.all), list(tensors), after)
@@ -165,12 +165,12 @@ class LastStep:
         buckets.recover()
         announced, used = self._announced.step, self._announced.end()
         if announced is not None and used:  # their states have had the update: count it
-            self._counts.count(frozenset().union(*(work.publication.sent_early for work in used)))
+            self._counts.count(frozenset().union(*(bucket.publication.sent_early for bucket in used)))
         lost = self._updates.forget()
         lost.update(
-            work
-            for work in buckets.all
-            if work.publication.state is Publication.EARLY or work.gradient.state is Gradient.USED
+            bucket
+            for bucket in buckets.all
+            if bucket.publication.state is Publication.EARLY or bucket.gradient.state is Gradient.USED
         )
         completed = self._complete(error)
         if (lost or completed) and health.state not in (Health.LOST, Health.GONE, Health.TORN):
@@ -183,18 +183,18 @@ class LastStep:
                     "parameters partly of the one before; expected no further step: resume from the last checkpoint",
                 )
         self._arrivals.begin()
-        for work in buckets.all:
-            work.take()
-            work.publication.written = work.owed = None
-            work.gradient.forget(GradientEvent.ABORT)
-            if work in lost and work.master is Master.SEPARATE:
-                work.publication.mark_stale(work.members, PublicationEvent.LOSE)
-            elif work.publication.state is Publication.SENT:
-                work.publication.on(PublicationEvent.ARRIVE)
-            elif work.publication.state is Publication.EARLY:  # its parameters are a part of their master weights
-                work.publication.confirm()
-            elif work in completed and work.writes is Writes.STAGING:
-                work.publication.mark_stale(work.members)
+        for bucket in buckets.all:
+            bucket.take()
+            bucket.publication.written = bucket.owed = None
+            bucket.gradient.forget(GradientEvent.ABORT)
+            if bucket in lost and bucket.master is Master.SEPARATE:
+                bucket.publication.mark_stale(bucket.members, PublicationEvent.LOSE)
+            elif bucket.publication.state is Publication.SENT:
+                bucket.publication.on(PublicationEvent.ARRIVE)
+            elif bucket.publication.state is Publication.EARLY:  # its parameters are a part of their master weights
+                bucket.publication.confirm()
+            elif bucket in completed and bucket.writes is Writes.STAGING:
+                bucket.publication.mark_stale(bucket.members)
         if health.lost_a_rank:
             self.published = {}  # parameters are of the step before, except where they were written in place
         else:

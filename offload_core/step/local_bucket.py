@@ -195,7 +195,7 @@ class BucketPublication(StateMachine[Publication, PublicationEvent]):
 class LocalBucket:
     """A bucket's place among this process's shards, its gradients, its publication, and its tasks in flight."""
 
-    bucket: Bucket
+    layout: Bucket
     pieces: tuple[Piece, ...]
     """The ranges of parameters that this process's ranks own."""
     table: PieceTable
@@ -222,10 +222,10 @@ class LocalBucket:
     """The staging memory of the bucket's last copy to or from the host."""
 
     def __post_init__(self) -> None:
-        index = self.bucket.index
+        index = self.layout.index
         self.publication = BucketPublication(index)
         self.owner = StateMachine[Owner, OwnerEvent](f"bucket {index}", Owner.CALLER, OWNER)
-        self.members = frozenset(piece.param for piece in self.bucket.pieces)
+        self.members = frozenset(piece.param for piece in self.layout.pieces)
 
     def give(self, task: Task[Any]) -> None:
         """Give the bucket to the worker until this task has ended."""

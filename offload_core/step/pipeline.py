@@ -263,7 +263,7 @@ class Pipeline:
                 f"{given.divisor}, loss scale {given.loss_scale}; expected the same hyperparameters, micro-steps and "
                 "loss scale on every rank" + ", and in stage 3 the same modules run in the same order" * bool(gathered)
             )
-        works = tuple(work for work in reversed(agreed.order) if not agreed.present.isdisjoint(work.members))
+        buckets = tuple(bucket for bucket in reversed(agreed.order) if not agreed.present.isdisjoint(bucket.members))
         unscale, max_norm = given.unscale, self.config.gradient_clipping
         verdict = examine(
             agreed.squares,
@@ -291,7 +291,7 @@ class Pipeline:
         return Decision(
             verdict=verdict,
             present=agreed.present,
-            works=works,
+            buckets=buckets,
             order=tuple(agreed.order),
             scalars=self.counts.scalars(given, agreed.present, verdict.coefficient / unscale),
             tensors=given.tensors,
@@ -317,28 +317,30 @@ class Pipeline:
             self.updates.finish()
 
     def _update(self, decision: Decision, after: Event) -> None:
-        buckets, present, works = self.buckets, decision.present, decision.works
+        present, buckets = decision.present, decision.buckets
         last_step = self.last_step
         self.counts.count(present)
         ahead = self._announced.end()
-        rest = [work for work in works if work not in ahead]
+        rest = [bucket for bucket in buckets if bucket not in ahead]
         self.updates.owe(rest, decision)
-        for work in ahead:
-            work.gradient.forget(GradientEvent.END)
-            work.publication.confirm()
-        for work in set(buckets.all).difference(works, ahead):
-            work.gradient.forget(GradientEvent.DROP)
+        for bucket in ahead:
+            bucket.gradient.forget(GradientEvent.END)
+            bucket.publication.confirm()
+        for bucket in set(self.buckets.all).difference(buckets, ahead):
+            bucket.gradient.forget(GradientEvent.DROP)
         self.arrivals.begin(decision.order)
         # A parameter without elements is in no bucket, and counts as written at once.
-        now = [param for param in present if not buckets.of[param]] if decision.delayed else present
+        now = [param for param in present if not self.buckets.of[param]] if decision.delayed else present
         last_step.published = {**last_step.published, **dict.fromkeys(now, True)}
         if decision.delayed:
             self.updates.publish(reversed(decision.order), decision.tensors, after)
-            self.updates.start_ahead(works[::-1], decision)
+            self.updates.start_ahead(buckets[::-1], decision)
             return
-        early = [work for work in rest if work.publication.state is Publication.EARLY]
+        early = [bucket for bucket in rest if bucket.publication.state is Publication.EARLY]
         self.updates.publish(reversed(decision.order), decision.tensors, after, but=present)
-        self.updates.start([work for work in rest if work.publication.state is not Publication.EARLY], decision, after)
+        self.updates.start(
+            [bucket for bucket in rest if bucket.publication.state is not Publication.EARLY], decision, after
+        )
         # In the order of backward, because the next gradients overwrite the ones that these updates read.
         self.updates.start_ahead(early[::-1], decision)
 

@@ -44,7 +44,7 @@ class Reduction:
                 f"rounded on its way; set communication_dtype={dtype.name!r}"
             )
 
-    def launch(self, work: LocalBucket, *, examine: bool) -> frozenset[int]:
+    def launch(self, bucket: LocalBucket, *, examine: bool) -> frozenset[int]:
         """Bring the gradients of this bucket to their owners' host memory and keep them there.
 
         Args:
@@ -53,82 +53,84 @@ class Reduction:
         Returns:
             The parameters of the bucket that had a gradient on this rank.
         """
-        if work.task is not None:
-            self._buckets.claim(work)
-        work.gradient.on(GradientEvent.LAUNCH)
-        work.gradient.squares = None
-        gradients, work.gradient.waiting = work.gradient.waiting, {}
+        if bucket.task is not None:
+            self._buckets.claim(bucket)
+        bucket.gradient.on(GradientEvent.LAUNCH)
+        bucket.gradient.squares = None
+        gradients, bucket.gradient.waiting = bucket.gradient.waiting, {}
         if self._buckets.terms.direct:
             if gradients:  # they may have been dropped
-                self._keep(work, gradients)
-            work.gradient.on(GradientEvent.LAND)
+                self._keep(bucket, gradients)
+            bucket.gradient.on(GradientEvent.LAND)
             return frozenset(gradients)
         try:
-            self._reduce(work, gradients, examine=examine)
+            self._reduce(bucket, gradients, examine=examine)
         except BaseException:
             self._buckets.recover()
             raise
         return frozenset(gradients)
 
-    def _reduce(self, work: LocalBucket, gradients: Mapping[int, Any], *, examine: bool) -> None:
+    def _reduce(self, bucket: LocalBucket, gradients: Mapping[int, Any], *, examine: bool) -> None:
         """Have the device reduce the bucket, and add the result to the gradients of earlier micro-steps."""
         buckets = self._buckets
         assert buckets.staging is not None
-        buckets.await_buffer(work)
-        bucket, gradient = work.bucket, work.gradient
+        buckets.await_buffer(bucket)
+        layout, gradient = bucket.layout, bucket.gradient
         arrival, buffer = gradient.arrival, gradient.buffer
         assert buffer is not None
         stays = arrival == as_it_stays(BY_NUMPY[buffer.dtype]) and not gradient.has_landed
         if len(buckets.in_staging) == buckets.worker.depth:
             oldest, landed = buckets.in_staging.popleft()
-            buckets.wait(landed, oldest.bucket.index)
-        work.lease = Lease(buckets.staging)
+            buckets.wait(landed, oldest.layout.index)
+        bucket.lease = Lease(buckets.staging)
         numel = arrival.parts * buffer.size
-        received = buffer if stays else work.lease.borrow(numel, arrival.dtype.numpy)
-        reduced = buckets.device.reduce(bucket, gradient.wire, gradients, received, work.lease)
+        received = buffer if stays else bucket.lease.borrow(numel, arrival.dtype.numpy)
+        reduced = buckets.device.reduce(layout, gradient.wire, gradients, received, bucket.lease)
         self.last = event = WaitedOnce(reduced)  # the last bucket's memory must not stay lent until the next launch
         del reduced
 
         def land() -> None:
             event.wait()
             if not stays:
-                with buckets.trace.span(REDUCTION, "sum", bucket.index, received.nbytes):
-                    self._sum(work, arrival, received)
-            work.release()
+                with buckets.trace.span(REDUCTION, "sum", layout.index, received.nbytes):
+                    self._sum(bucket, arrival, received)
+            bucket.release()
             gradient.arrays = gradient.in_buffer()
             if examine:
                 squares = SumOfSquares()
-                self._square(work, squares)
+                self._square(bucket, squares)
                 gradient.squares = squares
             gradient.on(GradientEvent.LAND)
 
-        staged = len(work.lease)
-        work.give(landed := buckets.worker.submit(land))
+        staged = len(bucket.lease)
+        bucket.give(landed := buckets.worker.submit(land))
         if staged:
-            buckets.in_staging.append((work, landed))
+            buckets.in_staging.append((bucket, landed))
 
-    def _sum(self, work: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
+    def _sum(self, bucket: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
         """Sum the parts of each shard in order in fp32, divide once, and add to the gradients that already wait."""
-        add = work.gradient.has_landed
-        buffer = self._buckets.promote(work)
+        add = bucket.gradient.has_landed
+        buffer = self._buckets.promote(bucket)
         n_ranks, threads = len(self._buckets.device.ranks), self._buckets.threads
         for parts, shard in zip(received.reshape(n_ranks, -1), buffer.reshape(n_ranks, -1), strict=True):
             kernels.reduce(
                 parts, arrival.parts, arrival.dtype, shard, divisor=arrival.divisor, add=add, threads=threads
             )
 
-    def _keep(self, work: LocalBucket, gradients: Mapping[int, Any]) -> None:
+    def _keep(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> None:
         """Keep a parameter's first gradient in place if no gradient is to be added to it. Otherwise sum in fp32."""
-        pieces = np.array([work.table.positions[param][0] for param in gradients])  # this process has whole parameters
-        arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(work.table.starts[pieces])
-        held = work.gradient.arrays  # keeps the arrays alive until they have been read
+        pieces = np.array(
+            [bucket.table.positions[param][0] for param in gradients]
+        )  # this process has whole parameters
+        arrived = self._buckets.device.host_arrays([*gradients.values()]).begin_at(bucket.table.starts[pieces])
+        held = bucket.gradient.arrays  # keeps the arrays alive until they have been read
         waits = held.addresses[pieces] != 0
-        if work.gradient.buffer is None and not self._buckets.terms.sums and not waits.any():
-            work.gradient.hold(pieces, arrived)
+        if bucket.gradient.buffer is None and not self._buckets.terms.sums and not waits.any():
+            bucket.gradient.hold(pieces, arrived)
             return
-        self._buckets.promote(work)
-        buffer, threads = work.gradient.in_buffer().of(pieces), self._buckets.threads
-        numels = work.table.numels[pieces]
+        self._buckets.promote(bucket)
+        buffer, threads = bucket.gradient.in_buffer().of(pieces), self._buckets.threads
+        numels = bucket.table.numels[pieces]
         first = HostArrays(
             np.where(waits, held.addresses[pieces], arrived.addresses),
             np.where(waits, held.codes[pieces], arrived.codes),
@@ -140,18 +142,18 @@ class Reduction:
         for dtype, rows in arrived.by_type(waits):
             spans = kernels.spans(arrived.addresses[rows], buffer.addresses[rows], numels[rows])
             kernels.accumulate(spans, dtype, threads=threads)
-        work.gradient.hold(pieces, buffer)
+        bucket.gradient.hold(pieces, buffer)
 
-    def _square(self, work: LocalBucket, total: SumOfSquares) -> None:
-        with self._buckets.trace.span(REDUCTION, "norm", work.bucket.index):
-            for dtype, pieces in work.gradient.held(work.table.counted):
-                spans = kernels.spans(work.gradient.arrays.addresses[pieces], 0, work.table.numels[pieces])
+    def _square(self, bucket: LocalBucket, total: SumOfSquares) -> None:
+        with self._buckets.trace.span(REDUCTION, "norm", bucket.layout.index):
+            for dtype, pieces in bucket.gradient.held(bucket.table.counted):
+                spans = kernels.spans(bucket.gradient.arrays.addresses[pieces], 0, bucket.table.numels[pieces])
                 total.add(spans, dtype, threads=self._buckets.threads)
 
     def add_squares(self, total: SumOfSquares) -> None:
         """Add the squares of all gradients to ``total``. Buckets whose squares were summed on arrival are not read."""
-        for work in self._buckets.all:
-            if work.gradient.squares is None:
-                self._square(work, total)
+        for bucket in self._buckets.all:
+            if bucket.gradient.squares is None:
+                self._square(bucket, total)
             else:
-                total.bins += work.gradient.squares.bins
+                total.bins += bucket.gradient.squares.bins

@@ -87,7 +87,7 @@ class StateAccess:
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
         """Return ``(start, memory)`` of each run of a parameter that is its own master weight; else an empty list."""
-        if not any(work.master is Master.PARAMETER for work in self._buckets.of[param]):
+        if not any(bucket.master is Master.PARAMETER for bucket in self._buckets.of[param]):
             return []
         if self._pipeline.params[param].partitioned:
             return [(run.start, run.arrays[MASTER].values()) for run in self._runs(param, tensor)]
@@ -99,23 +99,23 @@ class StateAccess:
 
         Only the update and this class may write to it.
         """
-        buckets, n_ranks = [work.bucket for work in self._buckets.of[param]], len(self._pipeline.device.ranks)
+        layouts, n_ranks = [bucket.layout for bucket in self._buckets.of[param]], len(self._pipeline.device.ranks)
         if self._buckets.terms.shards_on_disk:
             return None
-        whole = [Extent(bucket.index, 0, n_ranks * bucket.shard_numel) for bucket in buckets]
+        whole = [Extent(layout.index, 0, n_ranks * layout.shard_numel) for layout in layouts]
         master = self._buckets.store.run(whole).get(MASTER)
         return None if master is None else master.upper
 
     def parameter_parts(self, param: int) -> list[tuple[Bucket, StateRun]] | None:
         """Return, by bucket, the master weights of this process's shard of a partitioned parameter that is in the
         store with its states. None: the parameter is not in the store."""
-        if not all(self._buckets.terms.in_store(work.bucket) for work in self._buckets.of[param]):
+        if not all(self._buckets.terms.in_store(bucket.layout) for bucket in self._buckets.of[param]):
             return None
         n_ranks = len(self._pipeline.device.ranks)
-        buckets = sorted((work.bucket for work in self._buckets.of[param]), key=lambda bucket: bucket.start)
-        whole = [Extent(bucket.index, 0, n_ranks * bucket.shard_numel) for bucket in buckets]
+        layouts = sorted((bucket.layout for bucket in self._buckets.of[param]), key=lambda layout: layout.start)
+        whole = [Extent(layout.index, 0, n_ranks * layout.shard_numel) for layout in layouts]
         store = self._buckets.store
-        return [(bucket, store.run([extent])[MASTER]) for bucket, extent in zip(buckets, whole, strict=True)]
+        return [(layout, store.run([extent])[MASTER]) for layout, extent in zip(layouts, whole, strict=True)]
 
     def step_count(self, param: int) -> np.ndarray:
         """Return the number of updates that a parameter has had: a zero-dimensional float32 view of the count."""
@@ -174,9 +174,9 @@ class StateAccess:
     def reload_master(self, param: int, tensor: Any) -> None:
         """Take a parameter's master weights from the device parameter."""
         self.will_change([param])
-        for work, piece in self._pieces_of(param):
-            if work.master is not Master.PARAMETER:
-                self._buckets.load_master(work, piece, tensor)
+        for bucket, piece in self._pieces_of(param):
+            if bucket.master is not Master.PARAMETER:
+                self._buckets.load_master(bucket, piece, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
         """Take over a change made to a device parameter from outside: an element that differs from its rounded master
@@ -191,31 +191,31 @@ class StateAccess:
         self._pipeline.last_step.finish()
         self._pipeline.early.recall([param])
         self._pipeline.changes.record([param])
-        for work, piece in self._pieces_of(param):
-            if work.master is not Master.PARAMETER:
-                source = self._buckets.read(work, piece, tensor)  # it holds the memory
-                self._buckets.store.follow(self._buckets.extent(work, piece), param, source.view())
+        for bucket, piece in self._pieces_of(param):
+            if bucket.master is not Master.PARAMETER:
+                source = self._buckets.read(bucket, piece, tensor)  # it holds the memory
+                self._buckets.store.follow(self._buckets.extent(bucket, piece), param, source.view())
 
     def publish_later(self, params: Iterable[int]) -> None:
         """Mark these parameters as stale, because their master weights were replaced: the next ``flush`` sends them."""
         for param in params:
-            for work in self._buckets.of[param]:
-                if work.master is Master.SEPARATE:
-                    work.publication.mark_stale([param])
+            for bucket in self._buckets.of[param]:
+                if bucket.master is Master.SEPARATE:
+                    bucket.publication.mark_stale([param])
 
     # --- offsets of states ---------------------------------------------------------------------------
 
     def _pieces_of(self, param: int) -> list[tuple[LocalBucket, Piece]]:
-        return [(work, work.pieces[i]) for work, i in self._buckets.pieces_of(param)]
+        return [(bucket, bucket.pieces[i]) for bucket, i in self._buckets.pieces_of(param)]
 
     def _extents(self, param: int) -> list[tuple[int, list[Extent]]]:
         """Return ``(start, extents)`` of each contiguous run of elements."""
         found: list[tuple[int, list[Extent]]] = []
         end = None
-        for work, piece in self._pieces_of(param):
+        for bucket, piece in self._pieces_of(param):
             if piece.start != end:
                 found.append((piece.start, []))
-            found[-1][1].append(self._buckets.extent(work, piece))
+            found[-1][1].append(self._buckets.extent(bucket, piece))
             end = piece.stop
         return found
 
@@ -227,12 +227,12 @@ class StateAccess:
 
     def _runs(self, param: int, tensor: Any) -> list[ParameterRun]:
         found = []
-        for work, piece in self._pieces_of(param):
-            runs = self._buckets.store.run([self._buckets.extent(work, piece)])
-            in_place = work.master is Master.PARAMETER
+        for bucket, piece in self._pieces_of(param):
+            runs = self._buckets.store.run([self._buckets.extent(bucket, piece)])
+            in_place = bucket.master is Master.PARAMETER
             if in_place:
-                runs[MASTER] = StateArray.of(self._buckets.read(work, piece, tensor).view())
-            read = partial(self._read_parameter, work, piece, tensor)
+                runs[MASTER] = StateArray.of(self._buckets.read(bucket, piece, tensor).view())
+            read = partial(self._read_parameter, bucket, piece, tensor)
             found.append(ParameterRun(piece.start, piece.numel, runs, in_place, read))
         return found
 
@@ -248,8 +248,8 @@ class StateAccess:
             run.read(at, exact)
             kernels.cast_array(exact, FLOAT32, part, dtype, self._buckets.threads)
 
-    def _read_parameter(self, work: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:
-        source = self._buckets.read(work, piece, tensor, at, out.size)
+    def _read_parameter(self, bucket: LocalBucket, piece: Piece, tensor: Any, at: int, out: np.ndarray) -> None:
+        source = self._buckets.read(bucket, piece, tensor, at, out.size)
         np.copyto(out, source.view())
 
     def _whole_states(

@@ -39,75 +39,77 @@ class Updates:
 
     # --- the tasks of a step -------------------------------------------------------------------------
 
-    def owe(self, works: Iterable[LocalBucket], decision: Decision) -> None:
+    def owe(self, buckets: Iterable[LocalBucket], decision: Decision) -> None:
         """Record that the step must update these buckets."""
-        for work in works:
-            work.owed = decision.scalars, decision.tensors, None
+        for bucket in buckets:
+            bucket.owed = decision.scalars, decision.tensors, None
 
-    def start(self, works: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
+    def start(self, buckets: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
         """Update buckets and send their parameters, bucket after bucket.
 
         Args:
             after: device work before this mark ends before parameters are written.
         """
 
-        def update(work: LocalBucket) -> Event:
-            out = self._run(work, decision.scalars, work.writes, decision.tensors, then=following.get(work))
-            work.owed = None
-            work.gradient.forget(GradientEvent.END)
+        def update(bucket: LocalBucket) -> Event:
+            out = self._run(bucket, decision.scalars, bucket.writes, decision.tensors, then=following.get(bucket))
+            bucket.owed = None
+            bucket.gradient.forget(GradientEvent.END)
             if out is None:
                 return Done()
             present = set(decision.present)
-            return self._buckets.device.publish(work.bucket, out, decision.tensors, present, self._lease(work), after)
+            return self._buckets.device.publish(
+                bucket.layout, out, decision.tensors, present, self._lease(bucket), after
+            )
 
-        following = dict(pairwise(works)) if self._buckets.worker.is_asynchronous else {}
-        self._buckets.store.expect(work.bucket.index for work in works)
-        for work in works:
-            work.gradient.on(GradientEvent.USE)
-            work.publication.send(decision.present)
+        following = dict(pairwise(buckets)) if self._buckets.worker.is_asynchronous else {}
+        self._buckets.store.expect(bucket.layout.index for bucket in buckets)
+        for bucket in buckets:
+            bucket.gradient.on(GradientEvent.USE)
+            bucket.publication.send(decision.present)
             if self._buckets.terms.direct:  # nothing is copied
-                update(work)
-                work.publication.on(PublicationEvent.ARRIVE)
+                update(bucket)
+                bucket.publication.on(PublicationEvent.ARRIVE)
             else:
-                self._send(work, partial(update, work))
+                self._send(bucket, partial(update, bucket))
         self.land()
 
-    def start_ahead(self, works: Sequence[LocalBucket], decision: Decision) -> None:
+    def start_ahead(self, buckets: Sequence[LocalBucket], decision: Decision) -> None:
         """Update only the states. The parameters were sent early, or :meth:`publish` sends them later."""
 
-        def update(work: LocalBucket) -> None:
-            self._run(work, decision.scalars, Writes.STATES)
-            work.owed = None
-            work.gradient.forget(GradientEvent.END)
+        def update(bucket: LocalBucket) -> None:
+            self._run(bucket, decision.scalars, Writes.STATES)
+            bucket.owed = None
+            bucket.gradient.forget(GradientEvent.END)
 
-        self._buckets.store.expect(work.bucket.index for work in works)
-        for work in works:
-            work.gradient.on(GradientEvent.USE)
-            if work.publication.state is Publication.EARLY:
-                work.publication.confirm()
+        self._buckets.store.expect(bucket.layout.index for bucket in buckets)
+        for bucket in buckets:
+            bucket.gradient.on(GradientEvent.USE)
+            if bucket.publication.state is Publication.EARLY:
+                bucket.publication.confirm()
             else:
-                work.publication.mark_stale(work.members.intersection(decision.present))
-            work.give(task := self._buckets.worker.submit(partial(update, work)))
-            work.updated = task
+                bucket.publication.mark_stale(bucket.members.intersection(decision.present))
+            bucket.give(task := self._buckets.worker.submit(partial(update, bucket)))
+            bucket.updated = task
 
     def publish(
         self,
-        works: Iterable[LocalBucket],
+        buckets: Iterable[LocalBucket],
         tensors: Sequence[Any],
         after: Event,
         *,
         but: frozenset[int] = frozenset(),
     ) -> None:
         """Send the rounded master weights of stale parameters; ``but``: parameters that an update sends."""
-        for work in works:
-            if stale := frozenset(work.publication.stale - but):
-                work.publication.send(stale)
-                self._send(work, partial(self._round_and_publish, work, stale, tensors, after))
+        for bucket in buckets:
+            if stale := frozenset(bucket.publication.stale - but):
+                bucket.publication.send(stale)
+                self._send(bucket, partial(self._round_and_publish, bucket, stale, tensors, after))
         self.land()
 
     def send_early(
         self,
-        work: LocalBucket,
+        bucket: LocalBucket,
         present: frozenset[int],
         scalars: Scalars | None,
         tensors: Sequence[Any],
@@ -127,36 +129,36 @@ class Updates:
         """
 
         def start() -> Event:
-            sent = self._all_ranks(is_open(), present, work)
+            sent = self._all_ranks(is_open(), present, bucket)
             if not sent:
                 if sent is not None:  # no rank has a gradient in this bucket: there is nothing to update or send
-                    work.gradient.give_back()
+                    bucket.gradient.give_back()
                 return Done()
             assert scalars is not None
             if not keep_states:
-                work.gradient.on(GradientEvent.USE)
-                work.owed = scalars, tensors, sent
-            work.publication.sent_early = sent
-            work.publication.on(PublicationEvent.SEND_EARLY)
-            out = self._run(work, scalars, work.writes, tensors, among=sent, keep_states=keep_states)
+                bucket.gradient.on(GradientEvent.USE)
+                bucket.owed = scalars, tensors, sent
+            bucket.publication.sent_early = sent
+            bucket.publication.on(PublicationEvent.SEND_EARLY)
+            out = self._run(bucket, scalars, bucket.writes, tensors, among=sent, keep_states=keep_states)
             if not keep_states:
-                work.owed = None
-                work.gradient.give_back()
+                bucket.owed = None
+                bucket.gradient.give_back()
             if out is None:
                 return Done()
             after = Done()  # the gradients arrived after all earlier reads of these parameters
-            return self._buckets.device.publish(work.bucket, out, tensors, set(sent), self._lease(work), after)
+            return self._buckets.device.publish(bucket.layout, out, tensors, set(sent), self._lease(bucket), after)
 
         if not keep_states:
-            self._buckets.store.expect([work.bucket.index])
-        work.give(self._send(work, start))
+            self._buckets.store.expect([bucket.layout.index])
+        bucket.give(self._send(bucket, start))
 
-    def _all_ranks(self, send: bool, present: frozenset[int], work: LocalBucket) -> frozenset[int] | None:
+    def _all_ranks(self, send: bool, present: frozenset[int], bucket: LocalBucket) -> frozenset[int] | None:
         """Return the parameters that have a gradient on any rank if all processes would send the bucket early, else
         None."""
         if self._buckets.device.world_size == 1:
             return present if send else None
-        what, members = f"bucket {work.bucket.index}: sent early or not", sorted(work.members)
+        what, members = f"bucket {bucket.layout.index}: sent early or not", sorted(bucket.members)
         flags = [param in present for param in members]
         known = combine(self._buckets.device.collectives, what, sums=flags, of_each=[send])
         if not known.of_each.all():
@@ -167,7 +169,7 @@ class Updates:
 
     def _run(
         self,
-        work: LocalBucket,
+        bucket: LocalBucket,
         scalars: Scalars,
         writes: Writes,
         tensors: Sequence[Any] = (),
@@ -187,35 +189,35 @@ class Updates:
             then: the next bucket to update: the device computes with its matrices meanwhile.
         """
         store = self._buckets.store
-        out = self._borrow(work) if writes is Writes.STAGING else None
-        table = work.table
+        out = self._borrow(bucket) if writes is Writes.STAGING else None
+        table = bucket.table
         rows = scalars.rows[table.params]
-        chosen = work.chosen(scalars, among)
-        directions = self._directions.of(work, scalars, among, then)
+        chosen = bucket.chosen(scalars, among)
+        directions = self._directions.of(bucket, scalars, among, then)
         updated = {*table.params[chosen].tolist()}
-        states = store.read(work.bucket.index) if keep_states else store.load(work.bucket.index, updated)
+        states = store.read(bucket.layout.index) if keep_states else store.load(bucket.layout.index, updated)
         formats = {name: array.format.name for name, array in states.arrays.items()}
-        formats.setdefault(MASTER, work.bucket.dtype.name)
+        formats.setdefault(MASTER, bucket.layout.dtype.name)
         param_dtype: ElementType | None
-        match writes, work.master:
+        match writes, bucket.master:
             case (Writes.STAGING, _) | (Writes.IN_PLACE, Master.SEPARATE):
-                param_dtype = work.bucket.dtype
+                param_dtype = bucket.layout.dtype
             case _:  # only states, which may include a parameter
                 param_dtype = None
-        for dtype, pieces in work.gradient.held(chosen):
-            segments = work.rule.segments(states.arrays, table.offsets[pieces], table.numels[pieces])
-            segments["grad"] = work.gradient.arrays.addresses[pieces]
+        for dtype, pieces in bucket.gradient.held(chosen):
+            segments = bucket.rule.segments(states.arrays, table.offsets[pieces], table.numels[pieces])
+            segments["grad"] = bucket.gradient.arrays.addresses[pieces]
             segments["scalars"] = rows[pieces]
             segments["start"] = table.numbers[pieces]
             segments["seed"] = table.seeds[pieces]
             if directions is not None:
-                segments["moments"][:, len(work.rule.states)] = directions[pieces]
-            if work.master is Master.PARAMETER:
-                segments["master"] = self._buckets.in_place(work, pieces, tensors)
+                segments["moments"][:, len(bucket.rule.states)] = directions[pieces]
+            if bucket.master is Master.PARAMETER:
+                segments["master"] = self._buckets.in_place(bucket, pieces, tensors)
             if param_dtype is not None:
-                segments["param"] = self._addresses(work, pieces, tensors, out)
-            with self._buckets.trace.span(UPDATE, "", work.bucket.index):
-                work.rule.update(
+                segments["param"] = self._addresses(bucket, pieces, tensors, out)
+            with self._buckets.trace.span(UPDATE, "", bucket.layout.index):
+                bucket.rule.update(
                     segments,
                     scalars,
                     formats,
@@ -224,46 +226,46 @@ class Updates:
                     threads=self._buckets.threads,
                     keep_states=keep_states,
                 )
-        work.release_direction()
+        bucket.release_direction()
         if not keep_states:
             store.commit(states)
         return out
 
     def _addresses(
-        self, work: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: np.ndarray | None
+        self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: np.ndarray | None
     ) -> np.ndarray:
         """Return the addresses to write these pieces of parameters to: in staging, or in place without staging."""
         if out is None:
-            return self._buckets.in_place(work, pieces, tensors)
-        return kernels.address(out) + work.table.offsets[pieces] * out.itemsize
+            return self._buckets.in_place(bucket, pieces, tensors)
+        return kernels.address(out) + bucket.table.offsets[pieces] * out.itemsize
 
     def _round_and_publish(
-        self, work: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
+        self, bucket: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
     ) -> Event:
-        pieces = np.array([i for i, piece in enumerate(work.pieces) if piece.param in stale], np.int64)
-        states = self._buckets.store.read(work.bucket.index)  # keeps the memory alive
+        pieces = np.array([i for i, piece in enumerate(bucket.pieces) if piece.param in stale], np.int64)
+        states = self._buckets.store.read(bucket.layout.index)  # keeps the memory alive
         master = states.arrays[MASTER].view
         assert master is not None
-        out = self._borrow(work) if work.writes is Writes.STAGING else None
-        to = self._addresses(work, pieces, tensors, out)
-        at = kernels.address(master) + work.table.offsets[pieces] * master.itemsize
-        spans = kernels.spans(at, to, work.table.numels[pieces])
+        out = self._borrow(bucket) if bucket.writes is Writes.STAGING else None
+        to = self._addresses(bucket, pieces, tensors, out)
+        at = kernels.address(master) + bucket.table.offsets[pieces] * master.itemsize
+        spans = kernels.spans(at, to, bucket.table.numels[pieces])
         threads = self._buckets.threads
-        with self._buckets.trace.span(UPDATE, "round", work.bucket.index):
-            kernels.cast(spans, BY_NUMPY[master.dtype], work.bucket.dtype, threads=threads)
+        with self._buckets.trace.span(UPDATE, "round", bucket.layout.index):
+            kernels.cast(spans, BY_NUMPY[master.dtype], bucket.layout.dtype, threads=threads)
         if out is None:
             return Done()
-        return self._buckets.device.publish(work.bucket, out, tensors, set(stale), self._lease(work), after)
+        return self._buckets.device.publish(bucket.layout, out, tensors, set(stale), self._lease(bucket), after)
 
-    def _send(self, work: LocalBucket, start: Callable[[], Event]) -> Task[Event]:
+    def _send(self, bucket: LocalBucket, start: Callable[[], Event]) -> Task[Event]:
         """Submit a bucket's update and send. At most ``depth`` buckets are in flight, so that staging suffices."""
         if len(self._travelling) == self._buckets.worker.depth:
             self._await_arrival()
         try:
-            work.publication.written = self._buckets.worker.submit(start)
+            bucket.publication.written = self._buckets.worker.submit(start)
         finally:  # a task that fails at once counts as in flight, and lost
-            self._travelling.append(work)
-        return work.publication.written
+            self._travelling.append(bucket)
+        return bucket.publication.written
 
     def land(self) -> None:
         """Submit tasks that wait for each bucket's arrival."""
@@ -271,27 +273,27 @@ class Updates:
             self._await_arrival()
 
     def _await_arrival(self) -> None:  # waits
-        work = self._travelling[0]
-        written = work.publication.written
+        bucket = self._travelling[0]
+        written = bucket.publication.written
         assert written is not None
 
         def arrived() -> None:
             written.result().wait()
-            work.release()
+            bucket.release()
 
-        work.publication.arrived = self._buckets.worker.submit(arrived)
+        bucket.publication.arrived = self._buckets.worker.submit(arrived)
         self._travelling.popleft()  # last: a task that fails at once counts as in flight, and lost
 
-    def _borrow(self, work: LocalBucket) -> np.ndarray:
+    def _borrow(self, bucket: LocalBucket) -> np.ndarray:
         """Borrow staging memory for the process's shards of a bucket."""
         assert self._buckets.staging is not None
-        work.lease = Lease(self._buckets.staging)
-        numel = len(self._buckets.device.ranks) * work.bucket.shard_numel
-        return work.lease.borrow(numel, work.bucket.dtype.numpy)
+        bucket.lease = Lease(self._buckets.staging)
+        numel = len(self._buckets.device.ranks) * bucket.layout.shard_numel
+        return bucket.lease.borrow(numel, bucket.layout.dtype.numpy)
 
-    def _lease(self, work: LocalBucket) -> Lease:
-        assert work.lease is not None
-        return work.lease
+    def _lease(self, bucket: LocalBucket) -> Lease:
+        assert bucket.lease is not None
+        return bucket.lease
 
     # --- waiting for the end ---------------------------------------------------------------------------
 
@@ -300,10 +302,10 @@ class Updates:
 
         Raises the errors of the updates.
         """
-        for work in self._buckets.of[param]:
-            written = work.publication.written
+        for bucket in self._buckets.of[param]:
+            written = bucket.publication.written
             if written is not None:
-                with self._buckets.trace.span(COMPUTE, "wait", work.bucket.index):
+                with self._buckets.trace.span(COMPUTE, "wait", bucket.layout.index):
                     arrived = written.result()
                     if on_host:
                         arrived.wait()
@@ -312,7 +314,7 @@ class Updates:
 
     def update_of(self, param: int) -> Event:
         """Return an event: the end of the parameter's updates that were started so far."""
-        tasks = [work.publication.written for work in self._buckets.of[param]]
+        tasks = [bucket.publication.written for bucket in self._buckets.of[param]]
         written = [task for task in tasks if task is not None]
 
         def order() -> None:  # waits
@@ -324,32 +326,32 @@ class Updates:
     @property
     def publishes(self) -> bool:
         """True if parameters may still be in flight."""
-        return bool(self._travelling) or any(work.publication.arrived is not None for work in self._buckets.all)
+        return bool(self._travelling) or any(bucket.publication.arrived is not None for bucket in self._buckets.all)
 
     @property
     def finished(self) -> bool:
         """True if no parameter may be in flight, and no state may still change."""
-        return not self.publishes and all(work.updated is None for work in self._buckets.all)
+        return not self.publishes and all(bucket.updated is None for bucket in self._buckets.all)
 
     def finish_publications(self) -> None:  # waits
         """Wait until parameters have been written, and raise the error of a failed update or send."""
         self.land()
-        for work in self._buckets.all:
-            publication = work.publication
+        for bucket in self._buckets.all:
+            publication = bucket.publication
             if publication.arrived is not None:
                 # The bucket's next gradients may already be in flight, so do not claim the bucket.
-                self._buckets.wait(publication.arrived, work.bucket.index)
+                self._buckets.wait(publication.arrived, bucket.layout.index)
                 publication.arrive()
                 publication.arrived = None  # last: after an interrupt, wait for the bucket again
 
     def finish_states(self) -> None:  # waits
         """Wait until buckets with nothing to send have been updated, and raise the error of a failed update."""
-        for work in self._buckets.all:
-            if (task := work.updated) is not None:
-                self._buckets.wait(task, work.bucket.index)
-                if work.task is task:
-                    work.take()
-                work.updated = None
+        for bucket in self._buckets.all:
+            if (task := bucket.updated) is not None:
+                self._buckets.wait(task, bucket.layout.index)
+                if bucket.task is task:
+                    bucket.take()
+                bucket.updated = None
 
     def finish(self) -> None:  # waits
         """Wait for all updates and sends, and raise the first error."""
@@ -359,7 +361,7 @@ class Updates:
     @property
     def broke_off(self) -> bool:
         """True if a task has failed. If not, an interrupted wait can be repeated."""
-        asked = [task for work in self._buckets.all for task in (work.publication.arrived, work.updated) if task]
+        asked = [task for bucket in self._buckets.all for task in (bucket.publication.arrived, bucket.updated) if task]
         return any(task.done() and task.exception() is not None for task in asked)
 
     def complete(self) -> list[LocalBucket]:
@@ -368,28 +370,28 @@ class Updates:
         Raises the error of an update, or :class:`StateError` if ranks would have to exchange matrices again, which the
         other processes will not do. This bucket and later ones then have the states of the step before.
         """
-        owing = [work for work in self._buckets.all if work.owed is not None]
+        owing = [bucket for bucket in self._buckets.all if bucket.owed is not None]
         device = self._buckets.device
         apart = device.world_size > len(device.ranks)
-        if apart and any(work.matrices is not None and work.direction is None for work in owing):
-            for work in owing:
-                work.release_direction()
+        if apart and any(bucket.matrices is not None and bucket.direction is None for bucket in owing):
+            for bucket in owing:
+                bucket.release_direction()
             raise StateError("other ranks do not come to exchange its matrices again")
-        for work in owing:
-            assert work.owed is not None
-            scalars, tensors, among = work.owed
-            if work.gradient.state is not Gradient.USED:
-                work.gradient.on(GradientEvent.USE)
-            writes = work.writes if work.writes is Writes.IN_PLACE else Writes.STATES
-            self._run(work, scalars, writes, tensors, among=among)
+        for bucket in owing:
+            assert bucket.owed is not None
+            scalars, tensors, among = bucket.owed
+            if bucket.gradient.state is not Gradient.USED:
+                bucket.gradient.on(GradientEvent.USE)
+            writes = bucket.writes if bucket.writes is Writes.IN_PLACE else Writes.STATES
+            self._run(bucket, scalars, writes, tensors, among=among)
         return owing
 
     def forget(self) -> set[LocalBucket]:
         """After a failure: clear all tasks in flight. Return the buckets whose parameters may not have been written."""
-        arrivals = [(work, work.publication.arrived) for work in self._buckets.all]
-        lost = {work for work, arrived in arrivals if arrived is not None and arrived.exception() is not None}
+        arrivals = [(bucket, bucket.publication.arrived) for bucket in self._buckets.all]
+        lost = {bucket for bucket, arrived in arrivals if arrived is not None and arrived.exception() is not None}
         lost.update(self._travelling)
         self._travelling.clear()
-        for work in self._buckets.all:
-            work.publication.arrived = work.updated = None
+        for bucket in self._buckets.all:
+            bucket.publication.arrived = bucket.updated = None
         return lost

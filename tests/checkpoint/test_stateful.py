@@ -141,8 +141,8 @@ class Anything(RuleBasedStateMachine):
     def wait_for_all(self):
         if self.succeeds(self.pipeline.last_step.finish):
             assert self.pipeline.updates.finished
-            used = [work for work in self.pipeline.buckets.all if work.gradient.state is Gradient.USED]
-            assert all(work.publication.state is Publication.EARLY for work in used)
+            used = [bucket for bucket in self.pipeline.buckets.all if bucket.gradient.state is Gradient.USED]
+            assert all(bucket.publication.state is Publication.EARLY for bucket in used)
             for i in range(len(self.naive.states)):
                 self.compare_states(i)
             if self.succeeds(self.pipeline.early.undo):
@@ -243,15 +243,15 @@ class Anything(RuleBasedStateMachine):
         """Buckets up to one are updated, the others as they were. It is what goes on."""
         order = list(reversed(self.pipeline.arrivals.order))
         done = []
-        for work in order:
+        for bucket in order:
             same = [True, True]
-            for piece in work.bucket.pieces:
+            for piece in bucket.layout.pieces:
                 run = slice(piece.start, piece.start + piece.numel)
                 mine = held_states(self.pipeline, piece.param)
                 for k, theirs in enumerate((self.before, self.naive.states)):
                     pairs = zip(STATES, theirs[piece.param], strict=True)
                     same[k] &= all(np.array_equal(mine[name][run], a[run], equal_nan=True) for name, a in pairs)
-            assert any(same), f"bucket {work.bucket.index} is neither as before nor updated"
+            assert any(same), f"bucket {bucket.layout.index} is neither as before nor updated"
             if not all(same):
                 done.append(same[1])
         assert done == sorted(done, reverse=True), "a bucket was updated after one that was not"
@@ -282,7 +282,7 @@ class Anything(RuleBasedStateMachine):
 
     def compare_at_rest(self):
         buckets = self.pipeline.buckets
-        assert {work.gradient.state for work in buckets.all} == {Gradient.ABSENT}
+        assert {bucket.gradient.state for bucket in buckets.all} == {Gradient.ABSENT}
         assert len(buckets.staging._free) == buckets.terms.staging_slots
 
 

@@ -180,7 +180,7 @@ def test_buckets_that_are_finalized_are_updated_in_backward_on_the_rank_without_
         subject.add_gradient(0, np.ones(32, np.float32))
         subject.pipeline.gradients.finalize([1, 2])
         subject.pipeline.buckets.run(lambda: None)
-        return [work.gradient.state for work in subject.pipeline.buckets.all]
+        return [bucket.gradient.state for bucket in subject.pipeline.buckets.all]
 
     used, nothing = Gradient.USED, Gradient.LANDED  # nobody has a gradient of the second
     assert run_ranks(2, body) == [[used, nothing, used]] * 2

@@ -76,7 +76,7 @@ def step(subject, params=BACKWARD, number=0):
 
 def all_lent(subject):
     buffers = subject.pipeline.buckets.gradient_memory._buffers
-    return {work.bucket.index not in buffers for work in subject.pipeline.buckets.all}
+    return {bucket.layout.index not in buffers for bucket in subject.pipeline.buckets.all}
 
 
 # --- bytes -----------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ def test_slots_take_the_largest_bucket():
     subject = make(dtype=[FLOAT32, *[BFLOAT16] * 4])
     assert held(subject) == (GRADIENT_SLOTS * 32 * 4,) * 2
     blocks = make(sizes=(3000, 40, 70), state_format="8bit")  # whole blocks of 256 elements, whatever was asked
-    largest = max(work.bucket.shard_numel for work in blocks.pipeline.buckets.all)
+    largest = max(bucket.layout.shard_numel for bucket in blocks.pipeline.buckets.all)
     assert largest >= 256
     assert held(blocks) == (GRADIENT_SLOTS * largest * 2,) * 2
     for each in (subject, blocks):
@@ -129,7 +129,7 @@ def test_parameters_that_are_added_share_the_slots_and_larger_ones_replace_them(
 def test_a_model_of_few_buckets_has_memory_for_each():
     subject = make(sizes=(100, 4))
     assert len(subject.pipeline.buckets.all) == GRADIENT_SLOTS
-    expected = sum(work.bucket.shard_numel for work in subject.pipeline.buckets.all) * 2
+    expected = sum(bucket.layout.shard_numel for bucket in subject.pipeline.buckets.all) * 2
     assert step(subject, (1, 0)) == expected < GRADIENT_SLOTS * 32 * 2
     assert held(subject) == (expected, expected)
     assert all_lent(subject) == {False}
@@ -153,7 +153,7 @@ def test_a_model_of_few_buckets_has_memory_for_each():
 def test_where_something_needs_gradients_later_each_bucket_has_memory_of_its_own(fields, dtype, scaler):
     subject = make(dtype=dtype, scaler=scaler, **fields)
     wide = 4 if fields.get("gradient_accumulation_steps") else 2
-    expected = sum(work.bucket.shard_numel for work in subject.pipeline.buckets.all) * wide
+    expected = sum(bucket.layout.shard_numel for bucket in subject.pipeline.buckets.all) * wide
     assert expected >= sum(SIZES) * wide
     assert held(subject) == (expected, expected)
     assert step(subject) == expected
@@ -262,7 +262,7 @@ def test_a_trace_shows_the_waits(tmp_path, monkeypatch):
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     waits = [event["name"] for event in events if "gradient memory" in event["name"]]
     n_buckets = len(subject.pipeline.buckets.all)
-    order = [work.bucket.index for work in subject.pipeline.arrivals.order]
+    order = [bucket.layout.index for bucket in subject.pipeline.arrivals.order]
     assert waits == [f"bucket {i}: wait for gradient memory" for i in order[: n_buckets - GRADIENT_SLOTS]]
 
 
@@ -278,7 +278,7 @@ def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_sa
         each.pipeline.gradients.end_micro_step()
         each.pipeline.step(StepArguments(HYPERS, each.tensors))
     private = [
-        work.gradient.private.nbytes for work in subject.pipeline.buckets.all if work.gradient.private is not None
+        bucket.gradient.private.nbytes for bucket in subject.pipeline.buckets.all if bucket.gradient.private is not None
     ]
     assert len(private) == n_buckets - GRADIENT_SLOTS
     own = sum(private)
@@ -317,8 +317,8 @@ def consistent(subject):
     """After a step that broke off: its buckets have been updated whole, or not at all; it goes on from there."""
     subject.pipeline.gradients.drop()
     subject.pipeline.early.undo()
-    for work in subject.pipeline.buckets.all:
-        assert work.gradient.buffer is work.gradient.private, "memory was given back"
+    for bucket in subject.pipeline.buckets.all:
+        assert bucket.gradient.buffer is bucket.gradient.private, "memory was given back"
     planned = held(subject)[1]
     for number in (7, 8):
         assert step(subject, number=number) == planned
@@ -413,7 +413,9 @@ def test_a_rank_that_is_lost_ends_the_wait_of_the_others():
             subject.pipeline.last_step.finish()
         except CollectiveError as error:
             told.append(str(error))
-            assert {work.gradient.buffer is work.gradient.private for work in subject.pipeline.buckets.all} == {True}
+            assert {bucket.gradient.buffer is bucket.gradient.private for bucket in subject.pipeline.buckets.all} == {
+                True
+            }
         subject.device.close()
 
     with pytest.raises(OSError, match="this rank is lost"):

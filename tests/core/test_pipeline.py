@@ -291,7 +291,7 @@ def sent_early(subject, hypers, value=1.0):
     for i in (1, 0):
         subject.add_gradient(i, np.full(subject.specs[i].numel, value, subject.specs[i].dtype.numpy))
     subject.pipeline.buckets.run(lambda: None)
-    return {(work.publication.state, work.gradient.state) for work in subject.pipeline.buckets.all}
+    return {(bucket.publication.state, bucket.gradient.state) for bucket in subject.pipeline.buckets.all}
 
 
 HYPER = [AdamHyper(1e-2)]
@@ -332,9 +332,9 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
     Threads().play(monkeypatch)
     updated, run_adam = [], Updates._run
 
-    def noting(updates, work, *args, **options):
-        updated.append(work.bucket.index)
-        return run_adam(updates, work, *args, **options)
+    def noting(updates, bucket, *args, **options):
+        updated.append(bucket.layout.index)
+        return run_adam(updates, bucket, *args, **options)
 
     monkeypatch.setattr(Updates, "_run", noting)
     for gradients_are_there in (False, True):
@@ -347,7 +347,7 @@ def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_o
         updated.clear()
         subject.pipeline.step(StepArguments(HYPER, subject.tensors))
         subject.pipeline.last_step.finish()
-        in_backward = [work.bucket.index for work in subject.pipeline.arrivals.order]
+        in_backward = [bucket.layout.index for bucket in subject.pipeline.arrivals.order]
         assert updated == (in_backward[::-1] if gradients_are_there else in_backward)
 
 

@@ -105,7 +105,7 @@ def test_a_rank_whose_copy_fails_is_an_error_on_all_and_nobody_hangs(failing, sc
             told.append((rank.rank, "its own"))
         subject.pipeline.gradients.drop()
         assert subject.pipeline.updates.finished
-        assert {work.gradient.state for work in subject.pipeline.buckets.all} == {Gradient.ABSENT}
+        assert {bucket.gradient.state for bucket in subject.pipeline.buckets.all} == {Gradient.ABSENT}
         assert len(subject.pipeline.buckets.staging._free) == subject.pipeline.buckets.terms.staging_slots
         if subject.pipeline.health.state is Health.GONE:  # it was in mid-update
             with pytest.raises(StateError, match="the last update broke off"):

@@ -271,7 +271,7 @@ def test_a_store_that_fails_in_backward_loses_no_update_that_is_counted(failing)
     with late_stores.late():
         subject = Subject(FakeDevice(), [np.ones(64, np.float32)] * 3, [BFLOAT16] * 3, [0] * 3, config)
     pipeline, store = subject.pipeline, subject.pipeline.buckets.store
-    assert [work.members for work in pipeline.buckets.all] == [{2}, {1}, {0}]
+    assert [bucket.members for bucket in pipeline.buckets.all] == [{2}, {1}, {0}]
     pipeline.early.expect_step(StepArguments(HYPERS, subject.tensors))
     store.fail_at = frozenset([store.asked + failing])
     try:

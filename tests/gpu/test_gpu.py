@@ -114,8 +114,8 @@ def test_staging_is_pinned_and_gradients_leave_the_device(accelerator):
     engine.backward(engine(torch.randn(8, 256, device=accelerator, dtype=torch.bfloat16)).float().pow(2).mean())
     engine.optimizer.core._pipeline.buckets.run(lambda: None)  # the copies have ended
     assert allocated() <= parameters + 2**20
-    [work] = engine.optimizer.core._pipeline.buckets.all
-    assert torch.from_numpy(work.gradient.buffer.view("uint8")).is_pinned()
+    [bucket] = engine.optimizer.core._pipeline.buckets.all
+    assert torch.from_numpy(bucket.gradient.buffer.view("uint8")).is_pinned()
     engine.step()
 
 

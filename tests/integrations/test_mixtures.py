@@ -174,7 +174,7 @@ def watched(engine):
 
     def added(gradients):
         add(gradients)
-        waiting = [*(work.gradient.waiting for work in pipeline.buckets.all), pipeline.arrivals.since.deferred]
+        waiting = [*(bucket.gradient.waiting for bucket in pipeline.buckets.all), pipeline.arrivals.since.deferred]
         most[0] = max(most[0], sum({id(g): g.nbytes for held in waiting for g in held.values()}.values()))
 
     pipeline.device.reduce, pipeline.gradients.add = reduced, added

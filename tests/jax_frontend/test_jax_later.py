@@ -131,11 +131,11 @@ def test_what_goes_wrong_later_is_raised_by_the_next_use_and_once(make, monkeypa
 def test_updates_of_two_threads_come_one_after_the_other(make):
     offloaded, twin = make(tree_of(0)), make(tree_of(0))
 
-    def work():
+    def bucket():
         for _ in range(10):
             offloaded.update(tree_of(1), wait=False)
 
-    threads = [threading.Thread(target=work) for _ in range(2)]
+    threads = [threading.Thread(target=bucket) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:

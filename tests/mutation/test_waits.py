@@ -106,7 +106,7 @@ class Twin:
         for i in params:
             with self.backward_reads(i):
                 self.add(i)
-                buffers = sum(work.gradient.buffer is not None for work in self.pipeline.buckets.all)
+                buffers = sum(bucket.gradient.buffer is not None for bucket in self.pipeline.buckets.all)
                 self.most_buffers = max(self.most_buffers, buffers)
                 if not host_is_late:
                     self.go_on()
@@ -141,10 +141,10 @@ class Twin:
             assert_same_bits(f"parameter {i}", got[0], self.naive.params()[i])
 
     def states_of_buckets(self):
-        return {work.gradient.state for work in self.pipeline.buckets.all}
+        return {bucket.gradient.state for bucket in self.pipeline.buckets.all}
 
     def sends_early(self):
-        return Publication.EARLY in {work.publication.state for work in self.pipeline.buckets.all}
+        return Publication.EARLY in {bucket.publication.state for bucket in self.pipeline.buckets.all}
 
     def check(self, *params):
         """The pipeline has finished what it was asked for, whether or not somebody waits."""
@@ -183,8 +183,8 @@ class Twin:
         """No bucket is on its way, and all staging is back."""
         buckets = self.pipeline.buckets
         assert self.states_of_buckets() <= {Gradient.ABSENT}
-        sent = [(work.publication.written, work.publication.arrived) for work in buckets.all]
-        tasks = sent + [(work.task, work.updated, work.owed) for work in buckets.all]
+        sent = [(bucket.publication.written, bucket.publication.arrived) for bucket in buckets.all]
+        tasks = sent + [(bucket.task, bucket.updated, bucket.owed) for bucket in buckets.all]
         assert not any(task for each in tasks for task in each)
         assert len(buckets.staging._free) == buckets.terms.staging_slots
         assert not buckets.in_staging
@@ -437,7 +437,7 @@ def gradients_pass_through_few_slots():
         twin = Twin((40, 100, 64, 50), update_in_backward=True)
         for params in ([3, 2, 1, 0], [0, 2], [1], [0, 1, 2, 3]):
             twin.early_step(*params, host_is_late=host_is_late)
-            assert {work.gradient.private is None for work in twin.pipeline.buckets.all} == {True}
+            assert {bucket.gradient.private is None for bucket in twin.pipeline.buckets.all} == {True}
             assert twin.most_buffers <= GRADIENT_SLOTS
         twin.read(0, 1, 2, 3)
         twin.end()
@@ -730,7 +730,7 @@ def a_parameter_that_does_not_arrive():
             order = list(reversed(twin.pipeline.arrivals.order_of_arrival()))
             before = [tensor.memory.copy() for tensor in twin.tensors]
             with pytest.raises(OSError, match="failed as asked"):
-                update_and_call(twin, call, order[-1].bucket.pieces[0].param)
+                update_and_call(twin, call, order[-1].layout.pieces[0].param)
             twin.check_at_rest()
             # What had left arrives, whatever is done with the staging that it went through.
             for free in [*blocks_of(None)._free.values()]:
@@ -742,12 +742,12 @@ def a_parameter_that_does_not_arrive():
             for i in (0, 1):
                 twin.check_states(i, held_states(twin.pipeline, i))
             begun = number + (call is not None)  # the next one was asked for before the failure was seen
-            for place, work in enumerate(order):
-                for piece in work.bucket.pieces if place != number else ():
+            for place, bucket in enumerate(order):
+                for piece in bucket.layout.pieces if place != number else ():
                     run = slice(piece.start, piece.start + piece.numel)
                     expected = (twin.naive.params() if place <= begun else before)[piece.param][run]
                     got = twin.tensors[piece.param].memory[run]
-                    assert_same_bits(f"{name}: bucket {work.bucket.index}", got, expected)
+                    assert_same_bits(f"{name}: bucket {bucket.layout.index}", got, expected)
             for _ in range(2):
                 twin.step(1, 0)
             twin.end()
@@ -825,7 +825,7 @@ def states_that_are_kept_elsewhere():
         twin.check()
         assert store.unforeseen == 0
         assert store.asked >= 6 * len(twin.pipeline.buckets.all)
-        store.expect(work.bucket.index for work in twin.pipeline.buckets.all)
+        store.expect(bucket.layout.index for bucket in twin.pipeline.buckets.all)
         store.read(0)  # the thread has come so far
         StateAccess(twin.pipeline).set_states(1, {"exp_avg": np.full(100, 7, np.float32)})
         twin.naive.states[1][1][:] = 7
@@ -1156,45 +1156,45 @@ CORE_CHANGES = [
     Change(f"offload_core.{module}", function, old, new)
     for module, function, old, new in [
         ("step.pipeline", "Pipeline.step", "self.device.mark()", "self.reduction.last"),
-        ("step.update", "Updates._await_arrival", "work.publication.arrived = ", ""),
-        ("step.update", "Updates._await_arrival", "work.release()", "pass"),
-        ("step.update", "Updates.start_ahead", "work.updated = task", "pass"),
-        ("step.update", "Updates.start_ahead", "work.give(", "(lambda task: None)("),
+        ("step.update", "Updates._await_arrival", "bucket.publication.arrived = ", ""),
+        ("step.update", "Updates._await_arrival", "bucket.release()", "pass"),
+        ("step.update", "Updates.start_ahead", "bucket.updated = task", "pass"),
+        ("step.update", "Updates.start_ahead", "bucket.give(", "(lambda task: None)("),
         ("step.update", "Updates.finish_publications", "self.land()", "pass"),
-        ("step.update", "Updates.finish_states", "work.take()", "pass"),
+        ("step.update", "Updates.finish_states", "bucket.take()", "pass"),
         ("step.update", "Updates._send", "if len(self._travelling) == self._buckets.worker.depth:", "if False:"),
         (
             "step.update",
             "Updates._send",
-            "work.publication.written = self._buckets.worker.submit",
+            "bucket.publication.written = self._buckets.worker.submit",
             "self._buckets.worker.submit",
         ),
         ("step.update", "Updates.start", "self._buckets.store.expect(", "iter("),
         ("step.update", "Updates.start_ahead", "self._buckets.store.expect(", "iter("),
         ("step.update", "Updates.send_early", "self._buckets.store.expect(", "iter("),
         ("step.update", "Updates._run", "store.commit(states)", "pass"),
-        ("step.update", "Updates._run", "work.release_direction()", "pass"),
+        ("step.update", "Updates._run", "bucket.release_direction()", "pass"),
         ("testing.late_store", "LateStore._put", "np.copyto(to, source)", "pass"),
         ("testing.late_store", "LateStore.commit", "self._committed[block.bucket] = ", "_ = "),
-        ("testing.late_store", "LateStore._fetch", "self._finalize(bucket)", "pass"),
-        ("testing.late_store", "LateStore.part", "self._finalize(extent.bucket)", "pass"),
+        ("testing.late_store", "LateStore._fetch", "self._settle(bucket)", "pass"),
+        ("testing.late_store", "LateStore.part", "self._settle(extent.bucket)", "pass"),
         ("testing.late_store", "LateStore.put", _CHANGED, "pass"),
         ("testing.late_store", "LateStore._begin", "tuple(self._expected), AHEAD", "sorted(self._expected), AHEAD"),
         ("step.reduction", "Reduction._reduce", "if len(buckets.in_staging) == buckets.worker.depth:", "if 0:"),
-        ("step.reduction", "Reduction._reduce", "buckets.in_staging.append((work, landed))", "pass"),
-        ("step.reduction", "Reduction._reduce", "work.give(", "(lambda task: None)("),
-        ("step.reduction", "Reduction._reduce", "work.release()", "pass"),
+        ("step.reduction", "Reduction._reduce", "buckets.in_staging.append((bucket, landed))", "pass"),
+        ("step.reduction", "Reduction._reduce", "bucket.give(", "(lambda task: None)("),
+        ("step.reduction", "Reduction._reduce", "bucket.release()", "pass"),
         ("step.local_bucket", "BucketPublication.arrive", "self.written = None", "pass"),
         ("step.gradient_memory", "_Slot.held", "self.holder.gradient.buffer is buffer", "False"),
         (
             "step.update",
             "Updates.send_early",
-            "work.owed = None\n                work.gradient.give_back()",
-            "work.owed = None",
+            "bucket.owed = None\n                bucket.gradient.give_back()",
+            "bucket.owed = None",
         ),
         ("step.local_bucket", "BucketGradient.forget", "self.give_back()", "pass"),
-        ("step.buckets", "LocalBuckets.claim", "work.take()", "pass"),
-        ("step.buckets", "LocalBuckets.recover", "work.release()", "pass"),
+        ("step.buckets", "LocalBuckets.claim", "bucket.take()", "pass"),
+        ("step.buckets", "LocalBuckets.recover", "bucket.release()", "pass"),
         ("support.worker", "Background._run", "if self._failure is not None:", "if False:"),
         ("support.worker", "Background.recover", "self._failure = None", "pass"),
         ("stage3.live_params", "LiveParams._gather", "AfterAll([updated, ", "AfterAll(["),

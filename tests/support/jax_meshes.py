@@ -104,5 +104,5 @@ def addresses(tree):
 def published_bytes(offloaded):
     """Return the bytes that this process's ranks send to publish all buckets once."""
     device = offloaded._core.device
-    shards = [w.bucket.shard_numel * w.bucket.dtype.itemsize for w in offloaded._core._pipeline.buckets.all]
+    shards = [w.layout.shard_numel * w.layout.dtype.itemsize for w in offloaded._core._pipeline.buckets.all]
     return len(device.ranks) * (device.world_size - 1) * sum(shards)

@@ -156,7 +156,7 @@ def test_a_layer_waits_for_its_own_parameters_only(slow):
         assert pending(engine) == [False, False, True]
         assert written[0] is not written[1]
     # what the forward needs first is updated first
-    order = [work.bucket.pieces[0].param for work in reversed(engine.optimizer.core._pipeline.arrivals.order)]
+    order = [bucket.layout.pieces[0].param for bucket in reversed(engine.optimizer.core._pipeline.arrivals.order)]
     assert order == [0, 1, 2]
 
 
@@ -464,8 +464,8 @@ def emit(engine, seed=0):
     """A backward, and the time that the host needs to emit its buckets; their states."""
     engine.backward(loss_of(engine, seed))
     engine.optimizer.core._pipeline.buckets.run(lambda: None)
-    works = engine.optimizer.core._pipeline.buckets.all
-    return {f"{work.publication.state.value}, gradient {work.gradient.state.value}" for work in works}
+    buckets = engine.optimizer.core._pipeline.buckets.all
+    return {f"{bucket.publication.state.value}, gradient {bucket.gradient.state.value}" for bucket in buckets}
 
 
 @pytest.mark.draws(6)
@@ -502,7 +502,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
     assert state == NOT_SENT or {KEPT, USED} & seen
     monkeypatch.undo()
     expected, expected_reports = reference(12, **options)
-    masters = [[work.master for work in each.optimizer.core._pipeline.buckets.all] for each in (engine, expected)]
+    masters = [[bucket.master for bucket in each.optimizer.core._pipeline.buckets.all] for each in (engine, expected)]
     assert masters[0] == masters[1] or not (terms.direct or more), "a master weight of its own takes memory"
     assert repr(reports) == repr(expected_reports)  # a norm may be NaN
     if options.get("gradient_clipping") == 0.1:
@@ -521,7 +521,7 @@ def test_gradients_take_the_memory_of_few_buckets_on_the_host(device, more):
     for seed in range(3):
         step(engine, seed)
         report = engine.memory_report()
-        assert report.host["gradients on the host"] == GRADIENT_SLOTS * max(w.bucket.shard_numel for w in buckets) * 2
+        assert report.host["gradients on the host"] == GRADIENT_SLOTS * max(w.layout.shard_numel for w in buckets) * 2
         assert report.host_bytes == report.planned_host_bytes
 
 

@@ -18,8 +18,8 @@ import torch
 from frontends.torch import export_deepspeed, load_deepspeed, wrap, zero_checkpoint
 from frontends.torch.integrations.zero_files.pickles import load_any
 from frontends.torch.params.tensors import NUMPY_DTYPES
-from offload_core.checkpoint import folder as checkpoint_folder
 from offload_core.errors import CheckpointError, CheckpointWarning, StateError
+from offload_core.support import checkpoint_folder
 from tests.support.deepspeed_checkpoints import (
     FROZEN,
     Run,

@@ -240,6 +240,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         steps.hypers(self.param_groups)  # from here on nothing else may set what functions give
         self._state_lock = parts.core.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
+        self._checkpoints = parts.core.checkpoints
 
     @property
     def updates(self) -> int:
@@ -285,7 +286,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def checkpoints(self) -> Checkpoints:
         """Saves and loads the states."""
         self._life.begin(self)
-        return self.core.checkpoints
+        return self._checkpoints
 
     @property
     def slots(self) -> list[Slot]:

@@ -195,7 +195,7 @@ def test_uneven_dimensions_are_refused_by_shardings_and_padded_here(numel):
     with pytest.raises(ValueError, match="should evenly divide"):
         jax.device_put(np.ones(100, np.float32), NamedSharding(mesh, P("dp")))
     ours = wrap({"w": np.ones(numel, np.float32)}, mesh=mesh)
-    assert all(work.bucket.padded_numel % 48 == 0 for work in ours._core._pipeline.buckets.all)
+    assert all(bucket.layout.padded_numel % 48 == 0 for bucket in ours._core._pipeline.buckets.all)
     ours.update(RankGradients({"w": split(np.ones((3, numel), np.float32), mesh)}))
     theirs = wrap({"w": np.ones(numel, np.float32)})
     theirs.update({"w": np.ones(numel, np.float32)})

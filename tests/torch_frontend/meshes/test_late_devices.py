@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from frontends.torch import OffloadedAdamW, wrap
 from frontends.torch.params import fsdp
-from offload_core.step.pipeline import Pipeline
+from offload_core.step.parameters import Parameters
 from tests.support import simulated
 from tests.support.processes import on_ranks
 from tests.support.simulated import collectives
@@ -99,11 +99,11 @@ def test_late_kernels_and_copies_change_no_bit(drawn):
 
 def test_a_gathering_that_does_not_wait_is_noticed(drawn):
     """The law above, with each of the waits taken out."""
-    ordered = Pipeline.await_param
+    ordered = Parameters.await_param
     changes = drawn(
         [
-            ("no wait", lambda pipeline, param, on_host: None),
-            ("the reader's stream alone waits", lambda pipeline, param, on_host: ordered(pipeline, param)),
+            ("no wait", lambda parameters, param, on_host: None),
+            ("the reader's stream alone waits", lambda parameters, param, on_host: ordered(parameters, param)),
         ],
         1,
     )
@@ -114,7 +114,7 @@ def test_a_gathering_that_does_not_wait_is_noticed(drawn):
         noticed = {}
         for name, instead in changes:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(Pipeline, "await_param", instead)
+                patch.setattr(Parameters, "await_param", instead)
                 for seed in range(1, 9):  # later and later, so that a busy machine's own delays hide nothing
                     with simulated.delays(seed=seed + rank, kernel=200, copy=1000 * 2**seed):
                         noticed[name] = trained(device, rank) != before
