@@ -212,7 +212,7 @@ class Engine(nn.Module):
             with span:
                 parts.device_memory.before_backward()
                 run = partial(
-                    parts.intake.run_backward,
+                    parts.grad_hooks.run_backward,
                     lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs),
                     average=average,
                 )
@@ -240,11 +240,11 @@ class Engine(nn.Module):
         if boundary is None:
             self._warn_of_uncounted()
         self._changes.check(self.module, optimizer)
-        core, intake = steps.parts.core, steps.parts.intake
+        core, grad_hooks = steps.parts.core, steps.parts.grad_hooks
         gradients = core.gradients
-        if not intake.fresh:
+        if not grad_hooks.fresh:
             before, self._kept = self._kept, kept_gradients(self.module)
-            intake.fresh = self._kept not in ([], before)
+            grad_hooks.fresh = self._kept not in ([], before)
         with core.span("step"):
             try:
                 if not (gradients.at_boundary if boundary is None else boundary):
@@ -274,7 +274,7 @@ class Engine(nn.Module):
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
         n_steps = self.offload_config.gradient_accumulation_steps
-        if n_steps > 1 and (backwards := self.optimizer.parts.intake.backwards) > 1:
+        if n_steps > 1 and (backwards := self.optimizer.parts.grad_hooks.backwards) > 1:
             UserLine.now("torch").warn(
                 UserWarning(
                     f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "
@@ -362,7 +362,7 @@ class Engine(nn.Module):
                 "gradients; expected stage=1, or no no_sync(): gradient_accumulation_steps then sums shards in fp32"
             )
         alone = self.optimizer.core.world_size == 1
-        return nullcontext() if alone else self.optimizer.parts.intake.deferring()
+        return nullcontext() if alone else self.optimizer.parts.grad_hooks.deferring()
 
     def set_gradient_accumulation_steps(self, micro_steps: int) -> None:
         """Have an update follow so many micro-steps from now on, and average over as many. All ranks call this alike.

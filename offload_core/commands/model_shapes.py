@@ -163,13 +163,13 @@ def specs_of(
 ) -> list[ParamSpec]:
     """The parameters as torch's front end gives them to the core, of ``param_dtype`` if that is set."""
     least = max(config.param_persistence_threshold, 1)
-    apart = config.takes_apart(world_size)
+    in_shards = config.takes_apart(world_size)
 
     def spec(name: str, shape: tuple[int, ...]) -> ParamSpec:
         own = dtypes if isinstance(dtypes, ElementType) else dtypes[name]
         numel = math.prod(shape)
         dtype = config.target_dtype or own
-        return ParamSpec(name, numel, dtype, elements=InMemory(shape), partitioned=apart and numel >= least)
+        return ParamSpec(name, numel, dtype, elements=InMemory(shape), partitioned=in_shards and numel >= least)
 
     return with_rules([spec(name, shape) for name, shape in shapes.items()], shapes, config, stacks=True)
 

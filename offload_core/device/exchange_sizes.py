@@ -30,20 +30,20 @@ class OnHost:
     def staging_slots(self) -> int:
         return 1 if self.world_size == 1 else 2
 
-    def arrival(self, wire: ElementType) -> Arrival:
-        return Arrival(1 if self.native else self.world_size, wire, float(self.world_size))
+    def arrival(self, comm_dtype: ElementType) -> Arrival:
+        return Arrival(1 if self.native else self.world_size, comm_dtype, float(self.world_size))
 
-    def leaves_as(self, wire: ElementType) -> ElementType:
-        return wire
+    def leaves_as(self, comm_dtype: ElementType) -> ElementType:
+        return comm_dtype
 
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return bucket.padded_numel * max(wire.itemsize, bucket.dtype.itemsize)
+    def slot_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
+        return bucket.padded_numel * max(comm_dtype.itemsize, bucket.dtype.itemsize)
 
     def link_numel(self, bucket: Bucket) -> int:
         return bucket.padded_numel
 
-    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return 0 if self.addressable else self.slot_bytes(bucket, wire)
+    def in_flight_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
+        return 0 if self.addressable else self.slot_bytes(bucket, comm_dtype)
 
 
 @dataclass(frozen=True)
@@ -58,22 +58,22 @@ class OnDevice:
     def staging_slots(self) -> int:
         return 1
 
-    def arrival(self, wire: ElementType) -> Arrival:
-        return Arrival(1, wire, float(self.world_size)) if self.native else Arrival(1, FLOAT32, 1.0)
+    def arrival(self, comm_dtype: ElementType) -> Arrival:
+        return Arrival(1, comm_dtype, float(self.world_size)) if self.native else Arrival(1, FLOAT32, 1.0)
 
-    def leaves_as(self, wire: ElementType) -> ElementType:
-        return self.arrival(wire).dtype
+    def leaves_as(self, comm_dtype: ElementType) -> ElementType:
+        return self.arrival(comm_dtype).dtype
 
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(wire).dtype.itemsize)
+    def slot_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
+        return bucket.shard_numel * max(bucket.dtype.itemsize, self.arrival(comm_dtype).dtype.itemsize)
 
     def link_numel(self, bucket: Bucket) -> int:
         return bucket.shard_numel
 
-    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        sent = bucket.padded_numel * wire.itemsize
+    def in_flight_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
+        sent = bucket.padded_numel * comm_dtype.itemsize
         if self.native:
-            return sent + bucket.shard_numel * wire.itemsize
+            return sent + bucket.shard_numel * comm_dtype.itemsize
         return 2 * sent + 2 * bucket.shard_numel * FLOAT32.itemsize  # the received parts, the sum, and one part in fp32
 
 
@@ -88,20 +88,20 @@ class MeshSizes:
     """True if there are several ranks, whose gradients are summed in fp32."""
     staging_slots = 1  # that of the pipeline
 
-    def arrival(self, wire: ElementType) -> Arrival:
+    def arrival(self, comm_dtype: ElementType) -> Arrival:
         return Arrival(1, FLOAT32, 1.0)
 
-    def leaves_as(self, wire: ElementType) -> ElementType:
-        return FLOAT32 if self.summed else wire
+    def leaves_as(self, comm_dtype: ElementType) -> ElementType:
+        return FLOAT32 if self.summed else comm_dtype
 
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+    def slot_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
         return self.link_numel(bucket) * FLOAT32.itemsize
 
     def link_numel(self, bucket: Bucket) -> int:
         return self.n_ranks * bucket.shard_numel
 
-    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
-        return self.link_numel(bucket) * self.leaves_as(wire).itemsize  # the gradients that leave
+    def in_flight_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
+        return self.link_numel(bucket) * self.leaves_as(comm_dtype).itemsize  # the gradients that leave
 
 
 @dataclass(frozen=True)

@@ -82,12 +82,12 @@ class HostRanks:
                 self.memory.to_device(host, [copy], self.mark()).wait()
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
         if self.world_size == 1:
             return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self.to_host(copies, out))
-        send = staging.borrow(bucket.padded_numel, wire.numpy)
+        send = staging.borrow(bucket.padded_numel, comm_dtype.numpy)
         copied = traced(self.trace, TO_HOST, bucket.index, send.nbytes, lambda: self.to_host(copies, send))
         meet = self._exchange.reduce_scatter if self.native else self._exchange.exchange  # waits
 

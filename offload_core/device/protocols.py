@@ -203,7 +203,7 @@ class TensorMemory(TensorAccess, Protocol):
 class ExchangeSizes(Protocol):
     """Sizes of the buffers for the exchange of a bucket between ranks and its copies to and from the host.
 
-    ``wire`` is the element type in which gradients travel.
+    ``comm_dtype`` is the element type in which gradients travel.
     """
 
     @property
@@ -211,15 +211,15 @@ class ExchangeSizes(Protocol):
         """The most staging buffers of one bucket in use at a time, the pipeline's own included."""
         ...
 
-    def arrival(self, wire: ElementType) -> Arrival:
+    def arrival(self, comm_dtype: ElementType) -> Arrival:
         """The form in which :meth:`Device.reduce` delivers a shard."""
         ...
 
-    def leaves_as(self, wire: ElementType) -> ElementType:
+    def leaves_as(self, comm_dtype: ElementType) -> ElementType:
         """The element type in which gradients are copied to the host."""
         ...
 
-    def slot_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+    def slot_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
         """Bytes of a staging buffer that suffice for every use of one for this bucket."""
         ...
 
@@ -227,7 +227,7 @@ class ExchangeSizes(Protocol):
         """Elements of the bucket that are copied between device and host, in each direction."""
         ...
 
-    def in_flight_bytes(self, bucket: Bucket, wire: ElementType) -> int:
+    def in_flight_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
         """Bytes of the device's own memory for the bucket's exchange, besides gradients and parameters."""
         ...
 
@@ -284,12 +284,12 @@ class Device(DeviceTerms, TensorAccess, Protocol):
         ...
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         """Start to bring every rank's gradients of a bucket to the owners of its shards.
 
         Args:
-            wire: the element type in which gradients travel; they are cast to it.
+            comm_dtype: the element type in which gradients travel; they are cast to it.
             gradients: this process's gradients, by parameter number; one that is absent counts as zeros.
             out: the host memory to fill with the shard of each of ``ranks``, in the form of ``sizes.arrival``. The mean
                 over ranks has one definition: summed in rank order in fp32, divided once.

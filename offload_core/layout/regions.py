@@ -246,7 +246,7 @@ def common(sources: Sequence[Region], target: Region) -> np.ndarray:
     if len(rows) == 0:
         return rows
     ends = rows[:-1, 1:3] + rows[:-1, 3:]
-    apart = np.concatenate([[True], (rows[1:, 0] != rows[:-1, 0]) | (rows[1:, 1:3] != ends).any(axis=1)])
-    firsts = np.flatnonzero(apart)
+    disjoint = np.concatenate([[True], (rows[1:, 0] != rows[:-1, 0]) | (rows[1:, 1:3] != ends).any(axis=1)])
+    firsts = np.flatnonzero(disjoint)
     rows[firsts, 3] = np.add.reduceat(rows[:, 3], firsts)
     return rows[firsts]

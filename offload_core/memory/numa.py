@@ -10,7 +10,7 @@ from ..support.topology import node_of_device
 from .pinning import Driver
 
 
-def work_near(config: OffloadConfig, ordinals: Collection[int] = (), drivers: Sequence[Driver] = ()) -> None:
+def bind_threads_near(config: OffloadConfig, ordinals: Collection[int] = (), drivers: Sequence[Driver] = ()) -> None:
     """Bind the pool's workers to this process's share of the processors, unless ``config`` says not to.
 
     Call it for each engine, before its memory is allocated and before ``config.threads`` is read. The pool is one for

@@ -473,7 +473,7 @@ class Planner:
         if self.terms.device.addressable:
             return Traffic(update, 0, 0)
         crossing = self.terms.device.sizes.link_numel(bucket)
-        to_host = steps * crossing * self.terms.device.sizes.leaves_as(self.terms.wire(bucket)).itemsize
+        to_host = steps * crossing * self.terms.device.sizes.leaves_as(self.terms.comm_dtype(bucket)).itemsize
         from_shards = bucket.partitioned and self.terms.config.offload_param is not None
         times = self._gatherings(partitioned) if from_shards else 1
         to_device = times * crossing * bucket.dtype.itemsize

@@ -191,14 +191,14 @@ class BucketTerms:
     def has_buffer(self) -> bool:
         return self.sums or not self.direct
 
-    def wire(self, bucket: Bucket) -> ElementType:
+    def comm_dtype(self, bucket: Bucket) -> ElementType:
         """Return the element type in which gradients travel."""
         asked = self.config.communication_dtype
         return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 
     def in_flight_bytes(self, bucket: Bucket) -> int:
         """Return the bytes on the device of a bucket in flight, besides gradients and parameters."""
-        return self.device.sizes.in_flight_bytes(bucket, self.wire(bucket))
+        return self.device.sizes.in_flight_bytes(bucket, self.comm_dtype(bucket))
 
     def buffer_bytes(self, bucket: Bucket) -> int:
         """Return the bytes of the bucket's gradients on the host."""
@@ -219,11 +219,11 @@ class BucketTerms:
         return largest if GRADIENT_SLOTS * (largest - existing) < private else None
 
     def buffer_dtype(self, bucket: Bucket) -> ElementType:
-        return FLOAT32 if self.sums else self.device.sizes.arrival(self.wire(bucket)).dtype
+        return FLOAT32 if self.sums else self.device.sizes.arrival(self.comm_dtype(bucket)).dtype
 
     def may_arrive_as(self, bucket: Bucket, buffer: ElementType) -> bool:
         """True if the device can copy gradients directly to a buffer of element type ``buffer``."""
-        return self.device.sizes.arrival(self.wire(bucket)) == as_it_stays(buffer)
+        return self.device.sizes.arrival(self.comm_dtype(bucket)) == as_it_stays(buffer)
 
     def buffer_is_pinned(self, bucket: Bucket) -> bool:
         """True if the device copies directly to the bucket's buffer."""
@@ -268,7 +268,7 @@ class BucketTerms:
         return most * BFLOAT16.itemsize
 
     def slot_bytes(self, buckets: Sequence[Bucket]) -> int:
-        return max((self.device.sizes.slot_bytes(bucket, self.wire(bucket)) for bucket in buckets), default=0)
+        return max((self.device.sizes.slot_bytes(bucket, self.comm_dtype(bucket)) for bucket in buckets), default=0)
 
 
 def _examines(config: OffloadConfig, device: DeviceTerms, scaled: bool) -> bool:

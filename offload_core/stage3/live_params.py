@@ -179,15 +179,15 @@ class LiveParams:
         self._order.forget()
 
     @changes("a gathering of parameters")
-    def begin_apart(self) -> None:
+    def begin_untracked(self) -> None:
         """Begin uses that are not recorded, because their number may differ between ranks, and all ranks must predict
         the same order. The used parameters are already whole."""
         self._aside.append(self._order)
         self._order = UseOrder(self._order.sizes)
 
     @changes("a gathering of parameters")
-    def end_apart(self) -> None:
-        """End the last :meth:`begin_apart`."""
+    def end_untracked(self) -> None:
+        """End the last :meth:`begin_untracked`."""
         self._order = self._aside.pop()
 
     # --- decisions -----------------------------------------------------------------------------------

@@ -94,15 +94,15 @@ class LocalBuckets:
         self.of += [[] for _ in specs]
         for layout, private in zip(layouts, self.gradient_memory.register(layouts), strict=True):
             in_place = terms.direct or (layout.partitioned and terms.host_shards)
-            pieces, wire = layout.shards(self.device.ranks), terms.wire(layout)
+            pieces, comm_dtype = layout.shards(self.device.ranks), terms.comm_dtype(layout)
             table = PieceTable(layout, pieces, {piece.param: specs[piece.param - first] for piece in layout.pieces})
-            arrival, buffer_dtype = self.device.sizes.arrival(wire), terms.buffer_dtype(layout)
+            arrival, buffer_dtype = self.device.sizes.arrival(comm_dtype), terms.buffer_dtype(layout)
             bucket = LocalBucket(
                 layout,
                 pieces,
                 table,
                 terms.rule_of(layout),
-                BucketGradient(layout.index, table.offsets, wire, arrival, buffer_dtype, private),
+                BucketGradient(layout.index, table.offsets, comm_dtype, arrival, buffer_dtype, private),
                 terms.master(layout),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
                 self._matrices(layout),

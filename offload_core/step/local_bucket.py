@@ -89,7 +89,7 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         self,
         bucket: int,
         offsets: np.ndarray,
-        wire: ElementType,
+        comm_dtype: ElementType,
         arrival: Arrival,
         buffer_dtype: ElementType,
         private: np.ndarray | None,
@@ -97,7 +97,7 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         super().__init__(f"bucket {bucket}", Gradient.ABSENT, GRADIENT)
         self._offsets = offsets
         self._none = HostArrays.none(len(offsets))
-        self.wire = wire
+        self.comm_dtype = comm_dtype
         """The element type in which gradients travel."""
         self.arrival = arrival
         """The form in which the device delivers gradients."""

@@ -85,7 +85,7 @@ class Reduction:
         bucket.lease = Lease(buckets.staging)
         numel = arrival.parts * buffer.size
         received = buffer if stays else bucket.lease.borrow(numel, arrival.dtype.numpy)
-        reduced = buckets.device.reduce(layout, gradient.wire, gradients, received, bucket.lease)
+        reduced = buckets.device.reduce(layout, gradient.comm_dtype, gradients, received, bucket.lease)
         self.last = event = WaitedOnce(reduced)  # the last bucket's memory must not stay lent until the next launch
         del reduced
 

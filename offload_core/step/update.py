@@ -372,8 +372,8 @@ class Updates:
         """
         owing = [bucket for bucket in self._buckets.all if bucket.owed is not None]
         device = self._buckets.device
-        apart = device.world_size > len(device.ranks)
-        if apart and any(bucket.matrices is not None and bucket.direction is None for bucket in owing):
+        among_processes = device.world_size > len(device.ranks)
+        if among_processes and any(bucket.matrices is not None and bucket.direction is None for bucket in owing):
             for bucket in owing:
                 bucket.release_direction()
             raise StateError("other ranks do not come to exchange its matrices again")

@@ -467,7 +467,7 @@ topology.SYSFS = Path({str(root)!r})
 driver = Cuda(0, {library!r})
 config, seen = OffloadConfig(), []
 def engine(*ordinals):
-    numa.work_near(config, ordinals, [driver])
+    numa.bind_threads_near(config, ordinals, [driver])
     HostMemory(config.threads).allocate("states", 8 * 2**20, np.dtype(np.float32))
     seen.append([config.threads, kernels.kernel_info().pool_workers, affinity()])
 engine()
@@ -475,7 +475,7 @@ driver.start()
 engine(0)
 engine()
 engine(1)
-numa.work_near(OffloadConfig(num_threads=2), [0], [driver])
+numa.bind_threads_near(OffloadConfig(num_threads=2), [0], [driver])
 seen.append(affinity())
 reading, writing = os.pipe()
 if not os.fork():

@@ -528,12 +528,14 @@ def test_checkpoints_are_those_of_the_direct_way(tmp_path, device, schedule, mon
 
 def test_threads_work_near_the_devices_of_the_parameters(monkeypatch):
     asked = []
-    monkeypatch.setattr(placement, "work_near", lambda config, ordinals, drivers: asked.append(list(ordinals)))
+    monkeypatch.setattr(placement, "bind_threads_near", lambda config, ordinals, drivers: asked.append(list(ordinals)))
     kinds = [
         SimpleNamespace(platform=kind, local_hardware_id=i, process_index=process)
         for i, (kind, process) in enumerate((("gpu", 0), ("cpu", 0), ("gpu", 0), ("gpu", 1)))
     ]
-    monkeypatch.setattr(placement, "_work_near", lambda config, _, real=placement._work_near: real(config, kinds))
+    monkeypatch.setattr(
+        placement, "_bind_threads_near", lambda config, _, real=placement._bind_threads_near: real(config, kinds)
+    )
     wrap({"w": jnp.ones(3)}, **HYPER)
     for stage in (2, 3):
         wrap({"w": jnp.ones(3)}, mesh=jax.make_mesh((1,), ("dp",)), stage=stage, **HYPER)

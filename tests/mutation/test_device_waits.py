@@ -617,7 +617,7 @@ ALL_MUTANTS = {name.removeprefix("frontends.torch."): mutant for name, mutant in
 UNNOTICED = {
     "engine.Engine._recover: self.optimizer.sharding.recover()": "each hook lets go of its own parameters; this "
     "releases those gathered ahead, which the next forward would",
-    "training.intake.Intake.discard: self._registration.flush()": "test_device_failures.py needs it",
+    "training.grad_hooks.GradHooks.discard: self._registration.flush()": "test_device_failures.py needs it",
     "training.device_memory.DeviceMemory._await_others: await_values(tensor)": "test_several_engines.py needs it",
     "training.device_memory.DeviceMemory.before_backward: await_values(tensor)": "test_release.py needs it",
     "engine.Engine.restore: self.flush()": "test_compiled_blocks.py needs it",

@@ -10,7 +10,7 @@ import torch
 import frontends.torch
 from frontends.torch import export_deepspeed, gathered_parameters, wrap
 from frontends.torch.ranks import device_ranks
-from frontends.torch.training import intake
+from frontends.torch.training import grad_hooks
 from tests.support import modes
 from tests.support.interrupts import FewerLines, first_passes, interrupt_at, numbers_of
 from tests.support.late_stores import PARAMETERS_ON_DISK
@@ -90,7 +90,7 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_after_it(c
         except FewerLines:
             engine.close()
             return False
-        assert not any(backward.runs.locked() for backward in intake._STARTED), f"line {number}"
+        assert not any(backward.runs.locked() for backward in grad_hooks._STARTED), f"line {number}"
         engine.optimizer.zero_grad()
         outcome = end(engine)
         assert outcome in allowed, f"line {number}"

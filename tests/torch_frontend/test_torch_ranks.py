@@ -196,7 +196,7 @@ def test_deferrals_nest_and_an_interrupt_at_any_line_leaves_none():
             with engine.no_sync():
                 pass
             engine.backward(loss_of(engine, 0, rank))
-        assert engine.optimizer.parts.intake.has_deferred
+        assert engine.optimizer.parts.grad_hooks.has_deferred
 
         def defer():
             with engine.no_sync():
@@ -207,7 +207,7 @@ def test_deferrals_nest_and_an_interrupt_at_any_line_leaves_none():
             interrupt_at(number, defer)
             engine.optimizer.zero_grad()
             engine.backward(loss_of(engine, number, rank))
-            assert not engine.optimizer.parts.intake.has_deferred, f"line {number}"
+            assert not engine.optimizer.parts.grad_hooks.has_deferred, f"line {number}"
         return len(numbers)
 
     assert min(found) > 0

@@ -152,9 +152,9 @@ class RankFunctions:
         return list(map(leaf_of, trained, layouts)), seen
 
     def _gathering(self, layout: ShardLayout, array: jax.Array) -> Gathering:
-        wire = jnp.dtype(self._config.communication_dtype or array.dtype)
+        comm_dtype = jnp.dtype(self._config.communication_dtype or array.dtype)
         dim = layout.dim - len(layout.shape)
-        return Gathering(self._axis.name, layout.world_size, dim, wire, self._config.reduction == "native")
+        return Gathering(self._axis.name, layout.world_size, dim, comm_dtype, self._config.reduction == "native")
 
     def _split(self, in_specs: Any, args: tuple, kwargs: dict[str, Any]) -> "tuple[_Split, list[Any]]":
         """Return the cut of the arguments, and their leaves on the mesh."""

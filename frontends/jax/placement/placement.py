@@ -12,7 +12,7 @@ from offload_core.device.protocols import Device
 from offload_core.dtypes import ElementType
 from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec
-from offload_core.memory.numa import work_near
+from offload_core.memory.numa import bind_threads_near
 from offload_core.memory.pinning import DRIVERS
 from offload_core.memory.plan import ArrayBytes
 
@@ -144,7 +144,7 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     arrays = [leaf if isinstance(leaf, jax.Array) else new for leaf in leaves]
     if mesh is not None and not _is_placed(mesh, config, arrays):
         mesh_axis = MeshAxis(mesh, axis)
-        _work_near(config, mesh_axis.devices)
+        _bind_threads_near(config, mesh_axis.devices)
         return OnMesh(mesh_axis, config)
     if config.offload_param is not None:
         raise ConfigError(
@@ -153,14 +153,14 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
         )
     if axis is not None and mesh is None:
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
-    _work_near(config, {device for array in arrays for device in array.devices()})
+    _bind_threads_near(config, {device for array in arrays for device in array.devices()})
     return (OnHosts if all(map(on_cpu, arrays)) else OnDevices)(leaves, config.threads)
 
 
-def _work_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
+def _bind_threads_near(config: OffloadConfig, devices: Iterable[jax.Device]) -> None:
     """Have the kernels' threads run near this process's GPUs among these devices."""
     mine = [device for device in devices if device.process_index == jax.process_index() and device.platform == "gpu"]
-    work_near(config, [device.local_hardware_id for device in mine], DRIVERS)
+    bind_threads_near(config, [device.local_hardware_id for device in mine], DRIVERS)
 
 
 def _is_placed(mesh: Any, config: OffloadConfig, arrays: Sequence[jax.Array]) -> bool:

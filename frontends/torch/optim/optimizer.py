@@ -515,8 +515,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Return the reason why it cannot end now; None: it is idle."""
         parts = self.parts
         gradients = self.core.gradients
-        running = backward_number() != NO_BACKWARD or parts.intake.in_backward or self._state_lock.is_changing()
-        if running or parts.intake.fresh or parts.intake.has_deferred or gradients.are_waiting:
+        running = backward_number() != NO_BACKWARD or parts.grad_hooks.in_backward or self._state_lock.is_changing()
+        if running or parts.grad_hooks.fresh or parts.grad_hooks.has_deferred or gradients.are_waiting:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
         return None
 
@@ -531,7 +531,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """As ``Engine.set_gradient_accumulation_steps``."""
         core = self.core
         integer("gradient_accumulation_steps", micro_steps, least=1)
-        what, waiting = "set_gradient_accumulation_steps()", self.parts.intake.has_deferred
+        what, waiting = "set_gradient_accumulation_steps()", self.parts.grad_hooks.has_deferred
         self._state_lock.change(what, core.accumulate_over, micro_steps, waiting=waiting)
         self.config = replace(self.config, gradient_accumulation_steps=micro_steps)
 
@@ -542,7 +542,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
             return
         try:
-            self._state_lock.change("zero_grad()", self.parts.intake.discard)
+            self._state_lock.change("zero_grad()", self.parts.grad_hooks.discard)
         except Exception:
             if not self.parts.core.usable:  # those of a backward that broke off must not wait for a load
                 super().zero_grad(set_to_none)

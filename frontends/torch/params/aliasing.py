@@ -25,7 +25,7 @@ def tensors_of(model: nn.Module | None) -> Iterator[Named]:
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
-def check_apart(trained: Iterable[Named], others: Iterable[Named]) -> None:
+def check_disjoint(trained: Iterable[Named], others: Iterable[Named]) -> None:
     """Raise :class:`ParameterError` if a trained parameter shares elements with another tensor.
 
     One tensor under several names (tied weights) is no overlap, and neither are disjoint views of one memory.

@@ -429,9 +429,9 @@ def _check_copies(
         box_of: int64[processes, parameters]: fingerprints of the elements that each process has.
         mesh_of: int64[processes, parameters]: fingerprints of each parameter's mesh.
     """
-    apart = np.flatnonzero((mesh_of != mesh_of[0]).any(axis=0)).tolist()
-    values_of = combine(collectives, what, of_each=[_digest(held[i][1]) for i in apart]).of_each
-    for i, values in zip(apart, values_of.T, strict=True):
+    elsewhere = np.flatnonzero((mesh_of != mesh_of[0]).any(axis=0)).tolist()
+    values_of = combine(collectives, what, of_each=[_digest(held[i][1]) for i in elsewhere]).of_each
+    for i, values in zip(elsewhere, values_of.T, strict=True):
         for box in np.unique(box_of[:, i]):
             copies = values[box_of[:, i] == box]
             if (copies != copies[0]).any():

@@ -30,7 +30,7 @@ class Owner(Protocol):
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter that has states, and its number in the core and in :class:`Columns`."""
+    """A parameter that has states, and its number in the core and in :class:`ParamTable`."""
 
     name: str
     param: torch.Tensor

@@ -20,7 +20,7 @@ from offload_core.dtypes import ElementType
 from offload_core.errors import CollectiveError
 from offload_core.layout.partition import Bucket
 from offload_core.memory.host_memory import Lease
-from offload_core.memory.numa import work_near
+from offload_core.memory.numa import bind_threads_near
 from offload_core.ranks.consistency import check_start
 
 from ..params.tensors import TORCH_DTYPES
@@ -80,20 +80,22 @@ class DeviceRanks(HostRanks):
         return self._sent_bytes
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
         what = f"bucket {bucket.index}: exchange of gradients"
-        start = partial(self._reduce, bucket, wire, copies, out, what)
+        start = partial(self._reduce, bucket, comm_dtype, copies, out, what)
         arrived = traced(self.trace, TO_HOST, bucket.index, out.nbytes, start)
-        return _Compared(arrived, partial(self._ranks.compare_headers, what, bucket.padded_numel * wire.itemsize))
+        return _Compared(arrived, partial(self._ranks.compare_headers, what, bucket.padded_numel * comm_dtype.itemsize))
 
-    def _reduce(self, bucket: Bucket, wire: ElementType, copies: Sequence[Copy], out: np.ndarray, what: str) -> Event:
+    def _reduce(
+        self, bucket: Bucket, comm_dtype: ElementType, copies: Sequence[Copy], out: np.ndarray, what: str
+    ) -> Event:
         with self._memory.to_host_lane() as lane:
-            send = self._empty(bucket.padded_numel, wire)
+            send = self._empty(bucket.padded_numel, comm_dtype)
             fill(send, copies)
             if self.native:
-                shard = self._empty(bucket.shard_numel, wire)
+                shard = self._empty(bucket.shard_numel, comm_dtype)
                 self._run(what, reduce_scatter, shard, send)
             else:
                 received = torch.empty_like(send)
@@ -203,7 +205,7 @@ def device_for(device: torch.device, group: Any, config: OffloadConfig, *, separ
     """
     memory, native = memory_of(device), config.reduction == "native"
     drivers = drivers_of(device)
-    work_near(config, [device.index] if drivers else (), drivers)
+    bind_threads_near(config, [device.index] if drivers else (), drivers)
     if group is None or dist.get_world_size(group) == 1:
         return HostRanks(memory)
     collectives = TorchRanks(group)
@@ -232,7 +234,7 @@ def device_of_placed(device: torch.device, group: Any, config: OffloadConfig) ->
     Raises as :func:`device_for` does.
     """
     memory, drivers = memory_of(device), drivers_of(device)
-    work_near(config, [device.index] if drivers else (), drivers)
+    bind_threads_near(config, [device.index] if drivers else (), drivers)
     if group is None:
         return HostRanks(memory)
     processes = TorchRanks(group)

@@ -141,14 +141,14 @@ class Gathering:
         records = list(self._parameters.records.values())
         self.runs.whole.acquire(records)
         versions = _versions(records)
-        self._parameters.live.begin_apart()
+        self._parameters.live.begin_untracked()
         try:
             with self._open.block():
                 yield
             if changed := _changed(versions):
                 raise unexpected_change(changed[0].spec.name, "generating()")
         finally:
-            self._parameters.live.end_apart()
+            self._parameters.live.end_untracked()
             self.runs.whole.release(records, may_stay=False)
 
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:

@@ -66,7 +66,7 @@ class LeafModules:
         (self._modules.add if leaf else self._modules.discard)(module)
 
     def finalize_by(self, method: Callable[..., Collection[torch.Tensor]]) -> None:
-        """Set the method that finalizes parameters (``Intake.finalize``). Its object is not kept alive."""
+        """Set the method that finalizes parameters (``GradHooks.finalize``). Its object is not kept alive."""
         self._method = weakref.WeakMethod(method) if self._several else None
 
     def _finalize(self, params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]:

@@ -158,7 +158,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def finalize_by(self, finalize: Callable[..., Collection[torch.Tensor]]) -> None:
-        """Set the method by which leaf modules finalize their parameters (``Intake.finalize``)."""
+        """Set the method by which leaf modules finalize their parameters (``GradHooks.finalize``)."""
 
     # --- bytes, and the end --------------------------------------------------------------------------
 

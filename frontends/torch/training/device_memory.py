@@ -41,7 +41,7 @@ from ..ranks.device import as_torch, told_by_allocator
 from ..stage3.parameters import PartitionedParameter
 from ..stage3.sharding import Sharding
 from ..stage3.shards import MemoryShard, Shard
-from .intake import Intake
+from .grad_hooks import GradHooks
 from .registration import Registration
 
 HOST_COPIES = "released values"
@@ -235,14 +235,14 @@ class DeviceMemory:
         core: Engine,
         memory: TensorMemory,
         registration: Registration,
-        intake: Intake,
+        grad_hooks: GradHooks,
         sharding: Sharding,
     ) -> None:
         self._core, self._parameters, self._gradients = core, core.parameters, core.gradients
         self._world = core.device
         self._memory, self._host_memory = memory, core.memory
         self._registration = registration
-        self._intake = intake
+        self._grad_hooks = grad_hooks
         self._sharding = sharding
         self._device = registration.device
         self._place = _Stays() if memory.addressable else _Leaves(self._device)
@@ -338,10 +338,10 @@ class DeviceMemory:
         return released
 
     def _check_idle(self) -> None:
-        if backward_number() != NO_BACKWARD or self._intake.in_backward:
+        if backward_number() != NO_BACKWARD or self._grad_hooks.in_backward:
             raise StateError("release() in the middle of a backward; expected it after step()")
         self._sharding.check_closed("release()")
-        self._gradients.check_none("release()", waiting=self._intake.fresh or self._intake.has_deferred)
+        self._gradients.check_none("release()", waiting=self._grad_hooks.fresh or self._grad_hooks.has_deferred)
 
     def _to_release(self, named: Sequence[tuple[str, torch.Tensor]], keep: Collection[str]) -> list[_Memory]:
         """The storages to release: those of these tensors and of shards, but of none that stays."""
@@ -470,7 +470,7 @@ class DeviceMemory:
                 pending.restore(tensor, memory.wait)
         self._registration.have_readers_wait()  # of the core, and no longer of this object
         self._on_device.clear()
-        self._registration.columns.mark_known_all()
+        self._registration.param_table.mark_known_all()
         for memory in self._memories.values():
             for tensor in memory.tensors:
                 if not can_wait(tensor):

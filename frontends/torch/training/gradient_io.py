@@ -11,7 +11,7 @@ from ..internals.private import NO_BACKWARD, backward_number
 from ..params.slots import Slot
 from ..params.tensors import flat_like, shaped_like
 from ..ranks.device import as_torch
-from .intake import Intake
+from .grad_hooks import GradHooks
 from .registration import Registration
 from .state_io import TorchStates
 
@@ -22,11 +22,11 @@ class TorchGradients:
     It lives as long as the core, which holds the gradients themselves.
     """
 
-    def __init__(self, core: Engine, registration: Registration, intake: Intake, states: TorchStates) -> None:
+    def __init__(self, core: Engine, registration: Registration, grad_hooks: GradHooks, states: TorchStates) -> None:
         self._core = core
         self._access = core.gradient_access
         self._registration = registration
-        self._intake = intake
+        self._grad_hooks = grad_hooks
         self._states = states
 
     def whole(self, param: torch.Tensor) -> torch.Tensor | None:
@@ -34,7 +34,7 @@ class TorchGradients:
         slot = self._slot(param)
         if slot is None:
             return None
-        run = self._access.whole(slot.index, divisor=self._intake.divisor)
+        run = self._access.whole(slot.index, divisor=self._grad_hooks.divisor)
         if slot.placed.is_cut:
             return self._joined(slot, run)
         return None if run is None else shaped_like(as_torch(run), slot.values)
@@ -42,7 +42,7 @@ class TorchGradients:
     def own(self, param: torch.Tensor) -> torch.Tensor | None:
         """As ``OffloadedAdamW.own_gradient``."""
         slot = self._slot(param)
-        runs = None if slot is None else self._access.own(slot.index, divisor=self._intake.divisor)
+        runs = None if slot is None else self._access.own(slot.index, divisor=self._grad_hooks.divisor)
         if runs is None:
             return None
         return as_torch(np.concatenate([np.empty(0, np.float32), *(values for _, values in runs)]))
@@ -61,17 +61,17 @@ class TorchGradients:
                 f"{tuple(param.shape)}; this rank's part is loaded with own=True"
             )
         run = self._states.spread(slot, values) if own else _flat(slot, values)
-        self._access.load(slot.index, run, divisor=self._intake.divisor)
+        self._access.load(slot.index, run, divisor=self._grad_hooks.divisor)
 
     def _slot(self, param: torch.Tensor) -> Slot | None:
         slot = self._registration.slots.get(param)
-        if self._intake.in_backward or backward_number() != NO_BACKWARD:
+        if self._grad_hooks.in_backward or backward_number() != NO_BACKWARD:
             raise StateError(
                 "a gradient is read or written in the middle of a backward; expected it between backward() and step(): "
                 "a hook sees the gradient if it is registered with p.register_hook()"
             )
         if slot is not None:
-            self._intake.check_taken(slot)
+            self._grad_hooks.check_taken(slot)
         return slot
 
     def _joined(self, slot: Slot, run: np.ndarray | None) -> torch.Tensor | None:

@@ -23,8 +23,8 @@ from ..stage3.leaf_modules import leaf_modules
 from ..stage3.partitioned import PartitionedModel
 from ..stage3.sharding import NoSharding, Sharding
 from .device_memory import DeviceMemory
+from .grad_hooks import GradHooks
 from .gradient_io import TorchGradients
-from .intake import Intake
 from .registration import NamedParam, Registration, check_new, matrices_of_frozen
 from .shared_tensors import check_shared
 from .state_io import TorchStates
@@ -36,7 +36,7 @@ class Parts:
 
     core: Engine
     registration: Registration
-    intake: Intake
+    grad_hooks: GradHooks
     states: TorchStates
     gradients: TorchGradients
     device_memory: DeviceMemory
@@ -57,7 +57,7 @@ class Parts:
         def register() -> None:
             for slot in self.registration.register(named, rules, model):
                 self.states.hold(slot)
-                self.intake.hook(slot)
+                self.grad_hooks.hook(slot)
 
         state_lock = self.core.state_lock
         state_lock.change("the registration of parameters", register)
@@ -77,14 +77,14 @@ class Parts:
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
         """As ``OffloadedAdamW.mark_leaf_modules``."""
-        waiting = self.intake.fresh or self.intake.has_deferred
+        waiting = self.grad_hooks.fresh or self.grad_hooks.has_deferred
         finalized, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
         gradients = self.core.gradients
         gradients.defer_gradients_of([slots[param].index for param in finalized if param in slots])
 
     def unregister(self) -> None:
         """Remove the hooks from the parameters, which other parts may then take on."""
-        self.intake.close()
+        self.grad_hooks.close()
         self.registration.close()
 
     def close(self) -> None:
@@ -197,12 +197,12 @@ class Foundation:
             members=self.members,
             gradients_leave=self.early_copy,
         )
-        intake = Intake(core, registration, early=self.early_copy)
-        sharding.finalize_by(intake.finalize)
-        device_memory = DeviceMemory(core, self.memory, registration, intake, sharding)
+        grad_hooks = GradHooks(core, registration, early=self.early_copy)
+        sharding.finalize_by(grad_hooks.finalize)
+        device_memory = DeviceMemory(core, self.memory, registration, grad_hooks, sharding)
         states = TorchStates(core, registration)
-        gradients = TorchGradients(core, registration, intake, states)
-        parts = Parts(core, registration, intake, states, gradients, device_memory, sharding)
+        gradients = TorchGradients(core, registration, grad_hooks, states)
+        parts = Parts(core, registration, grad_hooks, states, gradients, device_memory, sharding)
         parts.register(named, groups, model)
         sharding.keep_frozen([param for _, param, _ in named])
         return parts

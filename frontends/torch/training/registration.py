@@ -25,13 +25,13 @@ from offload_core.rules import Matrix, Rule
 from offload_core.support.threads import clear_up
 
 from ..internals.private import no_read
-from ..params.aliasing import check_apart, tensors_of
+from ..params.aliasing import check_disjoint, tensors_of
 from ..params.casting import Casts
-from ..params.columns import Columns
 from ..params.data_writes import DataWrites
 from ..params.dtensor import UNDIVIDED, Placement, check_within, count_once, local_of, placement_of, placements_of
 from ..params.local_elements import ElementsInPlace, LocalElements
 from ..params.managed import Wait, manage
+from ..params.param_table import ParamTable
 from ..params.pending import await_all, have_been_written, is_pending
 from ..params.slots import Owner, Slot, owner_of, slot_of
 from ..params.tensors import (
@@ -148,7 +148,7 @@ class Registration:
         gradients_leave: bool,
     ) -> None:
         self.slots: dict[torch.Tensor, Slot] = {}
-        self.columns = Columns(device)
+        self.param_table = ParamTable(device)
         self._flat: list[torch.Tensor | OnDisk] = []
         """The memory of all parameters when it was last asked for."""
         self._replaced: set[int] = set()
@@ -225,7 +225,7 @@ class Registration:
             check_param(name, param)
         known = ((slot.name, slot.values) for slot in self.slots.values())
         others = ((name, local_of(tensor)) for name, tensor in tensors_of(model))
-        check_apart([(name, local_of(param)) for name, param, _ in named], (*known, *others))
+        check_disjoint([(name, local_of(param)) for name, param, _ in named], (*known, *others))
         core, sharding = self._core, self._sharding
         news, params = self._new(named), [param for _, param, _ in named]
         specs = sharding.describe([(self._spec(new, rules[new.group]), new.param) for new in news])
@@ -279,7 +279,7 @@ class Registration:
         known = manage(new.param)
         slot = Slot(new.name, new.param, index, taken, stand_in, order, self._owner, local, new.placed, known)
         self._flat.append(local.memory())
-        self.columns.add(new.param, slot.stand_in, new.placed)
+        self.param_table.add(new.param, slot.stand_in, new.placed)
         self.slots[new.param] = slot
         known.slot = slot
         return slot
@@ -327,7 +327,7 @@ class Registration:
 
     def _written_from_outside(self) -> list[Slot]:
         """Whole parameters that somebody else wrote to since :meth:`mark_known`, as far as can be told."""
-        changed = {*self.columns.changed()}
+        changed = {*self.param_table.changed()}
         used = {writes for writes in [*self._used] if writes.seen()}
         if not changed and not used:
             return []
@@ -336,11 +336,11 @@ class Registration:
     def mark_known(self, slot: Slot) -> None:
         """Record that the parameter now matches its master weights."""
         slot.local.forget_writes()
-        self.columns.mark_known(slot.index)
+        self.param_table.mark_known(slot.index)
 
     def doubt(self, slot: Slot) -> None:
         """Record that the parameter may differ from its master weights: their next use compares them first."""
-        self.columns.doubt(slot.index)
+        self.param_table.doubt(slot.index)
 
     def have_other_states(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """True if groups have values by now with which their rules would have other states: SGD with a momentum."""
@@ -349,7 +349,7 @@ class Registration:
 
     def grown(self) -> bool:
         """True if parameters are larger than when their states were made, and all are the same otherwise."""
-        if self.columns.unchanged():
+        if self.param_table.unchanged():
             return False
         grown = False
         for slot in self.slots.values():
@@ -366,7 +366,7 @@ class Registration:
 
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
-        if self.columns.unchanged():
+        if self.param_table.unchanged():
             return
         for slot in self.slots.values():
             if not slot.placed.holds(slot.param):
@@ -406,9 +406,9 @@ class Registration:
             broken: an interrupt may have come between a write and its count.
         """
         written = [*self._parameters.written]
-        self.columns.count_writes(written)
+        self.param_table.count_writes(written)
         if broken:
-            self.columns.mark_known_all()
+            self.param_table.mark_known_all()
         for writes in [*self._used]:
             writes.forget()
         if self._core.is_running:
@@ -416,7 +416,7 @@ class Registration:
             for slot in [slots[index] for index in written]:
                 slot.local.have_readers_wait(self._wait)
         elif not broken:
-            have_been_written([self.columns.params[index] for index in written])
+            have_been_written([self.param_table.params[index] for index in written])
 
     def have_readers_wait(self) -> None:
         """Have the readers of all whole parameters wait for them."""
@@ -430,7 +430,7 @@ class Registration:
     def follow_replaced(self, tensors: Sequence[torch.Tensor | OnDisk]) -> None:
         """Write replaced master weights to the parameters."""
         self._parameters.flush(tensors)
-        self.columns.count_writes(range(len(self.slots)))
+        self.param_table.count_writes(range(len(self.slots)))
         for slot in self.slots.values():
             self.mark_known(slot)
 
@@ -443,7 +443,7 @@ class Registration:
         """Tell autograd that the core is about to write parameters during backward, and have their readers wait.
         Readers of those in shards do so anyway (``WholeParameters.acquire``)."""
         slots = list(self.slots.values())
-        self.columns.count_writes(params)
+        self.param_table.count_writes(params)
         for slot in (slots[param] for param in params):
             self.mark_known(slot)
             slot.local.have_readers_wait(self._wait)

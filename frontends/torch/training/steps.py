@@ -80,7 +80,7 @@ class Steps:
 
     def _accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:
         self._prepare(groups, boundary=False)
-        report = self.parts.intake.end_micro_step(None, may_be_empty=may_be_empty)
+        report = self.parts.grad_hooks.end_micro_step(None, may_be_empty=may_be_empty)
         assert report is not None
         return report
 
@@ -112,17 +112,17 @@ class Steps:
     def _update(self, groups: Groups) -> StepReport:
         micro_step, self._micro_step = self._micro_step, None
         parts = self.parts
-        core, intake, registration = self._core, parts.intake, parts.registration
+        core, grad_hooks, registration = self._core, parts.grad_hooks, parts.registration
         hypers, group_of_each = self._prepare(groups, boundary=True)
-        arguments = StepArguments(hypers, registration.current_tensors(), intake.divisor, group_of_each)
+        arguments = StepArguments(hypers, registration.current_tensors(), grad_hooks.divisor, group_of_each)
         if micro_step is not None:
-            intake.end_micro_step(arguments, may_be_empty=micro_step.may_be_empty)
+            grad_hooks.end_micro_step(arguments, may_be_empty=micro_step.may_be_empty)
         gathered = parts.sharding.before_change()
         try:
             report = core.step(arguments, gathered=gathered)
             if micro_step is None or not micro_step.reads_wait:
                 core.finish()
-            intake.forget()
+            grad_hooks.forget()
             registration.follow_update()
         except BaseException:
             self._end_broken_step()
@@ -156,7 +156,7 @@ class Steps:
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
             self._gradients.drop()
         parts.sharding.forget_order()
-        parts.intake.forget()
+        parts.grad_hooks.forget()
         parts.registration.follow_update(broken=True)
 
     def _prepare(self, groups: Groups, *, boundary: bool) -> tuple[list[Hyper], list[int]]:
@@ -176,7 +176,7 @@ class Steps:
         if boundary:
             parts.sharding.check_closed()
             if self._config.update_in_backward:  # else no gradient has been used yet
-                arguments = StepArguments(hypers, (), parts.intake.divisor, grouping.groups)
+                arguments = StepArguments(hypers, (), parts.grad_hooks.divisor, grouping.groups)
                 self._core.check_expected(arguments)
         for g, rule in grouping.rules:
             try:
@@ -188,7 +188,7 @@ class Steps:
             parts.register_unfrozen(groups, with_gradient=self._alone)
             grouping = registration.grouping(groups)
         registration.check_unchanged()
-        parts.intake.take_present(grouping.left_out, boundary=boundary)
+        parts.grad_hooks.take_present(grouping.left_out, boundary=boundary)
         return hypers, grouping.groups
 
     @changes("backward()")

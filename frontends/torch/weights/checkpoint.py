@@ -125,7 +125,7 @@ class ModelCheckpoints:
             run,
             state,
             types=[TENSORS],
-            gradients_wait=optimizer.parts.intake.has_deferred,
+            gradients_wait=optimizer.parts.grad_hooks.has_deferred,
             front_end="torch",
             left_out=left_out,
             tied={name: other for name, other in names if name != other},
@@ -205,7 +205,7 @@ class ModelCheckpoints:
             optimizer.sharding.before_change()
             optimizer.awaited.end()
             optimizer.parts.registration.follow_replaced(tensors)
-            optimizer.parts.intake.forget()
+            optimizer.parts.grad_hooks.forget()
 
         targets = [
             target

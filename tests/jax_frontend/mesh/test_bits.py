@@ -199,24 +199,24 @@ def test_axes_of_size_one_beside_the_axis_change_nothing():
 
 @pytest.mark.draws(1)
 @pytest.mark.parametrize(
-    ("world_size", "wire"),
+    ("world_size", "comm_dtype"),
     [(3, FLOAT32), (7, BFLOAT16), slow(3, BFLOAT16), slow(6, FLOAT32), slow(6, BFLOAT16), slow(7, FLOAT32)],
 )
-def test_the_mean_has_one_definition_for_every_number_of_ranks(world_size, wire):
+def test_the_mean_has_one_definition_for_every_number_of_ranks(world_size, comm_dtype):
     """XLA would multiply by the reciprocal of the divisor, which differs where that is no power of two."""
     device = JaxMeshDevice(MeshAxis(mesh_of(world_size), "dp"))
     sizes = (1000, 7, 300)
-    specs = [ParamSpec(str(i), n, wire) for i, n in enumerate(sizes)]
+    specs = [ParamSpec(str(i), n, comm_dtype) for i, n in enumerate(sizes)]
     ring = StagingRing(HostMemory(1), slots=1, n_bytes=1 << 16, pinned=False)
     rng = np.random.default_rng(world_size)
-    stacks = [rng.standard_normal((world_size, n)).astype(np.float32).astype(wire.numpy) for n in sizes]
+    stacks = [rng.standard_normal((world_size, n)).astype(np.float32).astype(comm_dtype.numpy) for n in sizes]
     mean = [averaged(stack) for stack in stacks]
     assert any((m != s.astype(np.float32).sum(0)).any() for m, s in zip(mean, stacks, strict=True))
     for bucket in build_buckets(specs, world_size=world_size, bucket_numel=500):
         given = {p.param for p in bucket.pieces} - {1}
-        gradients = {i: MeshGradient(split(stacks[i], device.axis.mesh), True, sizes[i], wire) for i in given}
+        gradients = {i: MeshGradient(split(stacks[i], device.axis.mesh), True, sizes[i], comm_dtype) for i in given}
         out = np.full(bucket.padded_numel, 7, np.float32)
-        device.reduce(bucket, wire, gradients, out, ring).wait()
+        device.reduce(bucket, comm_dtype, gradients, out, ring).wait()
         expected = np.zeros(bucket.padded_numel, np.float32)
         for p in bucket.pieces:
             if p.param in given:
@@ -355,13 +355,13 @@ def test_gradients_that_xla_cannot_round_give_stages_2_and_3_the_same_bits(dtype
 
 @pytest.mark.draws(1)
 @pytest.mark.parametrize(
-    ("world_size", "wire"),
+    ("world_size", "comm_dtype"),
     [(3, "float32"), (7, "bfloat16"), *(slow(n, w) for n, w in ((2, "float32"), (2, "bfloat16"), (3, "bfloat16")))],
 )
-def test_gathering_is_transposed_to_the_ordered_mean(world_size, wire):
+def test_gathering_is_transposed_to_the_ordered_mean(world_size, comm_dtype):
     mesh = mesh_of(world_size)
     shape = (3, 2 * world_size, 5)
-    stacked = np.random.default_rng(world_size).standard_normal((world_size, *shape)).astype(jnp.dtype(wire))
+    stacked = np.random.default_rng(world_size).standard_normal((world_size, *shape)).astype(jnp.dtype(comm_dtype))
 
     def mean(how):
         def each(g):
@@ -370,9 +370,9 @@ def test_gathering_is_transposed_to_the_ordered_mean(world_size, wire):
         mapped = jax.shard_map(each, mesh=mesh, in_specs=P("dp"), out_specs=P(None, "dp"))
         return jax.jit(mapped)(split(stacked, mesh))
 
-    how = gather.Gathering("dp", world_size, -2, jnp.dtype(wire), False)
+    how = gather.Gathering("dp", world_size, -2, jnp.dtype(comm_dtype), False)
     assert_same_tree([mean(how)], [averaged(stacked)])
-    tolerance = 1e-6 if wire == "float32" else 5e-2
+    tolerance = 1e-6 if comm_dtype == "float32" else 5e-2
     np.testing.assert_allclose(mean(how._replace(native=True)), averaged(stacked), tolerance, tolerance)
 
 

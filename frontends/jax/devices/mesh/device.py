@@ -107,14 +107,21 @@ class JaxMeshDevice(ArrayMemory):
     # --- gradients -----------------------------------------------------------------------------------
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray, staging: Lease
+        self,
+        bucket: Bucket,
+        comm_dtype: ElementType,
+        gradients: Mapping[int, MeshGradient],
+        out: np.ndarray,
+        staging: Lease,
     ) -> Event:
         while len(self._leaving) >= _LEAVE_AT_ONCE:  # before another one is packed
             self._leaving.popleft().wait()
-        return traced(self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self._reduce(bucket, wire, gradients, out))
+        return traced(
+            self.trace, TO_HOST, bucket.index, out.nbytes, lambda: self._reduce(bucket, comm_dtype, gradients, out)
+        )
 
     def _reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in gradients]
         arrays = [gradients[piece.param].array for piece in pieces]
@@ -127,11 +134,11 @@ class JaxMeshDevice(ArrayMemory):
         with meeting(self.ranks[0], what):
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             if not unreduced:
-                wire = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
+                comm_dtype = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
             places = self._places(tuple(piece.start for piece in pieces))
-            shards = self.axis.parts(program(arrays, places, runs, bucket.shard_numel, wire.numpy))
+            shards = self.axis.parts(program(arrays, places, runs, bucket.shard_numel, comm_dtype.numpy))
         if unreduced:
-            self._count_sent(bucket.shard_numel * wire.itemsize)
+            self._count_sent(bucket.shard_numel * comm_dtype.itemsize)
         for piece in pieces:
             if (used := gradients[piece.param].used) is not None:
                 used(piece.numel)

@@ -26,7 +26,7 @@ class Gathering(NamedTuple):
     world_size: int
     dim: int
     """The dimension that is cut, counted from the last (-1), because a scan takes away the first."""
-    wire: Any
+    comm_dtype: Any
     """The dtype in which gradients travel."""
     native: bool
     """True if XLA's reduce-scatter sums gradients, in that dtype and in an order of its own."""
@@ -170,7 +170,7 @@ def _forward(how: Gathering, array: jax.Array, tangent: jax.Array | None) -> tup
 
 def _backward(how: Gathering, kept: None, gradient: jax.Array) -> tuple[None, jax.Array]:
     dim = gradient.ndim + how.dim
-    return None, mean_of_slice(gradient.astype(how.wire), how.axis, how.world_size, dim=dim, native=how.native)
+    return None, mean_of_slice(gradient.astype(how.comm_dtype), how.axis, how.world_size, dim=dim, native=how.native)
 
 
 _gather.defvjp(_forward, _backward)

@@ -55,9 +55,9 @@ class Places(ArrayMemory):
         pass
 
     def reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
     ) -> Event:
-        return self.places[bucket.place].reduce(bucket, wire, gradients, out, staging)
+        return self.places[bucket.place].reduce(bucket, comm_dtype, gradients, out, staging)
 
     def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
         return self.places[bucket.place].transform(bucket, matrices, shards, staging)

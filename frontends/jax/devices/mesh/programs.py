@@ -85,11 +85,11 @@ def _reduction(
     axis: Ranks, to_shard: Callable[[jax.Array], jax.Array], spec: PartitionSpec
 ) -> Callable[..., jax.Array]:
     def reduce(
-        arrays: list[jax.Array], places: jax.Array, runs: tuple[Run, ...], shard_numel: int, wire: np.dtype
+        arrays: list[jax.Array], places: jax.Array, runs: tuple[Run, ...], shard_numel: int, comm_dtype: np.dtype
     ) -> jax.Array:
         def each(arrays: list[jax.Array], places: jax.Array) -> jax.Array:
             given = zip(arrays, places, runs, strict=True)
-            cuts = [cut_run(array.reshape(-1), place, run.numel).astype(wire) for array, place, run in given]
+            cuts = [cut_run(array.reshape(-1), place, run.numel).astype(comm_dtype) for array, place, run in given]
             return to_shard(_pack(cuts, runs, axis.world_size * shard_numel))
 
         return axis.map(each, (spec, REPLICATED), axis.split)(arrays, places)

@@ -45,10 +45,10 @@ class ShardedMeshDevice(JaxMeshDevice):
         return Done()
 
     def _reduce(
-        self, bucket: Bucket, wire: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray
     ) -> Event:
         if not bucket.partitioned or not gradients:
-            return super()._reduce(bucket, wire, gradients, out)
+            return super()._reduce(bucket, comm_dtype, gradients, out)
         [gradient] = gradients.values()
         array, start, stop = gradient.array, bucket.shard_start, bucket.shard_start + bucket.shard_numel
         what = f"bucket {bucket.index}: copies of gradients"

@@ -21,7 +21,7 @@ _GRADIENT, _DEVICE, _LAYOUT, _VERSION = (p.__get__ for p in (_of.grad, _of.devic
 _IS_CPU = _of.is_cpu.__get__
 
 
-class Likeness:
+class CheckedTensors:
     """The properties of tensors that passed a check: class, element type, device, layout, sizes and strides.
 
     Tensors with the same properties pass the check, too. Torch compares the properties in C.
@@ -47,7 +47,7 @@ class Likeness:
         return self._guards is not None and self._of == of and self._guards.check(*tensors)
 
 
-class Columns:
+class ParamTable:
     """Parameters in the core's order, and their properties when their states were made."""
 
     def __init__(self, device: torch.device) -> None:
@@ -64,11 +64,11 @@ class Columns:
         self._versions: list[float] = []
         """The version of each parameter when it last matched its master weight; -inf: it may differ now."""
         self._addresses: list[int] = []
-        self._unchanged = Likeness()
+        self._unchanged = CheckedTensors()
         """The parameters, when they were found unchanged."""
-        self._plain = Likeness()
+        self._plain = CheckedTensors()
         """Gradients that were plain."""
-        self._plain_alone: list[Likeness] = []
+        self._plain_alone: list[CheckedTensors] = []
         """For each parameter, a gradient that came alone and was plain."""
 
     def add(self, param: torch.Tensor, taken: torch.Tensor, placed: Placement) -> None:
@@ -83,7 +83,7 @@ class Columns:
         self._dtypes.append(values.dtype)
         self._shapes.append(values.shape)
         self._unchanged.forget()
-        self._plain_alone.append(Likeness())
+        self._plain_alone.append(CheckedTensors())
         self._versions.append(0)
         self._addresses.append(0)
         self.mark_known(index)

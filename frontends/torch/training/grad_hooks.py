@@ -38,7 +38,7 @@ _STARTED: list[_Backward] = []
 """Backwards that run, and some that have ended."""
 
 
-class Intake:
+class GradHooks:
     """Hands the gradients of an optimizer's parameters to the core, and records which have arrived.
 
     It lives as long as the core. Closing or deleting it removes its hooks from the parameters.
@@ -57,7 +57,7 @@ class Intake:
         """True if kernels read gradients where they are: plain ones are passed on without a copy."""
         self._registration = registration
         self._slots = registration.slots
-        self._columns = registration.columns
+        self._param_table = registration.param_table
         self._early = early
         config = core.config
         self._averages = config.average_plain_backward
@@ -103,24 +103,24 @@ class Intake:
         this, param = weakref.ref(self), slot.param
 
         def accumulated(param: torch.Tensor) -> None:
-            intake, gradient = this(), param.grad
-            if intake is not None and gradient is not slot.stand_in:
-                arrive = intake._arrive if compiler_of_calls() is None else intake._arrive_untraced
+            grad_hooks, gradient = this(), param.grad
+            if grad_hooks is not None and gradient is not slot.stand_in:
+                arrive = grad_hooks._arrive if compiler_of_calls() is None else grad_hooks._arrive_untraced
                 arrive(slot, gradient, first=True)
             elif slot.stand_in.requires_grad:  # create_graph=True attached its graph to the stand-in: use a new one
                 slot.taken.when_added(None)
                 slot.replace_stand_in()
                 slot.taken.when_added(added)
-                if intake is not None:
-                    intake._columns.taken[slot.index] = slot.stand_in
+                if grad_hooks is not None:
+                    grad_hooks._param_table.taken[slot.index] = slot.stand_in
                 param.grad = slot.stand_in
 
         def added(gradient: torch.Tensor) -> None:
-            intake = this()
-            if intake is not None and intake._deferrals:
-                intake._deferred[slot.index] = param.grad = gradient.clone()
-            elif intake is not None:
-                intake._arrive_untraced(slot, gradient, first=False)
+            grad_hooks = this()
+            if grad_hooks is not None and grad_hooks._deferrals:
+                grad_hooks._deferred[slot.index] = param.grad = gradient.clone()
+            elif grad_hooks is not None:
+                grad_hooks._arrive_untraced(slot, gradient, first=False)
 
         slot.taken.when_added(added)
         frozen = not slot.param.requires_grad
@@ -134,8 +134,8 @@ class Intake:
     def _arrive(self, slot: Slot, gradient: torch.Tensor | None, *, first: bool) -> None:
         assert gradient is not None
         i, gradient = slot.index, slot.placed.own(gradient)
-        plain = self._columns.plain_alone(i, gradient)
-        if not (plain or self._columns.fit({i: gradient})):
+        plain = self._param_table.plain_alone(i, gradient)
+        if not (plain or self._param_table.fit({i: gradient})):
             check_gradient(slot.name, slot.values, gradient)
             self._registration.check_unchanged()
         if self._scaler is not None and not self._backward.runs.locked():
@@ -192,14 +192,14 @@ class Intake:
             return set()
         late = self._gradients.finalize(indices, ended=ended)
         self.fresh = self._reduces = True
-        return {self._columns.params[i] for i in late}
+        return {self._param_table.params[i] for i in late}
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
         """Pass gradients that fit to the core. With ``early``, put stand-ins in their places."""
         self._gradients.add(given)
         if self._early:
             for i in given:
-                self._columns.params[i].grad = self._columns.taken[i]
+                self._param_table.params[i].grad = self._param_table.taken[i]
                 self._deferred.pop(i, None)
             self.fresh = self._reduces = True
 
@@ -301,12 +301,12 @@ class Intake:
         Raises:
             GradientError: one does not fit its parameter; none was taken.
         """
-        columns = self._columns
-        asked = dict(enumerate(columns.gradients()))
-        if any(map(is_, asked.values(), columns.taken)) or left_out or self._deferred:
+        table = self._param_table
+        asked = dict(enumerate(table.gradients()))
+        if any(map(is_, asked.values(), table.taken)) or left_out or self._deferred:
             asked = {
                 i: gradient
-                for (i, gradient), taken in zip(asked.items(), columns.taken, strict=True)
+                for (i, gradient), taken in zip(asked.items(), table.taken, strict=True)
                 if (gradient is not taken or i in left_out) and (boundary or not self._continues(i, gradient))
             }
         if boundary and self._keeps:
@@ -314,9 +314,9 @@ class Intake:
             self._gradients.begin_backward()
         if not asked:
             return
-        given = columns.own({i: g for i, g in asked.items() if g is not None and i not in left_out})
-        plain = columns.plain(given)
-        if not (plain or columns.fit(given)):
+        given = table.own({i: g for i, g in asked.items() if g is not None and i not in left_out})
+        plain = table.plain(given)
+        if not (plain or table.fit(given)):
             slots = [*self._slots.values()]
             for i, gradient in given.items():
                 check_gradient(slots[i].name, slots[i].values, gradient)
@@ -325,7 +325,7 @@ class Intake:
             self._take(given)
         else:  # one by one, so that each can leave
             for i, gradient in given.items():
-                self._take({i: flat_like(gradient, local_of(columns.params[i]))})
+                self._take({i: flat_like(gradient, local_of(table.params[i]))})
 
     def end_micro_step(self, arguments: StepArguments | None, *, may_be_empty: bool) -> StepReport | None:
         """End an engine's micro-step in the core. Return its report; None if an update follows.
@@ -363,7 +363,7 @@ class Intake:
         self.fresh = self._reduces = self._discarded = False
         self._counted = 0
         if self._early:
-            self._columns.remove_taken()
+            self._param_table.remove_taken()
         for record in (self._arrived, self._averaged, self._deferred):
             record.clear()
 
