@@ -15,7 +15,7 @@ from torch import nn
 
 from bench.peers import free_port
 from frontends.torch import wrap
-from frontends.torch.ranks.own_group import OwnGroup
+from frontends.torch.ranks.private_group import PrivateGroup
 
 CASES = ((2, 16, 768, 1_000_000), (3, 16, 768, 1_000_000), (2, 8, 2048, 16_000_000), (3, 8, 2048, 16_000_000))
 """Stage, layers, width and ``reduce_bucket_size`` of each case."""
@@ -27,9 +27,9 @@ def rank_of(rank: int, port: int, stage: int, layers: int, width: int, bucket: i
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "RANK": str(rank), "WORLD_SIZE": "2"}
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    agree, seen = OwnGroup._compare_headers, 0
+    agree, seen = PrivateGroup._compare_headers, 0
 
-    def with_header(group: OwnGroup, header: object) -> None:
+    def with_header(group: PrivateGroup, header: object) -> None:
         nonlocal seen
         seen += 1
         agree(group, header)  # type: ignore[arg-type]
@@ -45,7 +45,7 @@ def rank_of(rank: int, port: int, stage: int, layers: int, width: int, bucket: i
     busy: dict[bool, list[float]] = {True: [], False: []}
     for number in range(WARM_UP + STEPS):
         headers = number % 2 == 0
-        OwnGroup._compare_headers = with_header if headers else (lambda group, header: None)  # type: ignore[method-assign]
+        PrivateGroup._compare_headers = with_header if headers else (lambda group, header: None)  # type: ignore[method-assign]
         dist.barrier()
         seen = seen if not headers else 0
         start, used = time.perf_counter(), time.process_time()

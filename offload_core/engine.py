@@ -20,7 +20,7 @@ from .checkpoint.on_signal import SaveOnSignal
 from .checkpoint.reader import Checkpoint, Loaded, Opened, Want
 from .checkpoint.saved_weights import SavedWeights
 from .checkpoint.shard_writer import Source
-from .checkpoint.stateful import LastPart, RandomState, Run, run_last
+from .checkpoint.stateful import DeferredLoad, RandomState, Run, run_deferred
 from .checkpoint.values import ArrayType, encode
 from .config.options import OffloadConfig
 from .device.protocols import Device, GatheringDevice
@@ -52,10 +52,10 @@ __all__ = [
     "ArrayType",
     "Checkpoint",
     "Contents",
+    "DeferredLoad",
     "Engine",
     "GradientAccess",
     "Gradients",
-    "LastPart",
     "Loaded",
     "LossScaler",
     "Names",
@@ -80,7 +80,7 @@ __all__ = [
     "encode",
     "export_weights",
     "load_values",
-    "run_last",
+    "run_deferred",
     "translation",
 ]
 

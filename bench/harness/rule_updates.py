@@ -85,13 +85,13 @@ def calls(
     row["moments"] = [moment["data"] for moment in moments]
     row["scales"] = [moment.get("scales", 0) for moment in moments]
     options: dict[str, Any] = {"grad_dtype": BFLOAT16 if narrow else FLOAT32, "threads": threads}
-    matrix = None if rule.device_part is None else (n // _COLUMNS, _COLUMNS)
+    matrix = None if rule.device_kernel is None else (n // _COLUMNS, _COLUMNS)
     scalars = Scalars([rule], [hyper], [0], [matrix], np.zeros(1, np.int64), np.array([9]), [0], grad_scale=0.5)
     read = [(grad, READ)]
     written = [] if param is None or "high" in master else [(param, WRITE)]
     updated = [(array, UPDATE) for state in states.values() for array in state.values()]
     found = {}
-    if rule.device_part is not None:
+    if rule.device_kernel is not None:
         direction = memory.allocate("direction", n, BFLOAT16.numpy)
         first = _segments({**row, "param": direction}, times)
         kept = [(moment["data"], READ) for moment in moments]

@@ -206,13 +206,13 @@ class Engine(nn.Module):
         steps = self._training_steps("backward()")
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             steps.expect(self.optimizer.param_groups, average=average)
-        parts = steps.parts
-        span = parts.core.span("backward")
+        components = steps.components
+        span = components.core.span("backward")
         try:
             with span:
-                parts.device_memory.before_backward()
+                components.device_memory.before_backward()
                 run = partial(
-                    parts.grad_hooks.run_backward,
+                    components.grad_hooks.run_backward,
                     lambda scale: (loss if scale is None else loss.float() * scale).backward(**kwargs),
                     average=average,
                 )
@@ -240,7 +240,7 @@ class Engine(nn.Module):
         if boundary is None:
             self._warn_of_uncounted()
         self._changes.check(self.module, optimizer)
-        core, grad_hooks = steps.parts.core, steps.parts.grad_hooks
+        core, grad_hooks = steps.components.core, steps.components.grad_hooks
         gradients = core.gradients
         if not grad_hooks.fresh:
             before, self._kept = self._kept, kept_gradients(self.module)
@@ -260,7 +260,7 @@ class Engine(nn.Module):
         """The part of the optimizer that makes steps; :class:`StateError` if the engine has no states, and nothing in
         its model is to be trained."""
         steps = self.optimizer.steps
-        if steps.parts.registration.slots:
+        if steps.components.registration.slots:
             return steps
         with no_read():
             if any(param.requires_grad for param in self.module.parameters()):
@@ -274,7 +274,7 @@ class Engine(nn.Module):
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
         n_steps = self.offload_config.gradient_accumulation_steps
-        if n_steps > 1 and (backwards := self.optimizer.parts.grad_hooks.backwards) > 1:
+        if n_steps > 1 and (backwards := self.optimizer.components.grad_hooks.backwards) > 1:
             UserLine.now("torch").warn(
                 UserWarning(
                     f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "
@@ -362,7 +362,7 @@ class Engine(nn.Module):
                 "gradients; expected stage=1, or no no_sync(): gradient_accumulation_steps then sums shards in fp32"
             )
         alone = self.optimizer.core.world_size == 1
-        return nullcontext() if alone else self.optimizer.parts.grad_hooks.deferring()
+        return nullcontext() if alone else self.optimizer.components.grad_hooks.deferring()
 
     def set_gradient_accumulation_steps(self, micro_steps: int) -> None:
         """Have an update follow so many micro-steps from now on, and average over as many. All ranks call this alike.

@@ -42,7 +42,7 @@ from .reader import Checkpoint, Loaded, Opened, Want
 from .safetensors import NOT_AS_WRITTEN
 from .saving import Place, Save, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
-from .stateful import LastPart, Run, check_run, run_last
+from .stateful import DeferredLoad, Run, check_run, run_deferred
 from .values import ArrayType, encode
 
 Names = Mapping[str, str] | Callable[[str], str] | None
@@ -339,7 +339,7 @@ class Checkpoints:
         types: Sequence[ArrayType] = (),
         *,
         run: Run | None = None,
-        accept: Callable[[Loaded], Sequence[LastPart]] = lambda loaded: (),
+        accept: Callable[[Loaded], Sequence[DeferredLoad]] = lambda loaded: (),
         states: bool = True,
         strict: bool = True,
         warns: bool = True,
@@ -374,12 +374,12 @@ class Checkpoints:
             here = [i for i, name in enumerate(names) if name in there]
             if states:
                 self._check_states(loaded, names)
-            last: list[LastPart] = []
+            last: list[DeferredLoad] = []
             if run is not None:
                 updates = check_run(loaded)
             if run is not None and states:
                 count = partial(setattr, pipeline.counts, "updates", updates)
-                last.append(LastPart("the count of updates", count, ours=True))
+                last.append(DeferredLoad("the count of updates", count, ours=True))
             last += accept(loaded)
             if run is not None:
                 last += run.parts(loaded, alone=warns and states and self._collectives.rank == 0)
@@ -421,12 +421,12 @@ class Checkpoints:
                 pipeline.counts.steps[i][...] = entry["step"] if entry else 0
             if states and pipeline.scaler is not None and scale is not None:
                 pipeline.scaler.load_state_dict(scale)
-            run_last(loaded.checkpoint.path, ours)
+            run_deferred(loaded.checkpoint.path, ours)
 
         with ExitStack() as replaced:
             self._state_lock.change("load_checkpoint()", load)
             with self.together("load"):  # their code may read the states
-                run_last(loaded.checkpoint.path, users, ours)
+                run_deferred(loaded.checkpoint.path, users, ours)
         return loaded
 
     def _check_states(self, loaded: Loaded, names: Sequence[str]) -> None:

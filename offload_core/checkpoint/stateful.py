@@ -1,7 +1,7 @@
 """States of a user's objects and of random generators, to and from a checkpoint.
 
 Loading them runs code of others, which may fail anywhere. So everything else is read, checked and loaded first. They
-come last, one :class:`LastPart` after the other.
+come last, one :class:`DeferredLoad` after the other.
 """
 
 import random
@@ -41,7 +41,7 @@ class RandomState:
 
 
 @dataclass(frozen=True)
-class LastPart:
+class DeferredLoad:
     """A part of loading that comes after the weights and the optimizer states."""
 
     what: str
@@ -51,7 +51,7 @@ class LastPart:
     """True if the part runs only code of this package."""
 
 
-def run_last(path: Path, parts: Sequence[LastPart], before: Sequence[LastPart] = ()) -> None:
+def run_deferred(path: Path, parts: Sequence[DeferredLoad], before: Sequence[DeferredLoad] = ()) -> None:
     """Run the parts in order, after those that were run before.
 
     Raises:
@@ -86,7 +86,7 @@ def check_run(loaded: Loaded) -> int:
 
 def _parts_of_states(
     stateful: Mapping[str, Any] | None, saved: Mapping[str, Any], path: Path, *, alone: bool
-) -> list[LastPart]:
+) -> list[DeferredLoad]:
     """The parts that give these objects their states. A warning names states for which there is no object.
 
     Args:
@@ -113,12 +113,12 @@ def _parts_of_states(
             there = ", ".join(map(repr, saved)) or "none"
             raise CheckpointError(f"stateful[{name!r}]: the checkpoint has no state of that name; it has {there}")
     return [
-        LastPart(f"load_state_dict() of stateful[{name!r}]", partial(item.load_state_dict, saved[name]))
+        DeferredLoad(f"load_state_dict() of stateful[{name!r}]", partial(item.load_state_dict, saved[name]))
         for name, item in given.items()
     ]
 
 
-def _parts_of_random_state(loaded: Loaded, generators: RandomState) -> list[LastPart]:
+def _parts_of_random_state(loaded: Loaded, generators: RandomState) -> list[DeferredLoad]:
     """The part that restores this process's random generators; none if the saving run had no such process."""
     if loaded.own is None:
         return []
@@ -130,7 +130,7 @@ def _parts_of_random_state(loaded: Loaded, generators: RandomState) -> list[Last
             f"{loaded.checkpoint.path}: its state of the random generators does not fit these generators ({error!r}); "
             "expected load_checkpoint(..., random_state=False), which leaves them as they are"
         ) from None
-    return [LastPart("the random generators", partial(generators.set, state))]
+    return [DeferredLoad("the random generators", partial(generators.set, state))]
 
 
 def _check_objects(stateful: Mapping[str, Any] | None) -> None:
@@ -167,7 +167,7 @@ class Run:
         """Return the plain values to save of each process."""
         return {} if self.random is None else {"random": self.random.get()}
 
-    def parts(self, loaded: Loaded, *, alone: bool) -> list[LastPart]:
+    def parts(self, loaded: Loaded, *, alone: bool) -> list[DeferredLoad]:
         """Return the parts of a load that give the objects and the generators their states.
 
         Args:

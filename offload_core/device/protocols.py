@@ -17,7 +17,7 @@ from ..memory.host_memory import Lease
 from ..memory.pinning import Pinning
 from ..native import kernels
 from ..ranks.collectives import Collectives
-from ..rules import DevicePart, Matrix
+from ..rules import DeviceKernel, Matrix
 from .events import Event
 from .trace import Trace
 
@@ -118,7 +118,7 @@ class OneMatrix(NamedTuple):
 class Matrices:
     """Whole matrices in a flat array in bfloat16."""
 
-    part: DevicePart
+    part: DeviceKernel
     """The computation, of each matrix alone."""
     shape: Matrix
     rows: tuple["OneMatrix", ...]

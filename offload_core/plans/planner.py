@@ -421,7 +421,7 @@ class Planner:
         """Return the matrix multiplications of each rank in an update of all parameters."""
         work = [0] * self.terms.device.world_size
         for bucket in self.terms.cut(specs):
-            part = self.terms.rule_of(bucket).device_part
+            part = self.terms.rule_of(bucket).device_kernel
             if part is not None and bucket.matrix is not None:
                 matrices_of(bucket, work, part.work(bucket.matrix))
         return work
@@ -466,7 +466,7 @@ class Planner:
         states = sum(format.n_bytes(numel) for format in formats.values())
         update = numel * (gradient.itemsize + (1 if separate else 2) * bucket.dtype.itemsize) + 2 * states
         # The first pass reads a gradient and the moments, and writes directions. The second pass reads the result.
-        direction = 0 if self.terms.rule_of(bucket).device_part is None else BFLOAT16.itemsize
+        direction = 0 if self.terms.rule_of(bucket).device_kernel is None else BFLOAT16.itemsize
         if direction:
             others = sum(format.n_bytes(numel) for name, format in formats.items() if name != MASTER)
             update += numel * (gradient.itemsize + 2 * direction) + others

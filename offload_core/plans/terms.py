@@ -254,14 +254,14 @@ class BucketTerms:
 
     def direction_bytes(self, buckets: Iterable[Bucket]) -> int:
         """Return the size of each buffer for directions."""
-        numels = [self.device.sizes.link_numel(b) for b in buckets if self.rule_of(b).device_part is not None]
+        numels = [self.device.sizes.link_numel(b) for b in buckets if self.rule_of(b).device_kernel is not None]
         return max(numels, default=0) * BFLOAT16.itemsize
 
     def matrix_bytes(self, buckets: Iterable[Bucket]) -> int:
         """Return the bytes that matrices take on the device."""
         most = 0
         for bucket in buckets:
-            part = self.rule_of(bucket).device_part
+            part = self.rule_of(bucket).device_kernel
             if part is not None and bucket.matrix is not None:
                 held = 0 if self.device.addressable else (2 if self.overlaps else 1) * bucket.padded_numel
                 most = max(most, held + part.numel(bucket.matrix))

@@ -4,10 +4,10 @@ from .adagrad import Adagrad
 from .adam import Adam
 from .lion import Lion
 from .muon import Muon
-from .rule import MASTER, DevicePart, Hyper, Matrix, Rule, Scalars, State
+from .rule import MASTER, DeviceKernel, Hyper, Matrix, Rule, Scalars, State
 from .sgd import SGD
 
-__all__ = ["MASTER", "RULES", "STATE_NAMES", "DevicePart", "Hyper", "Matrix", "Rule", "Scalars", "State"]
+__all__ = ["MASTER", "RULES", "STATE_NAMES", "DeviceKernel", "Hyper", "Matrix", "Rule", "Scalars", "State"]
 
 RULES: dict[str, type[Rule]] = {rule.name: rule for rule in (Adam, SGD, Lion, Adagrad, Muon)}
 """The rules by their names in configurations."""

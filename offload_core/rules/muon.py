@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from ..errors import ConfigError, ParameterError
 from ..support import checks
-from .rule import DevicePart, Hyper, Matrix, Rule, State
+from .rule import DeviceKernel, Hyper, Matrix, Rule, State
 
 ADJUSTMENTS = (None, "original", "match_rms_adamw")
 """The values of ``adjust_lr_fn``."""
@@ -50,7 +50,7 @@ class MuonHyper:
 
 
 @dataclass(frozen=True)
-class NewtonSchulz(DevicePart):
+class NewtonSchulz(DeviceKernel):
     """Orthogonalize a matrix X in bfloat16.
 
     X is divided by its norm (at least ``eps``), and transposed if it has more rows than columns. In each step
@@ -96,7 +96,7 @@ class Muon(Rule):
         return "muon"
 
     @property
-    def device_part(self) -> NewtonSchulz:
+    def device_kernel(self) -> NewtonSchulz:
         return self.iteration
 
     def matrix(self, name: str, shape: Sequence[int], *, in_order: bool = True) -> Matrix:

@@ -35,7 +35,7 @@ Matrix = tuple[int, int]
 """The numbers of rows and of columns of a matrix."""
 
 
-class DevicePart(ABC):
+class DeviceKernel(ABC):
     """A part of an update that the device computes, from whole matrices in bfloat16 to such matrices."""
 
     @abstractmethod
@@ -111,7 +111,7 @@ class Rule(ABC):
         """The rule's key in ``kernels.RULES``."""
 
     @property
-    def device_part(self) -> DevicePart | None:
+    def device_kernel(self) -> DeviceKernel | None:
         """The part that the device computes between two passes of the kernel; None: there is one pass.
 
         The first pass (key ``"direction_"`` + ``kernel``) changes no state, and writes the matrices that the device
@@ -121,8 +121,8 @@ class Rule(ABC):
 
     def matrix(self, name: str, shape: Sequence[int], *, in_order: bool = True) -> Matrix | None:
         """Return the shape of the matrices that a parameter consists of, and that no bucket may cut; None: any run of
-        elements may be updated alone. Ranks' shards and the kernel's threads do cut them: only :attr:`device_part` sees
-        a whole one.
+        elements may be updated alone. Ranks' shards and the kernel's threads do cut them: only :attr:`device_kernel`
+        sees a whole one.
 
         Args:
             in_order: False: its elements do not lie row by row in memory.
@@ -175,7 +175,7 @@ class Rule(ABC):
         return rows
 
     def directions(self, segments: np.ndarray, scalars: "Scalars", *, grad_dtype: ElementType, threads: int) -> None:
-        """Write in bfloat16, to where the segments have a device parameter, what the device part gets."""
+        """Write in bfloat16, to where the segments have a device parameter, what the device kernel gets."""
         segments["master"] = segments["moments"][:, 0]  # of the same type, and not used
         kernels.update(
             segments,
@@ -205,7 +205,7 @@ class Rule(ABC):
             param_dtype: the type of the device parameters to write; None: write none.
             keep_states: leave the states as they are, and write the device parameters only.
         """
-        directions = [] if self.device_part is None else [BFLOAT16.name]
+        directions = [] if self.device_kernel is None else [BFLOAT16.name]
         kernels.update(
             segments,
             scalars.table,

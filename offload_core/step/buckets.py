@@ -151,7 +151,7 @@ class LocalBuckets:
                 run.write(np.broadcast_to(np.float32(state.first), piece.numel))
 
     def _matrices(self, bucket: Bucket) -> Matrices | None:
-        part, shape = self.terms.rule_of(bucket).device_part, bucket.matrix
+        part, shape = self.terms.rule_of(bucket).device_kernel, bucket.matrix
         if part is None or shape is None:
             return None
         return Matrices(

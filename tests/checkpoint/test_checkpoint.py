@@ -15,7 +15,7 @@ from offload_core.checkpoint.loading import Target
 from offload_core.checkpoint.manifest import file_record, write_manifest
 from offload_core.checkpoint.reader import Checkpoint, Want
 from offload_core.checkpoint.shard_writer import ShardWriter, Source
-from offload_core.checkpoint.stateful import LastPart
+from offload_core.checkpoint.stateful import DeferredLoad
 from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, StateError
@@ -407,7 +407,10 @@ def test_what_fails_last_on_one_rank_fails_on_all(tmp_path):
         one_step(subject)
         save(subject, tmp_path)
         ran = []
-        parts = [LastPart("first", lambda: ran.append(1)), LastPart("second", lambda: ran.append(1 // rank.rank))]
+        parts = [
+            DeferredLoad("first", lambda: ran.append(1)),
+            DeferredLoad("second", lambda: ran.append(1 // rank.rank)),
+        ]
         words = "broke off in second.*loaded are weights, optimizer states, first, and not second"
         with pytest.raises(CheckpointError, match="failed in process 0" if rank.rank else words):
             load(subject, tmp_path, accept=lambda loaded: parts)

@@ -412,7 +412,11 @@ def load_optimizer_state():
     state = engine.optimizer.state_dict()
     state["state"] = {i: {k: torch.full_like(v, 3.0) for k, v in e.items()} for i, e in state["state"].items()}
     optimizer = engine.optimizer
-    return optimizer.core._pipeline, optimizer.parts.registration.tensors(), lambda: optimizer.load_state_dict(state)
+    return (
+        optimizer.core._pipeline,
+        optimizer.components.registration.tensors(),
+        lambda: optimizer.load_state_dict(state),
+    )
 
 
 def load_pytree():

@@ -215,7 +215,7 @@ def test_parameters_on_disk_are_lent_as_often_as_is_planned(dtype, live, disk, m
         **disk,
         **live,
     )
-    pipeline = engine.optimizer.parts.core._pipeline
+    pipeline = engine.optimizer.components.core._pipeline
     traffic, _ = Planner(BucketTerms(pipeline.config, pipeline.device)).traffic(pipeline.params)
     lent = []
     lend = OnDisk.lend

@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import frontends.torch.training.parts as parts_module
+import frontends.torch.training.components as parts_module
 from bench.train.gpt_jax import init_params
 from bench.train.gpt_torch import GPT
 from frontends.jax import wrap as wrap_jax

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from frontends.jax import wrap
-from frontends.jax.devices.device_parts import newton_schulz
+from frontends.jax.devices.device_kernels import newton_schulz
 from offload_core import ConfigError, ParameterError, StateError
 from offload_core.dtypes import BFLOAT16
 from offload_core.rules.muon import Muon

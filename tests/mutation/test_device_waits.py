@@ -24,7 +24,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-import frontends.torch.training.parts as parts_module
+import frontends.torch.training.components as parts_module
 from frontends.torch import OffloadedAdamW, gathered_parameters, init, wrap
 from frontends.torch.params.pending import PendingParameter
 from frontends.torch.ranks import pinning
@@ -303,7 +303,7 @@ def memory_of_a_shard_that_joins_its_master():
     engine.backward(loss_on(engine, 0))
 
     def join():
-        engine.optimizer.parts.register_unfrozen(engine.optimizer.param_groups)
+        engine.optimizer.components.register_unfrozen(engine.optimizer.param_groups)
         torch.accelerator.synchronize(0)
 
     assert not dies(join)
@@ -604,7 +604,7 @@ ELSEWHERE = {
     "integrations.verl",  # needs verl, test_verl.py
     "ranks.device_ranks",  # of processes, test_simulated_ranks.py
     "ranks.header_line",  # sockets between processes, test_own_groups.py
-    "ranks.own_group",  # likewise
+    "ranks.private_group",  # likewise
 }
 """Modules whose waits are not of this test."""
 FOUND = by_name(

@@ -95,7 +95,7 @@ def measure(dtype, frozen=0, shape=SHAPE, **fields):
         engine = wrap(model, lr=1e-4, **{**FIELDS, **fields})
     [plan] = seen
     if engine.optimizer.sharding.gathers and engine.offload_config.offload_param is None:
-        memory.shards = engine.optimizer.parts.registration.tensors()
+        memory.shards = engine.optimizer.components.registration.tensors()
     ids = torch.randint(0, 64, (1, 9))
 
     def step():

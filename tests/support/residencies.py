@@ -29,11 +29,11 @@ def _allowed(engine: Any, tensor: torch.Tensor) -> set[Residency]:
         there = record.live.holds > 0 or record.live in record.home._ahead  # held, or prefetched
         assert has_memory == there or record.lasts, "a whole parameter has memory, one in shards none"
         return {Residency.SHARDED} if record.live.holds == 0 else {Residency.RESIDENT}
-    if number in optimizer.parts.device_memory._memories:
+    if number in optimizer.components.device_memory._memories:
         assert has_memory or pipeline.parameters.released, "memory that is not released is there"
         return {Residency.RELEASED} if pipeline.parameters.released else {Residency.RESIDENT, Residency.WRITING}
     assert has_memory
-    slot = optimizer.parts.registration.slots.get(tensor)
+    slot = optimizer.components.registration.slots.get(tensor)
     if slot is None:
         return {Residency.RESIDENT}
     if pipeline.early.holds(slot.index) and pipeline.device.world_size > 1:

@@ -262,7 +262,7 @@ def matrix_of(rule: Rule | None, numel: int) -> Matrix | None:
 
 def updated(rule: Rule, hyper: Hyper, before: State, grad_scale: float, step: int) -> State:
     """An update of a whole parameter by the definition."""
-    if rule.device_part is None:
+    if rule.device_kernel is None:
         return oracles.update(before, oracle_of(rule, hyper, grad_scale, step), rule=rule.kernel, param_dtype=None)
     assert isinstance(hyper, MuonHyper)
     matrix = matrix_of(rule, before.master.size)
@@ -271,7 +271,7 @@ def updated(rule: Rule, hyper: Hyper, before: State, grad_scale: float, step: in
     own = {**given, "adjustment": math.sqrt(max(1, matrix[0] / matrix[1])), "grad_scale": grad_scale, "step": step}
     both = replace(before, moments=(*before.moments, np.zeros_like(before.master)))
     first = oracles.update(both, MuonDirection(**own), rule="direction_muon", param_dtype=BFLOAT16)
-    made = newton_schulz(first.param.reshape(matrix), rule.device_part).reshape(-1).astype(np.float32)
+    made = newton_schulz(first.param.reshape(matrix), rule.device_kernel).reshape(-1).astype(np.float32)
     both = replace(before, moments=(*before.moments, made))
     after = oracles.update(both, Muon(**own), rule="muon", param_dtype=None)
     return replace(after, moments=after.moments[:1])

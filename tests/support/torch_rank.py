@@ -83,9 +83,9 @@ def give_up(what, *, after=0, all_do=False):
     ``after``: how many more have such a name and are as ever. ``all_do``: the others give up, too, and each waits until
     it was told where.
     """
-    from frontends.torch.ranks import own_group  # not in the code of earlier commits, which tests/fixtures runs
+    from frontends.torch.ranks import private_group  # not in the code of earlier commits, which tests/fixtures runs
 
-    agree, before = own_group.OwnGroup._compare_headers, iter(range(after))
+    agree, before = private_group.PrivateGroup._compare_headers, iter(range(after))
 
     def hastily(group, header):
         if re.search(what, header.what) is None or next(before, None) is not None:
@@ -96,9 +96,9 @@ def give_up(what, *, after=0, all_do=False):
         sys.stdout.flush()
         os._exit(1)
 
-    own_group.OwnGroup._compare_headers = hastily
+    private_group.PrivateGroup._compare_headers = hastily
     if all_do:
-        own_group._PATIENCE = SECONDS
+        private_group._PATIENCE = SECONDS
 
 
 def run(

@@ -572,7 +572,7 @@ def test_an_iteration_that_fails_on_one_rank_is_its_error_at_once(failing, field
     def _(rank):
         engine = wrap(Stacked(), optimizer="muon", lr=0.02, reduce_bucket_size=1, **fields)
         train(engine, [0])
-        made, ranks = device.computed, engine.optimizer.parts.core.device
+        made, ranks = device.computed, engine.optimizer.components.core.device
         through, events = ranks.transform, []
 
         def fail(part, matrix):

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import frontends.torch.training.parts as parts_module
+import frontends.torch.training.components as parts_module
 from frontends.torch import wrap
-from frontends.torch.ranks import own_group
+from frontends.torch.ranks import private_group
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks
@@ -167,7 +167,7 @@ def test_a_rank_that_comes_to_wrap_too_late_is_told_so_and_the_others_whom_they_
     def found(rank):
         store = dist.group.WORLD.get_group_store()
         if rank == 0:
-            own_group.timeout_of = lambda group: timedelta(seconds=0.2)
+            private_group.timeout_of = lambda group: timedelta(seconds=0.2)
         else:
             store.wait(["given up"])
         said = said_by(lambda: wrap(make()))

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import frontends.torch.training.parts as parts_module
+import frontends.torch.training.components as parts_module
 from frontends.torch import gathered_parameters, wrap
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
@@ -140,11 +140,11 @@ class Both(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.components = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, x, order):
         for i in order:
-            x = self.parts[i](x)
+            x = self.components[i](x)
         return x.sum()
 
 

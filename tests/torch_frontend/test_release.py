@@ -551,7 +551,7 @@ def test_copies_that_are_still_read_on_the_host_are_not_replaced(device):
     engine = wrap(mixed(), lr=1e-2)
     train(engine, range(2))
     before = everything(engine)
-    device_memory = engine.optimizer.parts.device_memory
+    device_memory = engine.optimizer.components.device_memory
     replace, arrived = device_memory._host_for, []
 
     def host_for(copied):

@@ -254,7 +254,7 @@ def test_an_interrupt_at_any_line_of_taking_states_leaves_those_before_or_those_
 
     def load(engine):
         entries = dict(zip(engine.parameters(), given.values(), strict=True))
-        engine.optimizer.parts.states.load(entries)
+        engine.optimizer.components.states.load(entries)
 
     allowed, seen, number = [], set(), 0
     for count in (1, 3):

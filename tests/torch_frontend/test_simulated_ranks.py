@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import offload_core.support.worker
 from frontends.torch import init, wrap
-from frontends.torch.ranks.own_group import timeout_of
+from frontends.torch.ranks.private_group import timeout_of
 from offload_core.device.trace import TO_HOST, UPDATE
 from tests.support import experts, simulated
 from tests.support.one_thread import Threads

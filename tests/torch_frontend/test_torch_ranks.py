@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import frontends.torch.training.parts as parts_module
+import frontends.torch.training.components as parts_module
 from frontends.torch import init, wrap
-from frontends.torch.ranks import own_group
+from frontends.torch.ranks import private_group
 from frontends.torch.ranks.collectives import TorchRanks
 from frontends.torch.ranks.device import memory_of
 from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
@@ -125,7 +125,7 @@ def test_an_exchange_keeps_nothing_beside_the_compiler():
 
     @on_ranks(2)
     def found(rank):
-        own_group._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever
+        private_group._PATIENCE = float("inf")  # a rank that keeps what an exchange was given would wait for ever
 
         def uncompilable(weight):
             torch._dynamo.graph_break()
@@ -196,7 +196,7 @@ def test_deferrals_nest_and_an_interrupt_at_any_line_leaves_none():
             with engine.no_sync():
                 pass
             engine.backward(loss_of(engine, 0, rank))
-        assert engine.optimizer.parts.grad_hooks.has_deferred
+        assert engine.optimizer.components.grad_hooks.has_deferred
 
         def defer():
             with engine.no_sync():
@@ -207,7 +207,7 @@ def test_deferrals_nest_and_an_interrupt_at_any_line_leaves_none():
             interrupt_at(number, defer)
             engine.optimizer.zero_grad()
             engine.backward(loss_of(engine, number, rank))
-            assert not engine.optimizer.parts.grad_hooks.has_deferred, f"line {number}"
+            assert not engine.optimizer.components.grad_hooks.has_deferred, f"line {number}"
         return len(numbers)
 
     assert min(found) > 0

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from frontends.torch import wrap
-from frontends.torch.ranks.own_group import OwnGroup
+from frontends.torch.ranks.private_group import PrivateGroup
 from offload_core import OffloadError
 from tests.support.processes import on_ranks
 from tests.support.torch_models import loss_of, make
@@ -35,7 +35,7 @@ class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
+        self.components = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
         self.fail_in: int | None = None
 
     def forward(self, x, order):
@@ -43,7 +43,7 @@ class Layers(nn.Module):
             if self.fail_in == i:
                 self.fail_in = None
                 raise InterruptedError("its own")
-            x = torch.tanh(self.parts[i](x))
+            x = torch.tanh(self.components[i](x))
         return x.pow(2).mean()
 
 
@@ -152,14 +152,14 @@ def case_of(number, world_size):
 
 def wait_a_second_for_others():
     """In exchanges from now on. On a busy machine ranks that come later get errors, too, and all is as allowed."""
-    agree = OwnGroup._compare_headers
+    agree = PrivateGroup._compare_headers
 
     def hastily(group, header):
         group._line._seconds = 1.0
         group._gloo[0]._set_default_timeout(timedelta(seconds=1))
         agree(group, header)
 
-    OwnGroup._compare_headers = hastily
+    PrivateGroup._compare_headers = hastily
 
 
 def check(number, world_size, hasty):

@@ -26,7 +26,7 @@ from offload_core.memory.host_memory import HostMemory, available_bytes, format_
 from offload_core.memory.pinning import Pinning
 
 from ..tree.memory_kinds import in_host_memory, on_cpu, start_to_host
-from .device_parts import computed
+from .device_kernels import computed
 from .runs import cut_run, split_places
 
 _ALIGNMENT = 64

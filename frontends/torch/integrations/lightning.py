@@ -369,7 +369,7 @@ class OffloadPrecision(Precision):
         self, tensor: torch.Tensor, model: LightningModule, optimizer: Any, **kwargs: Any
     ) -> None:
         engine = self._engine
-        if engine.optimizer.parts.grad_hooks.fresh:  # of an earlier backward that no update followed
+        if engine.optimizer.components.grad_hooks.fresh:  # of an earlier backward that no update followed
             engine.step(boundary=False)
         engine.backward(tensor, average=False, **kwargs)  # Lightning has divided the loss
 

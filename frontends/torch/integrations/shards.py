@@ -75,7 +75,7 @@ class Shards:
             named = {uncompiled(name): param for name, param in model.named_parameters()}
             saved, groups = Loaded(Checkpoint(path), None, [TENSORS]).parameters, optimizer.param_groups
             members = groups_of_params(groups)
-            optimizer.parts.register_all([named[name] for name in saved if named.get(name) in members], groups)
+            optimizer.components.register_all([named[name] for name in saved if named.get(name) in members], groups)
         checkpoints = ModelCheckpoints(model, optimizer)
         checkpoints.load(path, stateful=stateful, names=None, random_state=True, accept_extras=accept_extras)
         self._random = RANDOM.get()

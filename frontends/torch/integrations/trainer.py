@@ -271,7 +271,7 @@ class OffloadTrainer(Trainer):
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """As ``Accelerator.backward``."""
-        if self._engine.optimizer.parts.grad_hooks.fresh:  # of a micro-step that no update followed
+        if self._engine.optimizer.components.grad_hooks.fresh:  # of a micro-step that no update followed
             self._engine.step(boundary=False)
         self._engine.backward(loss, average=False, **kwargs)  # Trainer has divided the loss
 

@@ -1,6 +1,6 @@
 """The life of an optimizer: it waits for shards, is open, and is closed.
 
-It has one :class:`Life` at a time. Only an open one has the parts that hold parameters and states.
+It has one :class:`Life` at a time. Only an open one has the components that hold parameters and states.
 """
 
 import os
@@ -32,15 +32,15 @@ class Living(Protocol):
         """The part that makes steps of the others."""
         ...
 
-    def _make_parts(self) -> None:
-        """Make the parts that hold parameters and states, of the parameters that are in the groups."""
+    def _make_components(self) -> None:
+        """Make the components that hold parameters and states, of the parameters that are in the groups."""
 
 
 class Life:
-    """An optimizer that has no parts: one that is being made.
+    """An optimizer that has no components: one that is being made.
 
     Attributes:
-        is_open: True if it has parts.
+        is_open: True if it has components.
         updates: the updates made.
         states: by parameter, as in ``torch.optim.Optimizer``.
     """
@@ -80,7 +80,7 @@ class Life:
         return False
 
     def begin(self, optimizer: Living) -> None:
-        """Make the parts now, if the optimizer waits for shards: of the parameters that are in its groups."""
+        """Make the components now, if the optimizer waits for shards: of the parameters that are in its groups."""
 
     def closed(self) -> "Life":
         """Return the life after this one, when the optimizer is closed."""
@@ -106,8 +106,8 @@ class Waiting(Life):
         return False
 
     def begin(self, optimizer: Living) -> None:
-        optimizer._make_parts()
-        for param, entry in self.states.items():  # assigned while there were no parts
+        optimizer._make_components()
+        for param, entry in self.states.items():  # assigned while there were no components
             if entry and param in optimizer._life.slots:
                 optimizer._life.states[param] = entry
 
@@ -119,7 +119,7 @@ class Open(Life):
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
-        self._core = core = steps.parts.core
+        self._core = core = steps.components.core
         self._parameters = core.parameters
 
     @property
@@ -132,18 +132,18 @@ class Open(Life):
 
     @property
     def states(self) -> Any:
-        return self._steps.parts.states.views
+        return self._steps.components.states.views
 
     @states.setter
     def states(self, states: Mapping[Any, Any]) -> None:
-        self._steps.parts.states.assign(states)
+        self._steps.components.states.assign(states)
 
     def steps_of(self, optimizer: Living) -> Steps:
         return self._steps
 
     @property
     def slots(self) -> Mapping[torch.Tensor, Slot]:
-        return self._steps.parts.registration.slots
+        return self._steps.components.registration.slots
 
     @property
     def released(self) -> bool:
@@ -161,8 +161,8 @@ class OpenAlone(Open):
         if first is None or not is_dtensor(first) or first in self.slots or self.updates or not self.slots:
             return False
         if not any(param in self.slots for group in optimizer.param_groups for param in group["params"]):
-            self._steps.parts.close()
-            optimizer._make_parts()
+            self._steps.components.close()
+            optimizer._make_components()
         return False
 
 

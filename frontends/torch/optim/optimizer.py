@@ -30,6 +30,7 @@ from ..params.slots import Slot, owner_of
 from ..ranks.collectives import checked_group
 from ..stage3.leaf_modules import mark_leaf
 from ..stage3.sharding import NoSharding, Sharding
+from ..training.components import Components, Foundation, trained
 from ..training.device_memory import ReleaseReport
 from ..training.groups import (
     OptimizerSettings,
@@ -44,7 +45,6 @@ from ..training.groups import (
     without_names,
     without_torchs_options,
 )
-from ..training.parts import Foundation, Parts, trained
 from ..training.registration import NamedParam, named_in, named_params
 from ..training.shared_tensors import note_optimizer
 from ..training.state_views import plain_entries
@@ -199,7 +199,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         scaler: LossScaler | None = None,
         casts: Casts | None = None,
     ) -> None:
-        """Make the core and the other parts, and take on the trainable parameters of all groups.
+        """Make the core and the other components, and take on the trainable parameters of all groups.
 
         Args:
             scaler: the loss scaler of a copied or unpickled optimizer; an Engine's follows from the configuration.
@@ -227,20 +227,20 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._open(trained(named), model)
         note_optimizer(self)
 
-    def _make_parts(self) -> None:
-        """Make the parts that hold parameters and states, of the parameters that are in the groups."""
+    def _make_components(self) -> None:
+        """Make the components that hold parameters and states, of the parameters that are in the groups."""
         self._build(None)
 
     def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
-        """Make the parts that hold parameters and states, and take on these parameters."""
-        parts = self._foundation.parts(self, named, self.param_groups, model)
-        parts.core.update_count = self._life.updates
-        steps = Steps(parts)
+        """Make the components that hold parameters and states, and take on these parameters."""
+        components = self._foundation.components(self, named, self.param_groups, model)
+        components.core.update_count = self._life.updates
+        steps = Steps(components)
         self._life = OpenAlone(steps) if self._model is None else Open(steps)
         steps.hypers(self.param_groups)  # from here on nothing else may set what functions give
-        self._state_lock = parts.core.state_lock
+        self._state_lock = components.core.state_lock
         """Held while states are read or changed; see ``offload_core/step/state_lock.py``."""
-        self._checkpoints = parts.core.checkpoints
+        self._checkpoints = components.core.checkpoints
 
     @property
     def updates(self) -> int:
@@ -257,14 +257,14 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return self._life.steps_of(self)
 
     @property
-    def parts(self) -> Parts:
-        """The optimizer's parts that hold parameters and states; :class:`StateError` once it is closed."""
-        return self._life.steps_of(self).parts
+    def components(self) -> Components:
+        """The optimizer's components that hold parameters and states; :class:`StateError` once it is closed."""
+        return self._life.steps_of(self).components
 
     @property
     def core(self) -> Engine:
         """The core that holds the states."""
-        return self._life.steps_of(self).parts.core
+        return self._life.steps_of(self).components.core
 
     @consistent("flush()")
     def flush(self) -> None:  # waits
@@ -273,8 +273,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         That schedule holds back the last step's parameters; after a flush the next forward sees them a step early.
         """
         self.follow_sizes()
-        self._state_lock.change("flush()", self.parts.registration.flush)
-        self.parts.device_memory.finish_restore()
+        self._state_lock.change("flush()", self.components.registration.flush)
+        self.components.device_memory.finish_restore()
 
     @property
     def casts(self) -> Casts:
@@ -300,7 +300,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def check_unchanged(self) -> None:
         """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
         if self._life.is_open and not self.sharding.is_open:  # the end of a block checks, too
-            self.parts.registration.check_unchanged()
+            self.components.registration.check_unchanged()
 
     @property
     def is_open(self) -> bool:
@@ -353,7 +353,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             model: the trained model; its tensors that the optimizer does not have (frozen parameters, buffers) are
                 counted, too.
         """
-        return self.parts.registration.memory_report(groups_of_params(self.param_groups), model)
+        return self.components.registration.memory_report(groups_of_params(self.param_groups), model)
 
     # --- parameters and groups -----------------------------------------------------------------------
 
@@ -380,8 +380,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         try:
             self.steps.hypers(self.param_groups)
             named = named_params(len(self.param_groups) - 1, self.param_groups[-1], self.names)
-            self.parts.registration.check_new(named)
-            self.parts.register(trained(named), self.param_groups)
+            self.components.registration.check_new(named)
+            self.components.register(trained(named), self.param_groups)
         except Exception:
             self.param_groups.pop()
             raise
@@ -406,7 +406,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: gradients wait for an update.
         """
-        self._state_lock.change("mark_leaf_modules()", self.parts.mark_leaves, [*modules], leaf)
+        self._state_lock.change("mark_leaf_modules()", self.components.mark_leaves, [*modules], leaf)
 
     def follow_sizes(self) -> None:
         """Before the first update, make states anew in stages 1 and 2 if parameters have grown (a vocabulary,
@@ -420,25 +420,25 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._life.begin(self)
         if not self._life.is_open or self.updates or self.sharding.is_fixed:
             return
-        parts = self.parts
-        changed = parts.registration.grown() or parts.registration.have_other_states(self.param_groups)
+        components = self.components
+        changed = components.registration.grown() or components.registration.have_other_states(self.param_groups)
         gradients = self.core.gradients
         if changed and not gradients.are_waiting:
             self.checkpoints.wait()
-            self._start_over(parts)
+            self._start_over(components)
 
     @changes("a resize of parameters")
-    def _start_over(self, parts: Parts) -> None:
-        slots, masters = parts.registration.slots, parts.states.masters()
+    def _start_over(self, components: Components) -> None:
+        slots, masters = components.registration.slots, components.states.masters()
         named = [entry for entry in named_in(self.param_groups, self.names) if entry[1] in slots]
-        parts.unregister()
+        components.unregister()
         try:
-            parts.core.start_over()
+            components.core.start_over()
             self._open(named, None if self._model is None else self._model())
-            self.parts.states.keep_masters(masters)
+            self.components.states.keep_masters(masters)
         except BaseException:
             self._life = Closed()
-            parts.core.close()
+            components.core.close()
             raise
 
     @consistent("close()")
@@ -446,18 +446,18 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """Remove the hooks from the parameters, discard gradients on the host, and free the states."""
         if self._life.is_open:
             self.checkpoints.wait()
-            parts = self.parts
+            components = self.components
             with suppress(CollectiveError):  # it must end without a rank that was lost, too
                 self.restore()
-                parts.device_memory.finish_restore()
-                parts.core.conclude(parts.registration.flush)
+                components.device_memory.finish_restore()
+                components.core.conclude(components.registration.flush)
         self.sharding.make_whole()
         uninterrupted(self._end)  # a second close() after half of it could not make the parameters whole again
 
     def _end(self) -> None:
         self.sharding.close()
         if self._life.is_open:
-            self.parts.close()
+            self.components.close()
         self._life = self._life.closed()
         self.sharding = NoSharding()
 
@@ -482,7 +482,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """As ``Engine.release``, for these tensors."""
         self.follow_sizes()
         self.checkpoints.wait()
-        return self._state_lock.change("release()", self.parts.device_memory.release, named, keep)
+        return self._state_lock.change("release()", self.components.device_memory.release, named, keep)
 
     @consistent("restore()")
     def restore(self) -> None:
@@ -493,7 +493,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             DeviceMemoryError: on all ranks, if one has no room. All is still released.
         """
         if self.is_released:
-            self._state_lock.change("restore()", self.parts.device_memory.restore)
+            self._state_lock.change("restore()", self.components.device_memory.restore)
 
     # --- an optimizer that takes over ------------------------------------------------------------------
 
@@ -513,10 +513,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     def occupied(self) -> str | None:
         """Return the reason why it cannot end now; None: it is idle."""
-        parts = self.parts
+        components = self.components
         gradients = self.core.gradients
-        running = backward_number() != NO_BACKWARD or parts.grad_hooks.in_backward or self._state_lock.is_changing()
-        if running or parts.grad_hooks.fresh or parts.grad_hooks.has_deferred or gradients.are_waiting:
+        running = (
+            backward_number() != NO_BACKWARD or components.grad_hooks.in_backward or self._state_lock.is_changing()
+        )
+        if running or components.grad_hooks.fresh or components.grad_hooks.has_deferred or gradients.are_waiting:
             return f"which is {'running' if running else 'not idle: gradients wait for its update'}"
         return None
 
@@ -531,7 +533,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """As ``Engine.set_gradient_accumulation_steps``."""
         core = self.core
         integer("gradient_accumulation_steps", micro_steps, least=1)
-        what, waiting = "set_gradient_accumulation_steps()", self.parts.grad_hooks.has_deferred
+        what, waiting = "set_gradient_accumulation_steps()", self.components.grad_hooks.has_deferred
         self._state_lock.change(what, core.accumulate_over, micro_steps, waiting=waiting)
         self.config = replace(self.config, gradient_accumulation_steps=micro_steps)
 
@@ -542,9 +544,9 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             super().zero_grad(set_to_none)
             return
         try:
-            self._state_lock.change("zero_grad()", self.parts.grad_hooks.discard)
+            self._state_lock.change("zero_grad()", self.components.grad_hooks.discard)
         except Exception:
-            if not self.parts.core.usable:  # those of a backward that broke off must not wait for a load
+            if not self.components.core.usable:  # those of a backward that broke off must not wait for a load
                 super().zero_grad(set_to_none)
             raise
         super().zero_grad(set_to_none)
@@ -655,7 +657,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             names: the states to return; None: all.
         """
         self.follow_sizes()
-        return self._state_lock.change("whole_states()", self.parts.states.whole, param, names)
+        return self._state_lock.change("whole_states()", self.components.states.whole, param, names)
 
     @consistent("load_master()")
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
@@ -663,8 +665,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
         All ranks must call this with the same values, of the parameter's shape.
         """
-        parts = self.parts
-        self._state_lock.change("load_master()", parts.states.load_master, param, values)
+        components = self.components
+        self._state_lock.change("load_master()", components.states.load_master, param, values)
 
     @consistent("own_states()")
     def own_states(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
@@ -676,7 +678,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             names: the states to return; None: all.
         """
         self.follow_sizes()
-        return self._state_lock.change("own_states()", self.parts.states.own, param, names)
+        return self._state_lock.change("own_states()", self.components.states.own, param, names)
 
     @consistent("load_state()")
     def load_state(self, param: torch.Tensor, name: str, values: torch.Tensor, *, own: bool = False) -> None:
@@ -692,7 +694,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StateError: there is no such state, or the values do not fit it; nothing has changed.
         """
         self.follow_sizes()
-        self._state_lock.change("load_state()", self.parts.states.load_state, param, name, values, own=own)
+        self._state_lock.change("load_state()", self.components.states.load_state, param, name, values, own=own)
 
     # --- gradients -----------------------------------------------------------------------------------
 
@@ -711,12 +713,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         Raises:
             StateError: ``update_in_backward`` has used the gradient; it is still in ``p.grad``; a backward is running.
         """
-        return self._state_lock.change("whole_gradient()", self.parts.gradients.whole, param)
+        return self._state_lock.change("whole_gradient()", self.components.gradients.whole, param)
 
     @consistent("own_gradient()")
     def own_gradient(self, param: torch.Tensor) -> torch.Tensor | None:
         """As :meth:`whole_gradient`, but only this rank's part, one-dimensional: the elements of :meth:`own_states`."""
-        return self._state_lock.change("own_gradient()", self.parts.gradients.own, param)
+        return self._state_lock.change("own_gradient()", self.components.gradients.own, param)
 
     @consistent("load_gradient()")
     def load_gradient(self, param: torch.Tensor, values: torch.Tensor, *, own: bool = False) -> None:
@@ -732,7 +734,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             StateError: as :meth:`whole_gradient`; or no rank has had a gradient of the parameter since the last update.
             GradientError, ParameterError: the values do not fit the parameter, or it has no states.
         """
-        self._state_lock.change("load_gradient()", self.parts.gradients.load, param, values, own=own)
+        self._state_lock.change("load_gradient()", self.components.gradients.load, param, values, own=own)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.core.world_size > 1 or self.sharding.is_fixed:
@@ -761,10 +763,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             super().__setstate__(rest)
             self.report = None
             self._build(None, scaler=scaler, casts=casts)
-            self.parts.register_all(given.entries, self.param_groups)
-            self.parts.states.load(given.entries)
+            self.components.register_all(given.entries, self.param_groups)
+            self.components.states.load(given.entries)
         else:
-            given.load(self.parts, self.defaults, super().__setstate__)
+            given.load(self.components, self.defaults, super().__setstate__)
         self.state.update(given.others)
 
 

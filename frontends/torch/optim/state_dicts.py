@@ -15,8 +15,8 @@ from offload_core.rules import MASTER, STATE_NAMES, Rule
 from offload_core.support.checks import checked_count
 from offload_core.support.user_line import UserLine
 
+from ..training.components import Components
 from ..training.groups import hyper_of, loaded, scheduled
-from ..training.parts import Parts
 from ..training.rule_words import WORDS
 from ..training.state_views import STEP, Views
 
@@ -178,7 +178,9 @@ class LoadedState:
             after,
         )
 
-    def load(self, parts: Parts, defaults: Mapping[str, Any], set_rest: Callable[[dict[str, Any]], object]) -> None:
+    def load(
+        self, components: Components, defaults: Mapping[str, Any], set_rest: Callable[[dict[str, Any]], object]
+    ) -> None:
         """Load the states and the attributes into an open optimizer.
 
         Args:
@@ -188,23 +190,23 @@ class LoadedState:
         Raises:
             StateError, ConfigError: they do not fit; nothing has changed.
         """
-        config, given = parts.core.config, self.rest["param_groups"]
+        config, given = components.core.config, self.rest["param_groups"]
         for g, group in enumerate(given):
             hyper_of(g, group, config.optimizer)
         groups = [loaded(group, defaults, config) for group in given]
         rules = [config.rule(group) for group in groups]
-        _check_same_rules(parts, groups, rules)
+        _check_same_rules(components, groups, rules)
         rule_of = {param: rule for rule, group in zip(rules, groups, strict=True) for param in group["params"]}
-        entries = parts.states.checked(self.entries, rule_of)
-        parts.register_all(entries, groups)  # needs memory, and changes no states that are there
-        parts.states.load(entries, partial(set_rest, {**self.rest, "param_groups": groups}), self.after)
+        entries = components.states.checked(self.entries, rule_of)
+        components.register_all(entries, groups)  # needs memory, and changes no states that are there
+        components.states.load(entries, partial(set_rest, {**self.rest, "param_groups": groups}), self.after)
 
 
-def _check_same_rules(parts: Parts, groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule]) -> None:
+def _check_same_rules(components: Components, groups: Sequence[Mapping[str, Any]], rules: Sequence[Rule]) -> None:
     """Raise :class:`ConfigError` if parameters would be in a group of another rule than that of their states."""
     for g, (rule, group) in enumerate(zip(rules, groups, strict=True)):
-        for slot in parts.registration.slots.values():
-            mine = parts.core.params[slot.index].rule
+        for slot in components.registration.slots.values():
+            mine = components.core.params[slot.index].rule
             if mine != rule and any(slot.param is param for param in group["params"]):
                 raise ConfigError(
                     f"load_state_dict: parameter group {g} is of {rule.name}, and the states of {slot.name!r} are of "

@@ -13,7 +13,7 @@ from offload_core.support.checks import shown
 from offload_core.support.launchers import refuse_if_launched
 
 from ..params.tensors import TORCH_DTYPES
-from .own_group import OwnGroup
+from .private_group import PrivateGroup
 
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the name before torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -22,13 +22,13 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class TorchRanks:
     """The ranks of a process group, exchanging host memory.
 
-    Data moves as bytes, so every element type works. The ranks use a separate gloo group (``OwnGroup``); making it
+    Data moves as bytes, so every element type works. The ranks use a separate gloo group (``PrivateGroup``); making it
     is collective. Once the program has destroyed ``group``, only parameters are still gathered: an update that is
     running ends, and no other begins.
     """
 
     def __init__(self, group: Any) -> None:
-        self._own = OwnGroup(group)
+        self._own = PrivateGroup(group)
         self.rank = self._own.rank
         self.world_size = self._own.world_size
         self.close = self._own.close

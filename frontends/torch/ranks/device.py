@@ -17,7 +17,7 @@ from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
 
 from ..params.tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
-from .device_parts import computed
+from .device_kernels import computed
 from .pinning import pinning_for
 
 _CODES = {dtype: element_type.code for dtype, element_type in ELEMENT_TYPES.items()}

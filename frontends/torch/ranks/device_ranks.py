@@ -26,8 +26,8 @@ from offload_core.ranks.consistency import check_start
 from ..params.tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
 from .device import TorchDevice, as_torch, compute_in, fill, memory_of, spread
-from .own_group import timeout_of
 from .pinning import drivers_of
+from .private_group import timeout_of
 
 
 class _Compared:

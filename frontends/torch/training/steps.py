@@ -11,8 +11,8 @@ from offload_core.engine import StepArguments, StepReport, begins, changes
 from offload_core.errors import ConfigError, StateError
 from offload_core.rules import Hyper
 
+from .components import Components
 from .groups import check_unwritten, hypers_of, set_values
-from .parts import Parts
 
 T = TypeVar("T")
 
@@ -35,9 +35,9 @@ class _MicroStep:
 class Steps:
     """The steps of an open optimizer. Its methods are given the optimizer's ``param_groups``, as they are now."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self._core = core = parts.core
+    def __init__(self, components: Components) -> None:
+        self.components = components
+        self._core = core = components.core
         self._state_lock, self._config = core.state_lock, core.config
         collectives = core.collectives
         self._alone = collectives.world_size == 1
@@ -80,7 +80,7 @@ class Steps:
 
     def _accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:
         self._prepare(groups, boundary=False)
-        report = self.parts.grad_hooks.end_micro_step(None, may_be_empty=may_be_empty)
+        report = self.components.grad_hooks.end_micro_step(None, may_be_empty=may_be_empty)
         assert report is not None
         return report
 
@@ -111,13 +111,13 @@ class Steps:
 
     def _update(self, groups: Groups) -> StepReport:
         micro_step, self._micro_step = self._micro_step, None
-        parts = self.parts
-        core, grad_hooks, registration = self._core, parts.grad_hooks, parts.registration
+        components = self.components
+        core, grad_hooks, registration = self._core, components.grad_hooks, components.registration
         hypers, group_of_each = self._prepare(groups, boundary=True)
         arguments = StepArguments(hypers, registration.current_tensors(), grad_hooks.divisor, group_of_each)
         if micro_step is not None:
             grad_hooks.end_micro_step(arguments, may_be_empty=micro_step.may_be_empty)
-        gathered = parts.sharding.before_change()
+        gathered = components.sharding.before_change()
         try:
             report = core.step(arguments, gathered=gathered)
             if micro_step is None or not micro_step.reads_wait:
@@ -149,15 +149,15 @@ class Steps:
 
     def _end_broken_step(self) -> None:
         """After an error or an interrupt in a step: its gradients are gone, and no reader waits for parameters."""
-        parts = self.parts
-        parts.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
+        components = self.components
+        components.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
         with suppress(Exception):  # the one that is being raised
             self._core.finish()
         with suppress(StateError):  # states that were updated in backward keep the gradients that they used
             self._gradients.drop()
-        parts.sharding.forget_order()
-        parts.grad_hooks.forget()
-        parts.registration.follow_update(broken=True)
+        components.sharding.forget_order()
+        components.grad_hooks.forget()
+        components.registration.follow_update(broken=True)
 
     def _prepare(self, groups: Groups, *, boundary: bool) -> tuple[list[Hyper], list[int]]:
         """Check everything that an update needs, take the gradients that are in ``p.grad``, and return the
@@ -168,15 +168,15 @@ class Steps:
         Raises as ``step`` does; nothing has changed then.
         """
         self._parameters.check_present()
-        parts, hypers = self.parts, self.hypers(groups)
-        registration = parts.registration
+        components, hypers = self.components, self.hypers(groups)
+        registration = components.registration
         if not self._core.has_begun:
-            parts.states.count_written()
+            components.states.count_written()
         grouping = registration.grouping(groups)
         if boundary:
-            parts.sharding.check_closed()
+            components.sharding.check_closed()
             if self._config.update_in_backward:  # else no gradient has been used yet
-                arguments = StepArguments(hypers, (), parts.grad_hooks.divisor, grouping.groups)
+                arguments = StepArguments(hypers, (), components.grad_hooks.divisor, grouping.groups)
                 self._core.check_expected(arguments)
         for g, rule in grouping.rules:
             try:
@@ -185,10 +185,10 @@ class Steps:
                 raise ConfigError(f"parameter group {g}: {error}") from None
         if grouping.without_states:
             # Among ranks a gradient may be on one of them only; there ``requires_grad`` decides.
-            parts.register_unfrozen(groups, with_gradient=self._alone)
+            components.register_unfrozen(groups, with_gradient=self._alone)
             grouping = registration.grouping(groups)
         registration.check_unchanged()
-        parts.grad_hooks.take_present(grouping.left_out, boundary=boundary)
+        components.grad_hooks.take_present(grouping.left_out, boundary=boundary)
         return hypers, grouping.groups
 
     @changes("backward()")
@@ -197,11 +197,11 @@ class Steps:
 
         Autograd then raises if it would read a parameter that was written; other readers wait.
         """
-        core, registration = self._core, self.parts.registration
-        by_hand = self.parts.sharding.is_open  # what a block has whole stays as it is
+        core, registration = self._core, self.components.registration
+        by_hand = self.components.sharding.is_open  # what a block has whole stays as it is
         if registration.readers_can_wait and not by_hand:
             if not core.has_begun:
-                self.parts.states.count_written()
+                self.components.states.count_written()
             tensors, group_of_each = registration.current_tensors(), registration.grouping(groups).groups
             divisor = self._gradients.divisor(average=average)
             arguments = StepArguments(self.hypers(groups), tensors, divisor, group_of_each)

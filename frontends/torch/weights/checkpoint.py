@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from offload_core.engine import (
     ArrayType,
     Contents,
-    LastPart,
+    DeferredLoad,
     Loaded,
     Names,
     Opened,
@@ -26,7 +26,7 @@ from offload_core.engine import (
     Want,
     consistent,
     load_values,
-    run_last,
+    run_deferred,
     translation,
 )
 from offload_core.errors import CheckpointError, CheckpointWarning
@@ -89,7 +89,7 @@ class ModelCheckpoints:
         optimizer = self._optimizer
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
-            tensors = self._state_lock.change("save_checkpoint()", optimizer.parts.registration.current_tensors)
+            tensors = self._state_lock.change("save_checkpoint()", optimizer.components.registration.current_tensors)
             contents = self._contents(Run(stateful, extras, RANDOM), frozen)
         return optimizer.checkpoints.save(
             folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait, tag=tag, latest=latest
@@ -125,7 +125,7 @@ class ModelCheckpoints:
             run,
             state,
             types=[TENSORS],
-            gradients_wait=optimizer.parts.grad_hooks.has_deferred,
+            gradients_wait=optimizer.components.grad_hooks.has_deferred,
             front_end="torch",
             left_out=left_out,
             tied={name: other for name, other in names if name != other},
@@ -166,13 +166,13 @@ class ModelCheckpoints:
             self._check_closed("load_checkpoint()")
             parameters = optimizer.core.parameters
             parameters.check_present()
-            optimizer.parts.register_unfrozen(optimizer.param_groups)
-            tensors = self._state_lock.change("load_checkpoint()", optimizer.parts.registration.current_tensors)
+            optimizer.components.register_unfrozen(optimizer.param_groups)
+            tensors = self._state_lock.change("load_checkpoint()", optimizer.components.registration.current_tensors)
 
         alone = warns and optimizer.core.rank == 0
         run = Run(stateful, random=RANDOM if random_state else None)
 
-        def accept(loaded: Loaded) -> list[LastPart]:
+        def accept(loaded: Loaded) -> list[DeferredLoad]:
             state = loaded.state
             if not isinstance(state.get("modules", {}), dict):
                 raise CheckpointError(f"{loaded.checkpoint.path}: the states of modules are not by name")
@@ -186,7 +186,7 @@ class ModelCheckpoints:
             values = self._group_values(loaded, translated) if states else []
             last = (
                 [
-                    LastPart(
+                    DeferredLoad(
                         "the parameter groups",
                         partial(optimizer.steps.set_groups, optimizer.param_groups, values),
                         ours=True,
@@ -204,8 +204,8 @@ class ModelCheckpoints:
         def publish() -> None:
             optimizer.sharding.before_change()
             optimizer.awaited.end()
-            optimizer.parts.registration.follow_replaced(tensors)
-            optimizer.parts.grad_hooks.forget()
+            optimizer.components.registration.follow_replaced(tensors)
+            optimizer.components.grad_hooks.forget()
 
         targets = [
             target
@@ -296,7 +296,7 @@ def load_weights(model: nn.Module, path: Any) -> None:
     targets = [_target(name, tensor, tensor) for name, tensor, _ in _tensors_of(model, NoSharding())]
     loaded = load_values(path, targets, [TENSORS])
     modules = loaded.state.get("modules", {})
-    run_last(loaded.checkpoint.path, _module_parts(dict(_stateful_modules(model)), modules))
+    run_deferred(loaded.checkpoint.path, _module_parts(dict(_stateful_modules(model)), modules))
 
 
 def _warn_of_other_values(optimizer: OffloadedOptimizer, values: Sequence[Mapping[str, Any]], loaded: Loaded) -> None:
@@ -337,10 +337,10 @@ def _stateful_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def _module_parts(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> list[LastPart]:
+def _module_parts(modules: Mapping[str, nn.Module], saved: Mapping[str, Any]) -> list[DeferredLoad]:
     """The parts that give these modules the states that were saved for them."""
     return [
-        LastPart(f"set_extra_state() of {name!r}", partial(module.set_extra_state, saved[name]))
+        DeferredLoad(f"set_extra_state() of {name!r}", partial(module.set_extra_state, saved[name]))
         for name, module in modules.items()
         if name in saved
     ]

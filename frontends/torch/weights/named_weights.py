@@ -128,7 +128,7 @@ class NamedWeights:
             number = None if asked.since is None else _number_of(core, asked.since)
         _check_alike(collectives, asked, dtype, units)
         optimizer.flush()
-        optimizer.checkpoints.state_lock.change(_WHAT, optimizer.parts.registration.current_tensors)
+        optimizer.checkpoints.state_lock.change(_WHAT, optimizer.components.registration.current_tensors)
         changes = core.changes
         self._look(model, optimizer, changes.number)
         mixed = self._look_at_recipes(units, changes.number, merged=asked.merge_lora)
@@ -146,7 +146,7 @@ class NamedWeights:
 
     def _changed(self, optimizer: OffloadedOptimizer, units: Sequence[Unit], number: int) -> np.ndarray:
         """Return int64[units]: 1 for each that may have changed after this count of the optimizer's changes."""
-        changes, slots = optimizer.core.changes, optimizer.parts.registration.slots
+        changes, slots = optimizer.core.changes, optimizer.components.registration.slots
         trained = changes.since(number)
 
         def changed(tensor: torch.Tensor) -> bool:

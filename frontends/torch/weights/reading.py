@@ -82,7 +82,7 @@ class Weights:
         record = self._record_of(tensor)
         if record is not None:
             return [HeldRun(start, numel, partial(_read_shard, record, at)) for start, at, numel in record.runs]
-        values = self._optimizer.parts.device_memory.values(local_of(tensor))
+        values = self._optimizer.components.device_memory.values(local_of(tensor))
         run = flat(values.data) if is_dense(values) else values.detach().contiguous().view(-1)
         return [HeldRun(0, run.numel(), partial(_read, run))]
 
@@ -120,8 +120,8 @@ class Weights:
             return laid(values, target, layout, device, fresh=is_dtensor(tensor)) if wanted else None
 
     def _master(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        parts, lock = self._optimizer.parts, self._optimizer.checkpoints.state_lock
-        return lock.change("a read of master weights", parts.states.whole, tensor, ("master",), dtype)["master"]
+        components, lock = self._optimizer.components, self._optimizer.checkpoints.state_lock
+        return lock.change("a read of master weights", components.states.whole, tensor, ("master",), dtype)["master"]
 
     def _record_of(self, tensor: torch.Tensor) -> PartitionedParameter | None:
         return self._optimizer.sharding.record_of(tensor)
@@ -142,7 +142,7 @@ class Weights:
 
     def _from_host(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor without states while parameters are released, from the copies of its values on the hosts."""
-        values = self._optimizer.parts.device_memory.values(local_of(tensor)).detach()
+        values = self._optimizer.components.device_memory.values(local_of(tensor)).detach()
         return self._from_parts(tensor, values) if is_dtensor(tensor) else values
 
     def _from_parts(self, tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

@@ -62,7 +62,7 @@ def on_four(body):
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("unfrozen", [False, True])
 def test_a_later_parameter_on_processes_that_decide_no_update_is_refused(unfrozen):
-    """A norm without its other parts would be too small, and on each process another."""
+    """A norm without its other components would be too small, and on each process another."""
     found = on_four(
         lambda meshes: [
             refusal(lambda: later(None, meshes.world, unfrozen)),

@@ -28,7 +28,7 @@ from offload_core.support.worker import Background
 
 from ...tree.memory_kinds import pinning_for, start_to_host
 from ..device import ArrayMemory, free_bytes, read
-from ..device_parts import computed
+from ..device_kernels import computed
 from ..launch import meeting
 from ..runs import split_places
 from . import programs

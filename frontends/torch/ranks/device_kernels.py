@@ -2,11 +2,11 @@
 
 import torch
 
-from offload_core.rules import DevicePart
+from offload_core.rules import DeviceKernel
 from offload_core.rules.muon import NewtonSchulz
 
 
-def computed(part: DevicePart, matrix: torch.Tensor) -> torch.Tensor:
+def computed(part: DeviceKernel, matrix: torch.Tensor) -> torch.Tensor:
     """Return what a part makes of a matrix: another one of the same shape, in bfloat16 on the same device."""
     assert isinstance(part, NewtonSchulz)
     return newton_schulz(matrix, part)

@@ -31,7 +31,7 @@ _NUMBERS: "weakref.WeakKeyDictionary[Any, count[int]]" = weakref.WeakKeyDictiona
 """Numbers the groups that were made over each process group; ranks make them in one order."""
 
 
-class OwnGroup:
+class PrivateGroup:
     """A separate gloo group of the ranks of a process group. All ranks compare headers before each exchange.
 
     The program may use ``group`` at the same time. The group is not one of ``torch.distributed``'s, so that an update

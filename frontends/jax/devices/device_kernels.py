@@ -10,7 +10,7 @@ from jax import lax
 
 from offload_core.device.events import Event, Waiting
 from offload_core.device.protocols import Matrices
-from offload_core.rules import DevicePart
+from offload_core.rules import DeviceKernel
 from offload_core.rules.muon import NewtonSchulz
 
 from ..tree.memory_kinds import start_to_host
@@ -36,7 +36,7 @@ def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], ja
 
 
 @partial(jax.jit, static_argnums=1)
-def _compute(matrix: jax.Array, part: DevicePart) -> jax.Array:
+def _compute(matrix: jax.Array, part: DeviceKernel) -> jax.Array:
     assert isinstance(part, NewtonSchulz)
     return newton_schulz(matrix, part)
 

@@ -1,5 +1,5 @@
-"""Makes the parts of an optimizer: the core's core, and what maps torch's tensors into it. The one place where they
-are composed, for an optimizer alone and for that of an engine."""
+"""Makes the components of an optimizer: the core's engine, and what maps torch's tensors into it. The one place where
+they are composed, for an optimizer alone and for that of an engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -31,8 +31,8 @@ from .state_io import TorchStates
 
 
 @dataclass(frozen=True)
-class Parts:
-    """The parts of an open optimizer that hold parameters and states."""
+class Components:
+    """The components of an open optimizer that hold parameters and states."""
 
     core: Engine
     registration: Registration
@@ -83,7 +83,7 @@ class Parts:
         gradients.defer_gradients_of([slots[param].index for param in finalized if param in slots])
 
     def unregister(self) -> None:
-        """Remove the hooks from the parameters, which other parts may then take on."""
+        """Remove the hooks from the parameters, which other components may then take on."""
         self.grad_hooks.close()
         self.registration.close()
 
@@ -95,7 +95,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Foundation:
-    """The parts of an optimizer that stay when its parameters start over.
+    """The components of an optimizer that stay when its parameters start over.
 
     Attributes:
         memory: the core's device.
@@ -175,14 +175,14 @@ class Foundation:
         own = this_process() if core.world_size == 1 else ()
         return cls(core, world.memory, casts, sharding, device, early_copy, ranks or own)
 
-    def parts(
+    def components(
         self,
         owner: Owner,
         named: Sequence[NamedParam],
         groups: Sequence[Mapping[str, Any]],
         model: nn.Module | None,
-    ) -> Parts:
-        """Make the other parts, and take on these parameters as the first ones.
+    ) -> Components:
+        """Make the other components, and take on these parameters as the first ones.
 
         Args:
             groups: the optimizer's parameter groups.
@@ -202,10 +202,10 @@ class Foundation:
         device_memory = DeviceMemory(core, self.memory, registration, grad_hooks, sharding)
         states = TorchStates(core, registration)
         gradients = TorchGradients(core, registration, grad_hooks, states)
-        parts = Parts(core, registration, grad_hooks, states, gradients, device_memory, sharding)
-        parts.register(named, groups, model)
+        components = Components(core, registration, grad_hooks, states, gradients, device_memory, sharding)
+        components.register(named, groups, model)
         sharding.keep_frozen([param for _, param, _ in named])
-        return parts
+        return components
 
 
 def trained(named: Sequence[NamedParam]) -> list[NamedParam]:
