@@ -249,10 +249,10 @@ class JsonLines(Writer):
         rest = reader.read()
         reader.detach()
         if rest:
-            with open(self.path.with_name(f"{self.path.stem}.superseded{self.path.suffix}"), "ab") as aside:
-                aside.write(rest if rest.endswith(b"\n") else rest + b"\n")
-                aside.flush()
-                os.fsync(aside.fileno())
+            with open(self.path.with_name(f"{self.path.stem}.superseded{self.path.suffix}"), "ab") as superseded:
+                superseded.write(rest if rest.endswith(b"\n") else rest + b"\n")
+                superseded.flush()
+                os.fsync(superseded.fileno())
             os.ftruncate(self._file.fileno(), keep)
 
     def close(self) -> None:

@@ -154,7 +154,7 @@ class _Writer:
         self._end()
         self.path = self._folder / name
         self._names.append(name)
-        self._file = FileIO(_aside(self.path), "w")
+        self._file = FileIO(_temporary(self.path), "w")
         self.write(np.frombuffer(header, np.uint8))
 
     def write(self, values: np.ndarray | None) -> None:
@@ -178,7 +178,7 @@ class _Writer:
             self.path = self._folder / name
             if name == _INDEX:
                 names_to_disk(self._folder)
-            os.replace(_aside(self.path), self.path)
+            os.replace(_temporary(self.path), self.path)
         names_to_disk(self._folder)
         self._remove(lambda name: name not in self._names)
         names_to_disk(self._folder)
@@ -194,11 +194,11 @@ class _Writer:
                 self._file.close()
         for name in self._names:
             with suppress(OSError):
-                _aside(self._folder / name).unlink(missing_ok=True)
+                _temporary(self._folder / name).unlink(missing_ok=True)
         for folder in self._made:
             with suppress(OSError):
                 folder.rmdir()
 
 
-def _aside(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")

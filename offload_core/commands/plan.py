@@ -192,7 +192,7 @@ class _Tier:
     plan: MemoryPlan
     missing: dict[str, int]
     step: StepTime
-    matrix_work: list[int]
+    matrix_flops: list[int]
     """The multiplications of each rank with matrices."""
     disk: _Disk | None = None
     """None: no states are on a disk."""
@@ -263,8 +263,8 @@ def run(args: argparse.Namespace) -> int:
         if disk_table := _disk_table(tiers):
             print(f"{disk_table}\n")
         print(_format_table(formats))
-        if work := _matrix_work(tiers[0]):
-            print(f"\n{work}")
+        if flops := _matrix_flops(tiers[0]):
+            print(f"\n{flops}")
         for alike in _alike(tiers):
             print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
         if not fitting:
@@ -386,8 +386,8 @@ class _Asked:
             a_day = None if step.disk is None else written * _DAY / step.seconds
             disk = _Disk(traffic.disk_read, traffic.disk_write, a_day)
         about = {**about, "offload_optimizer": store}
-        work, working = planner.matrix_work(specs), planner.terms.working_sizes(planner.terms.kinds(specs))
-        return _Tier(about, plan, missing, step, work, disk, working, self.frozen)
+        flops, working = planner.matrix_flops(specs), planner.terms.working_sizes(planner.terms.kinds(specs))
+        return _Tier(about, plan, missing, step, flops, disk, working, self.frozen)
 
     @property
     def device_memory(self) -> int | None:
@@ -700,12 +700,12 @@ def _time_table(tiers: Sequence[_Tier]) -> str:
     return format_table(lines, ["time", "step", "of it: update", "to host", "to device", "compute"])
 
 
-def _matrix_work(tier: _Tier) -> str:
+def _matrix_flops(tier: _Tier) -> str:
     """Say how the work with matrices is spread over the ranks; empty if there is none."""
-    most, mean = max(tier.matrix_work), sum(tier.matrix_work) / len(tier.matrix_work)
+    most, mean = max(tier.matrix_flops), sum(tier.matrix_flops) / len(tier.matrix_flops)
     if not most:
         return ""
-    n = len(tier.matrix_work)
+    n = len(tier.matrix_flops)
     share = f", the busiest of {n} ranks {most / mean:.2f} of the mean" if n > 1 else ""
     return f"matrices: {2 * most:.3g} operations a step on a rank, in bfloat16{share}"
 
@@ -756,6 +756,6 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
             if row.n_bytes
         ],
         "step": {**asdict(tier.step), "seconds": tier.step.seconds},
-        "matrix_work": tier.matrix_work,
+        "matrix_flops": tier.matrix_flops,
         "disk": tier.disk and asdict(tier.disk),
     }

@@ -165,21 +165,21 @@ def shard_unit(block: int) -> int:
     return math.lcm(ALIGNMENT, block)
 
 
-def matrices_of(bucket: Bucket, loads: list[int], work: int) -> list[tuple[int, int, int]]:
+def matrices_of(bucket: Bucket, loads: list[int], flops: int) -> list[tuple[int, int, int]]:
     """Return ``(parameter, offset, rank)`` of each matrix in a bucket: the rank is the one that computes with it.
 
     Each goes to the rank that has the least work so far.
 
     Args:
         loads: the work that each rank has; that of these matrices is added.
-        work: of each of the bucket's matrices.
+        flops: of each of the bucket's matrices.
     """
     assert bucket.matrix is not None
     found = []
     for piece in bucket.pieces:
         for offset in range(piece.offset, piece.offset + piece.numel, math.prod(bucket.matrix)):
             rank = min(range(len(loads)), key=loads.__getitem__)
-            loads[rank] += work
+            loads[rank] += flops
             found.append((piece.param, offset, rank))
     return found
 

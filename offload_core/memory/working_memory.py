@@ -153,12 +153,12 @@ class Blocks:
                     if (loan := self._loans.get(block)) is not None and loan() is None:
                         self._loans.pop(block, None)
             for size in sorted(self._free, reverse=True):
-                while (free := self._take(size)) is not None and self._let_go(free):
+                while (free := self._take(size)) is not None and self._free_idle(free):
                     del free
             if needs == [*self._needs]:  # else a thread that ended a need may have missed a block that was in hand here
                 return
 
-    def _let_go(self, block: Block) -> bool:
+    def _free_idle(self, block: Block) -> bool:
         """Forget a block that was taken from the free ones, unless an engine needs it: then it is free again.
 
         The block is taken out of the count *before* the needs are compared. So two threads that each take a block see

@@ -417,14 +417,14 @@ class Planner:
                     held -= 0 if of[member] else _bytes(specs[member])
         return seen
 
-    def matrix_work(self, specs: Sequence[ParamSpec]) -> list[int]:
+    def matrix_flops(self, specs: Sequence[ParamSpec]) -> list[int]:
         """Return the matrix multiplications of each rank in an update of all parameters."""
-        work = [0] * self.terms.device.world_size
+        flops = [0] * self.terms.device.world_size
         for bucket in self.terms.cut(specs):
             part = self.terms.rule_of(bucket).device_kernel
             if part is not None and bucket.matrix is not None:
-                matrices_of(bucket, work, part.work(bucket.matrix))
-        return work
+                matrices_of(bucket, flops, part.flops(bucket.matrix))
+        return flops
 
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
         """Return the bytes that a step moves, and the bytes that its last bucket moves.

@@ -61,7 +61,7 @@ class NewtonSchulz(DeviceKernel):
     eps: float
     steps: int
 
-    def work(self, matrix: Matrix) -> int:
+    def flops(self, matrix: Matrix) -> int:
         small, large = sorted(matrix)
         return self.steps * small * small * (2 * large + small)
 

@@ -39,7 +39,7 @@ class DeviceKernel(ABC):
     """A part of an update that the device computes, from whole matrices in bfloat16 to such matrices."""
 
     @abstractmethod
-    def work(self, matrix: Matrix) -> int:
+    def flops(self, matrix: Matrix) -> int:
         """Return the multiplications that a matrix costs."""
 
     @abstractmethod

@@ -78,7 +78,7 @@ class LiveParams:
         self._state_lock = state_lock
         """The lock of the pipeline that updates these parameters."""
         self._order = UseOrder()
-        self._aside: list[UseOrder] = []
+        self._tracked: list[UseOrder] = []
         self._params: list[PartitionedParam] = []
         self._whole: dict[PartitionedParam, None] = {}
         self._ahead: dict[PartitionedParam, None] = {}
@@ -182,13 +182,13 @@ class LiveParams:
     def begin_untracked(self) -> None:
         """Begin uses that are not recorded, because their number may differ between ranks, and all ranks must predict
         the same order. The used parameters are already whole."""
-        self._aside.append(self._order)
+        self._tracked.append(self._order)
         self._order = UseOrder(self._order.sizes)
 
     @changes("a gathering of parameters")
     def end_untracked(self) -> None:
         """End the last :meth:`begin_untracked`."""
-        self._order = self._aside.pop()
+        self._order = self._tracked.pop()
 
     # --- decisions -----------------------------------------------------------------------------------
 

@@ -55,7 +55,7 @@ class LocalBuckets:
         self.staging: StagingRing | None = None
         self.directions: StagingRing | None = None
         """Memory for matrices in flight to and from the device; None: no rule needs any."""
-        self._matrix_work = [0] * device.world_size
+        self._matrix_flops = [0] * device.world_size
         """The matrix multiplications of each rank in an update of all parameters."""
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets in flight to the host, oldest first, each with the task that ends its copy. Each may hold staging."""
@@ -155,7 +155,7 @@ class LocalBuckets:
         if part is None or shape is None:
             return None
         return Matrices(
-            part, shape, tuple(starmap(OneMatrix, matrices_of(bucket, self._matrix_work, part.work(shape))))
+            part, shape, tuple(starmap(OneMatrix, matrices_of(bucket, self._matrix_flops, part.flops(shape))))
         )
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:

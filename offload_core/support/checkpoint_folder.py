@@ -40,16 +40,16 @@ def durable(path: Path, text: str) -> None:
 
 def _prepare(path: Path, text: str) -> Path:
     """Write the file to the disk under a temporary name, and return that."""
-    aside = path.with_name(f".{path.name}{PREPARED}")
+    temporary = path.with_name(f".{path.name}{PREPARED}")
     try:
-        with aside.open("w", encoding="utf-8") as file:
+        with temporary.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             to_disk(file.fileno())
     except BaseException:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
-    return aside
+    return temporary
 
 
 def latest_name(folder: Path) -> str:
@@ -92,12 +92,12 @@ def commit(unfinished: Path, name: str, *, latest: str | None = LATEST) -> Path:
     """
     folder = unfinished.parent
     names = None if latest is None else _prepare(folder / latest, f"{name}\n")  # first: the disk may be full
-    aside, exchanged = _replaced(folder / name), False
+    temporary, exchanged = _replaced(folder / name), False
     try:
         if os.path.exists(folder / name):
             exchanged = exchange(unfinished, folder / name)
             if not exchanged:
-                (folder / name).rename(aside)
+                (folder / name).rename(temporary)
         if not exchanged:
             unfinished.rename(folder / name)
         names_to_disk(folder)
@@ -113,7 +113,7 @@ def commit(unfinished: Path, name: str, *, latest: str | None = LATEST) -> Path:
         put_back(folder / name)
         raise
     names_to_disk(folder)
-    for earlier in (unfinished, aside):
+    for earlier in (unfinished, temporary):
         if earlier.exists():
             discard(earlier)
     return folder / name

@@ -163,9 +163,9 @@ class FakeDevice:
 
         return self._enqueue("to_host", host.nbytes, compute)
 
-    def compute(self, work: Callable[[], object]) -> Event:
-        """Call ``work`` in the compute lane, after all earlier tasks of that lane."""
-        self._computing = self._lanes["compute"].submit(work)
+    def compute(self, task: Callable[[], object]) -> Event:
+        """Call ``task`` in the compute lane, after all earlier tasks of that lane."""
+        self._computing = self._lanes["compute"].submit(task)
         return _LaneEvent(self, self._computing)
 
     def mark(self) -> Event:

@@ -208,8 +208,8 @@ def test_a_checkpoint_with_a_tag_takes_the_place_of_that_of_the_same_tag(tmp_pat
 def test_a_tag_whose_replacement_was_killed_is_the_old_checkpoint_or_the_new_one(tmp_path, moment):
     subject = make()
     old, _ = save(subject, tmp_path, step=3, tag="best")
-    aside = tmp_path / ".best.replaced"
-    old.rename(aside)
+    temporary = tmp_path / ".best.replaced"
+    old.rename(temporary)
     if moment == "replaced":
         new, _ = save(make(), tmp_path / "new", step=4, tag="best")
         new.rename(old)

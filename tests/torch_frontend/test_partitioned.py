@@ -949,7 +949,7 @@ class KeepsLossAside(nn.Module):
         self.weight = nn.Parameter(torch.randn(8, 4, generator=torch.Generator().manual_seed(0)))
 
     def forward(self, x):
-        self.aside = (torch.tanh(x @ self.weight) @ self.weight.T).square().mean()
+        self.temporary = (torch.tanh(x @ self.weight) @ self.weight.T).square().mean()
         return x
 
 
@@ -962,6 +962,6 @@ def test_a_leaf_module_s_parameters_are_there_for_a_loss_that_a_module_inside_ke
     for engine in (plain, parted):
         for step in range(2):
             engine(torch.ones(2, 8, device=place()) * step)
-            engine.backward(engine.module[0][0].aside)
+            engine.backward(engine.module[0][0].temporary)
             engine.step()
     assert_same(plain, parted)

@@ -144,8 +144,8 @@ class Watch:
             if left > 0:
                 time.sleep(min(left, 1))
                 continue
-            late = TimeoutError(f"no answer in {self._seconds} seconds")
-            self._end(str(CollectiveError.of(rank, what, late)))
+            timeout = TimeoutError(f"no answer in {self._seconds} seconds")
+            self._end(str(CollectiveError.of(rank, what, timeout)))
             return
 
 

@@ -153,8 +153,8 @@ class PrivateGroup:
             # Made here: where the compiler evaluates frames, a caller keeps its arguments until the call returns.
             views = [array.reshape(-1).view(np.uint8) for array in arrays]
             readers.extend(map(weakref.ref, views))
-            for work in start(self._gloo[0], *map(torch.from_numpy, views)):
-                work.wait()
+            for handle in start(self._gloo[0], *map(torch.from_numpy, views)):
+                handle.wait()
 
         with self._lock:
             self._guarded(what, transfer)

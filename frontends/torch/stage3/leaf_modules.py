@@ -103,8 +103,8 @@ class LeafModules:
         """Finalize the parameters of runs that ended in a backward, unless another run still uses them."""
         finalized = [param for run in runs for param in self._last_of(run)]
         if finalized:
-            late = self._finalize(finalized, ended=False)
-            self._unfinalized[task].difference_update(param for param in finalized if param not in late)
+            stragglers = self._finalize(finalized, ended=False)
+            self._unfinalized[task].difference_update(param for param in finalized if param not in stragglers)
 
     def end_backward(self, runs: Iterable[LeafRun], task: int) -> None:
         """End these runs, and finalize all other parameters that the backward has reached."""

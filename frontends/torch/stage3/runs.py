@@ -242,9 +242,9 @@ class ModuleRuns:
             around = next((outer for outer in reversed(self.forwards) if outer.is_leaf), None)
             for keeper in (run, around):
                 if keeper is not None and (keeper.params or keeper.leaf) and torch.is_grad_enabled():
-                    aside = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
+                    attributes = [value for value in vars(module).values() if isinstance(value, torch.Tensor)]
                     opaque = keeper is run and len(leaves) > len(tensors)
-                    self._expect_backward(keeper, [*tensors, *aside], opaque=opaque)
+                    self._expect_backward(keeper, [*tensors, *attributes], opaque=opaque)
         finally:
             self.whole.release(run.params)
             if outer is None and backward_number() == NO_BACKWARD and (output is None or not torch.is_grad_enabled()):

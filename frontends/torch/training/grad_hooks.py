@@ -190,9 +190,9 @@ class GradHooks:
         indices = {self._slots[param].index for param in params if param in self._slots}
         if not self._early or not (indices or ended):
             return set()
-        late = self._gradients.finalize(indices, ended=ended)
+        stragglers = self._gradients.finalize(indices, ended=ended)
         self.fresh = self._reduces = True
-        return {self._param_table.params[i] for i in late}
+        return {self._param_table.params[i] for i in stragglers}
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
         """Pass gradients that fit to the core. With ``early``, put stand-ins in their places."""

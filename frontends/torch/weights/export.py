@@ -50,16 +50,16 @@ def write_with_torch(values: Any, path: Path) -> None:
     Raises:
         CheckpointError: it cannot be written; no part of it is left, and an earlier one stays.
     """
-    aside = path.with_name(f"{path.name}.tmp")
+    temporary = path.with_name(f"{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            torch.save(values, aside)
-            with aside.open("rb") as file:
+            torch.save(values, temporary)
+            with temporary.open("rb") as file:
                 to_disk(file.fileno())
-            aside.replace(path)
+            temporary.replace(path)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)
             raise
     except (OSError, RuntimeError) as error:  # torch's writer raises the second
         why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
