@@ -20,7 +20,7 @@ from .checkpoint.on_signal import SaveOnSignal
 from .checkpoint.reader import Checkpoint, Loaded, Opened, Want
 from .checkpoint.saved_weights import SavedWeights
 from .checkpoint.shard_writer import Source
-from .checkpoint.stateful import DeferredLoad, RandomState, Run, run_deferred
+from .checkpoint.stateful import DeferredLoad, RandomState, TrainingRun, run_deferred
 from .checkpoint.values import ArrayType, encode
 from .config.options import OffloadConfig
 from .device.protocols import Device, GatheringDevice
@@ -62,7 +62,6 @@ __all__ = [
     "Opened",
     "Parameters",
     "RandomState",
-    "Run",
     "SaveOnSignal",
     "SavedWeights",
     "Source",
@@ -72,6 +71,7 @@ __all__ = [
     "StepArguments",
     "StepReport",
     "Target",
+    "TrainingRun",
     "Want",
     "Weight",
     "begins",

@@ -40,9 +40,9 @@ from ..support.user_line import UserLine
 from .loading import Reading, Target, check_model, read_targets
 from .reader import Checkpoint, Loaded, Opened, Want
 from .safetensors import NOT_AS_WRITTEN
-from .saving import Place, Save, all_or_none, failed_elsewhere
+from .saving import Save, TargetFolder, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
-from .stateful import DeferredLoad, Run, check_run, run_deferred
+from .stateful import DeferredLoad, TrainingRun, check_run, run_deferred
 from .values import ArrayType, encode
 
 Names = Mapping[str, str] | Callable[[str], str] | None
@@ -59,7 +59,7 @@ class Contents:
     """This process's runs of tensors that are not trained."""
     shapes: Mapping[str, tuple[tuple[int, ...], np.dtype]] = field(default_factory=dict)
     """Shape and element type of every tensor that is not trained, in any process."""
-    run: Run | None = None
+    run: TrainingRun | None = None
     """The run that the checkpoint is of; None: weights and states alone are saved."""
     state: Any = None
     """Further plain values; those of process 0 are saved. With a ``run`` they are a dictionary."""
@@ -184,7 +184,7 @@ class Checkpoints:
                 f"{dict(zip(asked, first, strict=True))}; expected the same of all"
             ),
         )
-        place = Place(Path(folder), self._collectives, tag, latest=latest)
+        place = TargetFolder(Path(folder), self._collectives, tag, latest=latest)
         save = Save(place, keep, quiet=wait)
         try:
             save.prepare(step, lambda path: self._prepare(path, contents, tensors, step))
@@ -338,7 +338,7 @@ class Checkpoints:
         publish: Callable[[], None],
         types: Sequence[ArrayType] = (),
         *,
-        run: Run | None = None,
+        run: TrainingRun | None = None,
         accept: Callable[[Loaded], Sequence[DeferredLoad]] = lambda loaded: (),
         states: bool = True,
         strict: bool = True,

@@ -65,7 +65,7 @@ def export_weights(
     checks.integer("max_shard_bytes", max_shard_bytes)
     _check_names(weight.name for weight in weights)
     rank = collectives.rank
-    writer = _Writer(Path(folder)) if rank == 0 else None
+    writer = _FileWriter(Path(folder)) if rank == 0 else None
 
     def failed(others: str) -> CheckpointError:
         return CheckpointError(f"{folder}: rank {others} could not write there; its own error says why")
@@ -84,15 +84,15 @@ def export_weights(
 
     shards = _shards(weights, max_shard_bytes)
     try:
-        on_rank_0(_Writer.start)
+        on_rank_0(_FileWriter.start)
         for name, shard in shards.items():
             header, _, _ = plan_file({w.name: (w.dtype, w.shape) for w in shard}, _METADATA)
-            on_rank_0(_Writer.begin, name, header)
+            on_rank_0(_FileWriter.begin, name, header)
             for weight in shard:
-                on_rank_0(_Writer.write, weight.read(rank == 0))
+                on_rank_0(_FileWriter.write, weight.read(rank == 0))
         if len(shards) > 1:
-            on_rank_0(_Writer.begin, _INDEX, _index(shards))
-        on_rank_0(_Writer.commit)
+            on_rank_0(_FileWriter.begin, _INDEX, _index(shards))
+        on_rank_0(_FileWriter.commit)
     except BaseException:
         if writer is not None:
             writer.abandon()
@@ -133,7 +133,7 @@ def _index(shards: dict[str, list[Weight]]) -> bytes:
     return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
 
 
-class _Writer:
+class _FileWriter:
     """The files of one export: written under other names, and renamed together at the end."""
 
     def __init__(self, folder: Path) -> None:

@@ -400,10 +400,10 @@ class Loaded:
             raise CheckpointError(f"{checkpoint.path / MANIFEST}: incomplete ({error!r})") from None
 
     def _decode(self, rank: int, value: Any) -> Any:
-        return decode(value, _Values(self.checkpoint, rank), self._types)
+        return decode(value, _PlainArrays(self.checkpoint, rank), self._types)
 
 
-class _Values(Sequence[np.ndarray]):
+class _PlainArrays(Sequence[np.ndarray]):
     """The arrays of a process's plain values."""
 
     def __init__(self, checkpoint: Readable, rank: int) -> None:

@@ -32,7 +32,7 @@ NOT_AS_WRITTEN = (ValueError, KeyError, TypeError, IndexError, AttributeError, O
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: its element type and shape, and the place of its bytes, counted from the file's start."""
 
     dtype: np.dtype
@@ -67,7 +67,7 @@ def checked_integer(value: Any) -> int:
 
 def plan_file(
     tensors: Mapping[str, tuple[np.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, Stored], int]:
+) -> tuple[bytes, dict[str, StoredTensor], int]:
     """The header of a file of these tensors, the place of each, and the file's size in bytes.
 
     Tensors follow each other without gaps, in the order given. That should be the order of falling element size,
@@ -84,11 +84,13 @@ def plan_file(
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     start = _LENGTH_BYTES + len(text)
     header = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    stored = {name: Stored(dtype, tuple(shape), start + relative[name]) for name, (dtype, shape) in tensors.items()}
+    stored = {
+        name: StoredTensor(dtype, tuple(shape), start + relative[name]) for name, (dtype, shape) in tensors.items()
+    }
     return header, stored, start + at
 
 
-def read_header(path: Path) -> dict[str, Stored]:
+def read_header(path: Path) -> dict[str, StoredTensor]:
     """The tensors of a file.
 
     Raises:
@@ -111,7 +113,9 @@ def read_header(path: Path) -> dict[str, Stored]:
         for name, entry in json.loads(text).items():
             if name != "__metadata__":
                 begin, end = map(checked_integer, entry["data_offsets"])
-                found[name] = Stored(SAFETENSORS_DTYPES[entry["dtype"]], checked_shape(entry["shape"]), start + begin)
+                found[name] = StoredTensor(
+                    SAFETENSORS_DTYPES[entry["dtype"]], checked_shape(entry["shape"]), start + begin
+                )
                 if end - begin != found[name].n_bytes or end > size - start:
                     raise ValueError(f"{name} has bytes {begin} to {end}")
     except NOT_AS_WRITTEN as error:

@@ -54,7 +54,7 @@ def failed_elsewhere(what: str, others: str) -> CheckpointError:
     return CheckpointError(f"{what} of a checkpoint failed in process {others}, and so in all; it says there why")
 
 
-class Place:
+class TargetFolder:
     """The folder in which a checkpoint is written.
 
     Args:
@@ -158,7 +158,7 @@ class Save:
         quiet: do not warn of a failure, because the caller waits and gets the error.
     """
 
-    def __init__(self, place: Place, keep: int | None, quiet: bool) -> None:
+    def __init__(self, place: TargetFolder, keep: int | None, quiet: bool) -> None:
         self._place = place
         self._keep = keep
         self._quiet = quiet

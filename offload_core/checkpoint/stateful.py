@@ -143,7 +143,7 @@ def _check_objects(stateful: Mapping[str, Any] | None) -> None:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """What a checkpoint holds of a training run beside weights and optimizer states."""
 
     stateful: Mapping[str, Any] | None = None

@@ -75,7 +75,7 @@ class ArrayBytes:
         return cls(params, n_bytes, sum(once) if on_host else n_bytes, n_bytes)
 
 
-class DiskTier(NamedTuple):
+class DiskSetting(NamedTuple):
     """Settings that keep all states on a disk, and maybe parameters."""
 
     setting: str
@@ -101,7 +101,7 @@ class MemoryPlan:
     """Bytes of the device that the model takes now; the plan's rows replace them."""
     savings: tuple[tuple[str, int], ...] = ()
     """Settings that store states in fewer bytes, and the bytes that each would save on the host, least first."""
-    on_disk: tuple[DiskTier, ...] = ()
+    on_disk: tuple[DiskSetting, ...] = ()
     """The settings that move states, or more, to a disk, least first; empty: they are there."""
     free_elsewhere: Mapping[str, int | None] = field(default_factory=dict)
     """Free bytes by place, of places that are neither the host nor the device; None: unknown, and counted as enough."""

@@ -21,7 +21,7 @@ from ..memory.plan import (
     PARAMETER_SHARDS,
     PARAMETERS,
     PARAMETERS_ON_WAY,
-    DiskTier,
+    DiskSetting,
     MemoryPlan,
     PlanRow,
 )
@@ -210,7 +210,7 @@ class Planner:
         }
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
-    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[DiskTier, ...]:
+    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[DiskSetting, ...]:
         """Return the settings that keep all states on a disk, and the settings that also keep host parameters there."""
         config = self.terms.config
         if self.terms.store_kind.place != HOST:
@@ -223,7 +223,7 @@ class Planner:
             there = self._with(**ON_DISK, nvme_path=FOLDER, **more)
             named = {"offload_optimizer": ON_DISK["offload_optimizer"], "nvme_path": FOLDER, **more}
             found.append(
-                DiskTier(
+                DiskSetting(
                     ", ".join(f"{name}={value!r}" for name, value in named.items()),
                     self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen),
                     there._bytes_in(there.terms.store_kind.place, specs, frozen),

@@ -8,12 +8,12 @@ import numpy as np
 
 from ..config.state_formats import StateFormat
 from ..disk.scratch import ALIGNMENT, aligned
-from .arrays import StateArray, Stored
+from .arrays import StateArray, StateMemory
 
 _BYTE = np.dtype(np.uint8)
 
 
-class Span(NamedTuple):
+class ByteRange(NamedTuple):
     """A range of bytes of a block."""
 
     start: int
@@ -30,10 +30,10 @@ class StateLayout:
 
     format: StateFormat
     numel: int
-    upper: Span | None
+    upper: ByteRange | None
     """The parameter, if it is kept with the state."""
-    data: Span
-    beside: Span | None
+    data: ByteRange
+    beside: ByteRange | None
 
     def array(self, memory: np.ndarray, threads: int) -> StateArray:
         """Return the state in a block's memory."""
@@ -44,9 +44,9 @@ class StateLayout:
         assert data is not None
         if upper is not None and self.format.upper is not None:
             upper = upper.view(self.format.upper.numpy)
-        return StateArray(self.format, Stored(data.view(self.format.stored), beside, upper), threads=threads)
+        return StateArray(self.format, StateMemory(data.view(self.format.stored), beside, upper), threads=threads)
 
-    def array_of(self, start: int, stop: int, read: Callable[[Span], np.ndarray], threads: int) -> StateArray:
+    def array_of(self, start: int, stop: int, read: Callable[[ByteRange], np.ndarray], threads: int) -> StateArray:
         """Return elements from ``start``, the first of a block of the format, to ``stop``. ``read`` returns bytes."""
         block = self.format.block
         spans = (
@@ -56,7 +56,7 @@ class StateLayout:
         )
         return self._array([span and read(span) for span in spans], threads)
 
-    def parameter(self, start: int, stop: int) -> Span:
+    def parameter(self, start: int, stop: int) -> ByteRange:
         """Return the bytes of these elements of the parameter, or of the state that it is rounded from."""
         if self.upper is None or self.format.upper is None:
             return _part(self.data, start, stop, self.format.stored.itemsize)
@@ -68,8 +68,8 @@ class StateLayout:
         return self.format.stored if self.format.upper is None else self.format.upper.numpy
 
 
-def _part(span: Span, start: int, stop: int, itemsize: int) -> Span:
-    return Span(span.start + start * itemsize, (stop - start) * itemsize)
+def _part(span: ByteRange, start: int, stop: int, itemsize: int) -> ByteRange:
+    return ByteRange(span.start + start * itemsize, (stop - start) * itemsize)
 
 
 class BlockLayout:
@@ -90,8 +90,8 @@ class BlockLayout:
             beside = self._next(-(-numel // format.block)) if format.encoded else None
             self.states[name] = StateLayout(format, numel, upper, data, beside)
 
-    def _next(self, n_bytes: int) -> Span:
-        span = Span(self.n_bytes, n_bytes)
+    def _next(self, n_bytes: int) -> ByteRange:
+        span = ByteRange(self.n_bytes, n_bytes)
         self.n_bytes += aligned(n_bytes)
         return span
 
@@ -105,7 +105,7 @@ def padded_bytes(format: StateFormat, numel: int) -> int:
     return BlockLayout({"": format}, numel).n_bytes
 
 
-def around(span: Span) -> Span:
+def around(span: ByteRange) -> ByteRange:
     """Return the smallest span around this one whose ends are multiples of ``ALIGNMENT``."""
     start = span.start // ALIGNMENT * ALIGNMENT
-    return Span(start, aligned(span.start + span.n_bytes) - start)
+    return ByteRange(start, aligned(span.start + span.n_bytes) - start)

@@ -16,7 +16,7 @@ from ..memory.host_memory import HostMemory
 from ..memory.plan import BLOCK_COPY, BLOCKS
 from ..support.threads import TaskThread
 from .arrays import StateArray
-from .block_layout import BlockLayout, Span, around
+from .block_layout import BlockLayout, ByteRange, around
 from .slots import BlockOnDisk, Slots
 
 T = TypeVar("T")
@@ -78,7 +78,7 @@ class Ring:
         """Return a copy of a bucket's states."""
         there = self._slots.on_disk[bucket]
         memory = self._memory.allocate(BLOCK_COPY, there.layout.n_bytes, np.dtype(np.uint8))
-        if not self._do(partial(self._slots.copy, bucket, Span(0, memory.size), memory)):
+        if not self._do(partial(self._slots.copy, bucket, ByteRange(0, memory.size), memory)):
             self._files.read(there.start, memory).result()
         return there.layout.arrays(memory, self._threads)
 
@@ -137,7 +137,7 @@ class Ring:
         self._thread.close()
         self._files.close()
 
-    def _bytes(self, start: int, span: Span) -> np.ndarray:
+    def _bytes(self, start: int, span: ByteRange) -> np.ndarray:
         """Read bytes of the block at offset ``start`` from disk."""
         whole = around(span)
         memory = self._memory.allocate(BLOCKS, whole.n_bytes, np.dtype(np.uint8))

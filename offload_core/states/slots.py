@@ -37,7 +37,7 @@ from ..memory.plan import BLOCKS
 from ..support.state_machine import Named, StateMachine
 from ..support.threads import Task
 from .arrays import StateArray
-from .block_layout import BlockLayout, Span
+from .block_layout import BlockLayout, ByteRange
 
 SLOTS = 4
 """Blocks in host memory: one is updated, one is written, and two are read. With three, a read waits for a write."""
@@ -80,7 +80,7 @@ class BlockOnDisk:
     """True if the block was ever written. Else its states are zeros."""
 
 
-class Block(StateMachine[Content, ContentEvent]):
+class LoadedBlock(StateMachine[Content, ContentEvent]):
     """A bucket's states in a slot."""
 
     def __init__(self, on_disk: BlockOnDisk, slot: np.ndarray, arrays: dict[str, StateArray]) -> None:
@@ -116,7 +116,7 @@ class Slots:
         self._submit = submit
         self.on_disk: dict[int, BlockOnDisk] = {}
         """Any thread may read it."""
-        self._blocks: dict[int, Block] = {}
+        self._blocks: dict[int, LoadedBlock] = {}
         """The blocks in slots, least recently used first."""
         self._free: list[np.ndarray] = []
         self._slot_bytes = 0
@@ -144,7 +144,7 @@ class Slots:
         self._expected = deque([bucket for bucket in self._expected if bucket not in buckets] + buckets)
         self._read_ahead()
 
-    def lend(self, bucket: int) -> Block:
+    def lend(self, bucket: int) -> LoadedBlock:
         """Return a block to be changed. Whoever changes it first waits until it has arrived."""
         self._raise_failed()
         self._drop_lent()
@@ -167,7 +167,7 @@ class Slots:
         block.on_disk.version += 1
         self._begin_writing(block)
 
-    def copy(self, bucket: int, span: Span, memory: np.ndarray) -> bool:
+    def copy(self, bucket: int, span: ByteRange, memory: np.ndarray) -> bool:
         """Copy bytes of a block to ``memory``. Return False if they must be read from disk instead."""
         if (block := self._readable(bucket)) is not None:
             np.copyto(memory[: span.n_bytes], block.slot[span.start : span.start + span.n_bytes])
@@ -200,7 +200,7 @@ class Slots:
         block.on_disk.version += 1
         self._blocks[bucket] = self._blocks.pop(bucket)
 
-    def drop(self, block: Block) -> None:
+    def drop(self, block: LoadedBlock) -> None:
         """Free the block's slot. The valid block is then the one on disk."""
         for transfer in (block.arriving, block.leaving):
             if transfer is not None:
@@ -218,14 +218,14 @@ class Slots:
 
     # --- slots ---------------------------------------------------------------------------------------
 
-    def _readable(self, bucket: int) -> Block | None:
+    def _readable(self, bucket: int) -> LoadedBlock | None:
         """Return the block in its slot if it is valid: not lent, not arriving. Else None: read the block on disk."""
         block = self._in_slot(bucket)
         if block is None or block.state is C.LENT or (block.arriving is not None and not block.arriving.done()):
             return None
         return block
 
-    def _in_slot(self, bucket: int) -> Block | None:
+    def _in_slot(self, bucket: int) -> LoadedBlock | None:
         """Return the block if it is in a slot or arriving there. Drop it, and return None, if its read has failed."""
         block = self._blocks.get(bucket)
         if block is None or block.arriving is None or not block.arriving.done() or block.arriving.error() is None:
@@ -233,11 +233,11 @@ class Slots:
         self.drop(block)
         return None
 
-    def _fetch(self, bucket: int, slot: np.ndarray | None = None) -> Block:
+    def _fetch(self, bucket: int, slot: np.ndarray | None = None) -> LoadedBlock:
         """Begin to read a bucket's block."""
         slot = self._slot() if slot is None else slot
         there = self.on_disk[bucket]
-        block = self._blocks[bucket] = Block(there, slot, there.layout.arrays(slot, self._threads))
+        block = self._blocks[bucket] = LoadedBlock(there, slot, there.layout.arrays(slot, self._threads))
         if there.saved:
             block.arriving = self._files.read(there.start, slot[: there.layout.n_bytes])
         else:
@@ -275,13 +275,13 @@ class Slots:
 
     # --- transfers -----------------------------------------------------------------------------------
 
-    def _await_arrived(self, block: Block) -> None:  # waits
+    def _await_arrived(self, block: LoadedBlock) -> None:  # waits
         if block.arriving is not None and (error := block.arriving.error()) is not None:
             self.drop(block)
             raise error
         block.arriving = None
 
-    def _await_left(self, block: Block) -> None:  # waits
+    def _await_left(self, block: LoadedBlock) -> None:  # waits
         if block.leaving is not None:
             error, block.leaving = block.leaving.error(), None
             if error is not None:
@@ -289,19 +289,19 @@ class Slots:
             block.on(CE.SAVE)
             block.on_disk.saved = True
 
-    def _begin_writing(self, block: Block) -> None:
+    def _begin_writing(self, block: LoadedBlock) -> None:
         """Begin to write a newer block, if nobody has begun yet."""
         if block.state is C.NEWER and block.leaving is None:
             there = block.on_disk
             memory = block.slot[: there.layout.n_bytes]
             block.leaving = self._files.write(there.start, memory, partial(self._tell, block))
 
-    def _tell(self, block: Block) -> None:
+    def _tell(self, block: LoadedBlock) -> None:
         """In a thread that has written a block: have the ring's thread handle the end of the write."""
         with suppress(StateError):  # the ring is closed, and has waited for the write
             self._submit(partial(self._after_write, block))
 
-    def _after_write(self, block: Block) -> None:
+    def _after_write(self, block: LoadedBlock) -> None:
         try:
             self._await_left(block)  # the writing thread may not have recorded the end yet
         except BaseException as error:
@@ -342,7 +342,7 @@ class Slots:
                     return
                 self._fetch(bucket, self._free.pop())
 
-    def _spare(self, upcoming: list[int]) -> Block | None:
+    def _spare(self, upcoming: list[int]) -> LoadedBlock | None:
         """Return a block that need not be in memory now."""
         for block in self._blocks.values():
             busy = block.state is not C.CLEAN or block.bucket in upcoming

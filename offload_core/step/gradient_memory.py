@@ -29,7 +29,7 @@ from .local_bucket import LocalBucket
 
 
 @dataclass(eq=False)
-class _Slot:
+class _BufferSlot:
     holder: LocalBucket | None = None
     """The bucket that the slot was lent to last."""
     lent: "weakref.ref[np.ndarray] | None" = None
@@ -54,7 +54,7 @@ class GradientMemory:
         self._buffers: dict[int, Reservation] = {}
         """By bucket, the reservation from which it borrows memory of its size."""
         self._of_slots: Reservation | None = None
-        self._slots: list[_Slot] = []
+        self._slots: list[_BufferSlot] = []
         self._turns = 0
         self._warned = False
 
@@ -76,7 +76,7 @@ class GradientMemory:
             pinned = any(map(terms.buffer_is_pinned, buckets))
             sizes = GRADIENT_SLOTS * [slot_bytes]
             self._of_slots = self._memory.reserve(GRADIENTS_ON_HOST, sizes, pinned=pinned)
-            self._slots = [_Slot() for _ in range(GRADIENT_SLOTS)]
+            self._slots = [_BufferSlot() for _ in range(GRADIENT_SLOTS)]
             self._allocated.gradient_slot_bytes = slot_bytes
         return [None] * len(buckets)
 
@@ -115,7 +115,7 @@ class GradientMemory:
         slot.holder = bucket
         bucket.gradient.buffer = buffer
 
-    def _free_slot(self) -> _Slot | None:
+    def _free_slot(self) -> _BufferSlot | None:
         return next((slot for slot in self._slots if not slot.held), None)
 
     def _warn(self, bucket: LocalBucket) -> None:

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 
-class Blocks:
+class OpenBlocks:
     """The ``with`` blocks of one kind that have begun and not ended, in any thread: true if there is one.
 
     C code begins and ends each, so that no interrupt leaves one open.

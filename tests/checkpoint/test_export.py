@@ -141,7 +141,7 @@ def test_an_export_that_is_cut_off_leaves_the_old_weights_or_the_new_and_never_a
             for owner, name in ((os, "replace"), (os, "unlink"), (os, "fsync")):
                 patch.setattr(owner, name, counted(getattr(owner, name)))
             patch.setattr(
-                "offload_core.checkpoint.export._Writer.abandon", lambda self: self._file and self._file.close()
+                "offload_core.checkpoint.export._FileWriter.abandon", lambda self: self._file and self._file.close()
             )
             try:
                 export(folder, new, 16)

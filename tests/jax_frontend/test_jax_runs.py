@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from frontends.jax.devices import runs
 from frontends.jax.devices.mesh import programs
 from frontends.jax.devices.mesh.axis import LoneDevice, MeshAxis
-from frontends.jax.devices.mesh.programs import Run, Write
+from frontends.jax.devices.mesh.programs import BucketRange, Write
 from tests.support.strategies import law
 
 LARGE = 2**31 + 64
@@ -54,7 +54,7 @@ def programs_of(size):
     def array(*shape, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    places, runs_ = array(1, 2, dtype=jnp.int32), (Run(16, 0),)
+    places, runs_ = array(1, 2, dtype=jnp.int32), (BucketRange(16, 0),)
     mesh_axis = MeshAxis(jax.make_mesh((1,), ("dp",), axis_types=(AxisType.Auto,)), None)
     for name, axis in (("lone", LoneDevice(jax.devices()[0])), ("axis", mesh_axis)):
         yield (
@@ -62,7 +62,7 @@ def programs_of(size):
             jax.jit(programs.reduce_mean(axis), static_argnums=(2, 3, 4)),
             ([array(size)], places, runs_, 16, np.dtype("f4")),
         )
-        write = (Write(Run(16, 0), (size,), False),)
+        write = (Write(BucketRange(16, 0), (size,), False),)
         yield (
             f"publish, {name}",
             jax.jit(programs.gather_and_write(axis), static_argnums=3),

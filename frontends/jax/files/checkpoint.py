@@ -17,9 +17,9 @@ from offload_core.engine import (
     Engine,
     Names,
     RandomState,
-    Run,
     Source,
     Target,
+    TrainingRun,
     Want,
     translation,
 )
@@ -94,7 +94,7 @@ class TreeCheckpoints:
             shapes = {name: _form(name, self._leaves[i]) for name, i in untrained.items()}
             first = self._core.rank == 0
             sources = [s for name, i in untrained.items() for s in _sources(name, self._leaves[i], first=first)]
-        run, state = Run(stateful, extras, RandomState()), {"groups": None}
+        run, state = TrainingRun(stateful, extras, RandomState()), {"groups": None}
         trained = self._of_each(names)
         contents = Contents(trained, sources, shapes, run, state, types=ARRAYS, front_end="jax", parts=True)
         return self._checkpoints.save(folder, contents, self._tensors(), step=updates, keep=keep, wait=wait)
@@ -116,7 +116,7 @@ class TreeCheckpoints:
         with self._checkpoints.together("load"):
             theirs = self._names(names)
             targets = [self._target(theirs[i], i) for i in self._untrained()]
-        run = Run(stateful, random=RandomState() if random_state else None)
+        run = TrainingRun(stateful, random=RandomState() if random_state else None)
         trained, tensors = self._of_each(theirs), self._tensors()
         return self._checkpoints.load(path, trained, targets, tensors, publish, ARRAYS, run=run).state["extras"]
 

@@ -27,7 +27,7 @@ from ..devices.mesh.places import Places
 from ..devices.mesh.processes import JaxProcesses
 from ..devices.mesh.tensors import Donated, MeshGradient, MeshParameter
 from ..tree.memory_kinds import beside_its_device, in_device_memory
-from ..tree.shards import Shard, local_shards, of_parts, on_devices
+from ..tree.shards import ArrayShard, local_shards, of_parts, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf
 from .functions import Compiled, Compute, on_one_device, on_several_devices
@@ -158,7 +158,7 @@ class AsPlaced(ABC):
         return self._arrays.of_parts(leaf, parts, like)
 
     @abstractmethod
-    def _value(self, target: Any, shard: Shard) -> Any:
+    def _value(self, target: Any, shard: ArrayShard) -> Any:
         """Return a part of a parameter, in its own shape, that the core has written."""
 
     # --- whole values --------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ class OnHosts(AsPlaced):
     def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return self.buffers.take()
 
-    def _value(self, target: Any, shard: Shard) -> Any:
+    def _value(self, target: Any, shard: ArrayShard) -> Any:
         return target.reshape(shard.local_shape)
 
 
@@ -251,7 +251,7 @@ class OnDevices(AsPlaced):
     def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
         return self.start(leaves, arrays)
 
-    def _value(self, target: Any, shard: Shard) -> Any:
+    def _value(self, target: Any, shard: ArrayShard) -> Any:
         if shard.numel:
             return target.array
         # It is in no bucket, and the array that it was may be donated by now.

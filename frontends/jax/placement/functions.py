@@ -14,7 +14,7 @@ from offload_core.errors import ConfigError, ParameterError, StateError
 
 from ..devices.context import without_context_mesh
 from ..devices.mesh.axis import REPLICATED, MeshAxis
-from ..devices.mesh.gather import Gathering, Shard
+from ..devices.mesh.gather import DeviceShard, GatherSpec
 from ..devices.mesh.programs import ordered_mean
 from ..tree.memory_kinds import in_device_memory
 from ..tree.shard_layout import ShardLayout
@@ -145,16 +145,16 @@ class RankFunctions:
 
         def seen(leaves: list[Any]) -> list[Any]:
             return [
-                leaf if layout is None else Shard(array, leaf, self._gathering(layout, array))
+                leaf if layout is None else DeviceShard(array, leaf, self._gathering(layout, array))
                 for leaf, array, layout in zip(leaves, trained, layouts, strict=True)
             ]
 
         return list(map(leaf_of, trained, layouts)), seen
 
-    def _gathering(self, layout: ShardLayout, array: jax.Array) -> Gathering:
+    def _gathering(self, layout: ShardLayout, array: jax.Array) -> GatherSpec:
         comm_dtype = jnp.dtype(self._config.communication_dtype or array.dtype)
         dim = layout.dim - len(layout.shape)
-        return Gathering(self._axis.name, layout.world_size, dim, comm_dtype, self._config.reduction == "native")
+        return GatherSpec(self._axis.name, layout.world_size, dim, comm_dtype, self._config.reduction == "native")
 
     def _split(self, in_specs: Any, args: tuple, kwargs: dict[str, Any]) -> "tuple[_Split, list[Any]]":
         """Return the cut of the arguments, and their leaves on the mesh."""

@@ -20,7 +20,7 @@ from .gradients import check_alike, given_gradients
 from .loss_scale import DeviceScale
 
 
-class MicroStep(NamedTuple):
+class UpdateArguments(NamedTuple):
     """The arguments of an update, after all checks."""
 
     gradients: dict[int, Any]
@@ -57,7 +57,7 @@ class TreeUpdates:
         self._followed = self._parameters.publications
         """The number of the core's last publication of which leaves were made."""
 
-    def check(self, grads: Any, learning_rate: Any = None, *, donate: bool) -> MicroStep:
+    def check(self, grads: Any, learning_rate: Any = None, *, donate: bool) -> UpdateArguments:
         """Check everything, and return all that :meth:`take` needs.
 
         An error in one process is an error in all. Otherwise the others would wait for ever.
@@ -91,7 +91,7 @@ class TreeUpdates:
                 for i, part in zip(leaf.params, parts, strict=True):
                     self._gradients.check(i, part)
                     gradients[i] = part
-        return MicroStep(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
+        return UpdateArguments(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
 
     def _hypers(self, learning_rate: Any) -> list[Hyper]:
         """Return the hyperparameters of this update, as :func:`_of_each_group`."""
@@ -112,7 +112,7 @@ class TreeUpdates:
             raise ConfigError(f"update {updates}: {error}") from None
         return _of_each_group(hypers)
 
-    def take(self, given: MicroStep) -> None:
+    def take(self, given: UpdateArguments) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
         core = self._core
         if self._gradients.at_boundary:

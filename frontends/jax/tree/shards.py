@@ -14,7 +14,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Shard(regions.Box):
+class ArrayShard(regions.Box):
     """A part of an array, and the devices of this process that hold it; the core's ``Elements`` of a parameter that is
     this part."""
 
@@ -30,7 +30,7 @@ class Shard(regions.Box):
 
 
 @functools.lru_cache(maxsize=4096)
-def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number: int) -> tuple[Shard, ...]:
+def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number: int) -> tuple[ArrayShard, ...]:
     """Return the parts of an array that this process has, each once, however many devices hold it.
 
     Args:
@@ -45,7 +45,7 @@ def local_shards(sharding: jax.sharding.Sharding, shape: tuple[int, ...], number
         processes = sorted({device.process_index for device in devices})
         counted = processes[turn % len(processes)] == jax.process_index()
         if here:
-            found.append(Shard(shape, box, here, here[turn % len(here)], counted))
+            found.append(ArrayShard(shape, box, here, here[turn % len(here)], counted))
     return tuple(found)
 
 

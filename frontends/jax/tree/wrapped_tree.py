@@ -9,7 +9,7 @@ import jax
 from offload_core.errors import OffloadError, ParameterError, StateError
 
 from .shard_layout import ShardLayout
-from .shards import Shard
+from .shards import ArrayShard
 from .trees import check_paths, flatten, form, is_unreduced, of_params
 
 
@@ -25,7 +25,7 @@ class Leaf:
     """The numbers of the core's parameters that make up this parameter."""
     layout: ShardLayout | None = None
     """The cut over ranks (stage 3 on a mesh axis); None: it has none."""
-    shards: tuple[Shard, ...] = ()
+    shards: tuple[ArrayShard, ...] = ()
     """Its parts in this process, one for each of ``params``, if it stays as it was placed."""
 
 

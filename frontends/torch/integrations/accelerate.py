@@ -41,13 +41,13 @@ def save_in_shards(accelerator: Accelerator, model: nn.Module, optimizer: Any, *
         raise ConfigError(
             f"save_in_shards: the optimizer is {got}, expected an OffloadedAdamW as accelerator.prepare() returned it"
         )
-    states = _States(accelerator.unwrap_model(model), optimizer, folder)
+    states = _AccelerateStates(accelerator.unwrap_model(model), optimizer, folder)
     vars(optimizer).update(state_dict=states.state_dict, load_state_dict=states.load_state_dict)
     accelerator.register_save_state_pre_hook(states.save)
     accelerator.register_load_state_pre_hook(states.load)
 
 
-class _States:
+class _AccelerateStates:
     """Replaces an optimizer's ``state_dict`` and ``load_state_dict``, which Accelerate calls after its hooks."""
 
     def __init__(self, model: nn.Module, optimizer: AcceleratedOptimizer, folder: str) -> None:

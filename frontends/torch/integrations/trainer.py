@@ -216,7 +216,7 @@ class OffloadTrainer(Trainer):
         if self._scheduler is not None and self.lr_scheduler is None:
             config = _scheduled(self._scheduler, self.args, num_training_steps)
             optimizer = self.optimizer if optimizer is None else optimizer
-            schedule: Any = _Schedule(optimizer, config)
+            schedule: Any = _TrainerSchedule(optimizer, config)
             self.lr_scheduler = schedule
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
@@ -397,7 +397,7 @@ class _Groups(torch.optim.Optimizer):
         super().__init__(params, {})
 
 
-class _Schedule(torch.optim.lr_scheduler.LRScheduler):
+class _TrainerSchedule(torch.optim.lr_scheduler.LRScheduler):
     """A schedule of DeepSpeed's: learning rate and betas by the number of updates made so far."""
 
     def __init__(self, optimizer: Any, config: OffloadConfig) -> None:

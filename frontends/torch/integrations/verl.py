@@ -88,7 +88,7 @@ class OffloadEngine(FSDPEngine):  # type: ignore[misc]
     def initialize(self) -> None:
         """Build the model and its engine, and the learning-rate schedule; release it as ``param_offload`` says."""
         self._build_model_optimizer()
-        self.checkpoints = _Checkpoints(self)
+        self.checkpoints = _VerlCheckpoints(self)
         self.to("cpu", model=self.is_param_offload_enabled, optimizer=False, grad=False)
 
     def _init_device_mesh(self) -> None:
@@ -232,7 +232,7 @@ class OffloadEngine(FSDPEngine):  # type: ignore[misc]
         max_ckpt_to_keep: int | None = None,
         **kwargs: Any,
     ) -> None:
-        """Save to a folder that all ranks share; see :class:`_Checkpoints`. ``hdfs_path`` is the caller's."""
+        """Save to a folder that all ranks share; see :class:`_VerlCheckpoints`. ``hdfs_path`` is the caller's."""
         self.checkpoints.save_checkpoint(local_path, hdfs_path, global_step, max_ckpt_to_keep)
 
     def load_checkpoint(
@@ -262,7 +262,7 @@ class _Loss:
         self._engine.backward(self._loss, average=False)
 
 
-class _Checkpoints(BaseCheckpointManager):  # type: ignore[misc]
+class _VerlCheckpoints(BaseCheckpointManager):  # type: ignore[misc]
     """Checkpoints in verl's folders: ``offload/`` holds ours, ``huggingface/`` the configuration and the tokenizer.
 
     Ours has weights, states, the schedule and random generators. ``hf_model`` among verl's ``save_contents`` adds whole

@@ -21,7 +21,7 @@ from ..training.steps import Steps
 _NONE: Mapping[torch.Tensor, Slot] = MappingProxyType({})
 
 
-class Living(Protocol):
+class LivingOptimizer(Protocol):
     """An optimizer, as its life sees it."""
 
     param_groups: list[dict[str, Any]]
@@ -52,7 +52,7 @@ class Life:
         self.updates = updates
         self.states: Any = defaultdict(dict)
 
-    def steps_of(self, optimizer: Living) -> Steps:
+    def steps_of(self, optimizer: LivingOptimizer) -> Steps:
         """Return the part that makes steps of the others; raise :class:`StateError` if there is none."""
         raise StateError("this optimizer was closed; expected an open one: wrap the model anew")
 
@@ -70,7 +70,7 @@ class Life:
         """Return where the optimizer is, as lines for somebody who waits; ``tensors`` returns the one about them."""
         return f"offload-core: process {os.getpid()} has an optimizer that {self._why_not_open}"
 
-    def follow_shards(self, optimizer: Living) -> bool:
+    def follow_shards(self, optimizer: LivingOptimizer) -> bool:
         """Before the first update, make states anew if a library has put DTensors in the place of all parameters, as
         ``accelerator.prepare(model, optimizer)`` does. Collective then.
 
@@ -79,7 +79,7 @@ class Life:
         """
         return False
 
-    def begin(self, optimizer: Living) -> None:
+    def begin(self, optimizer: LivingOptimizer) -> None:
         """Make the components now, if the optimizer waits for shards: of the parameters that are in its groups."""
 
     def closed(self) -> "Life":
@@ -87,7 +87,7 @@ class Life:
         return Closed(self.updates)
 
 
-class Waiting(Life):
+class WaitingForShards(Life):
     """An optimizer that was made of whole parameters, in whose place Accelerate will put shards."""
 
     def __init__(self, first: torch.Tensor) -> None:
@@ -95,17 +95,17 @@ class Waiting(Life):
         self._first = weakref.ref(first)
         self._why_not_open = "waits for shards in place of its parameters"
 
-    def steps_of(self, optimizer: Living) -> Steps:
+    def steps_of(self, optimizer: LivingOptimizer) -> Steps:
         self.begin(optimizer)
         return optimizer.steps
 
-    def follow_shards(self, optimizer: Living) -> bool:
+    def follow_shards(self, optimizer: LivingOptimizer) -> bool:
         if first_of(optimizer) is self._first():
             return True
         self.begin(optimizer)
         return False
 
-    def begin(self, optimizer: Living) -> None:
+    def begin(self, optimizer: LivingOptimizer) -> None:
         optimizer._make_components()
         for param, entry in self.states.items():  # assigned while there were no components
             if entry and param in optimizer._life.slots:
@@ -138,7 +138,7 @@ class Open(Life):
     def states(self, states: Mapping[Any, Any]) -> None:
         self._steps.components.states.assign(states)
 
-    def steps_of(self, optimizer: Living) -> Steps:
+    def steps_of(self, optimizer: LivingOptimizer) -> Steps:
         return self._steps
 
     @property
@@ -156,7 +156,7 @@ class Open(Life):
 class OpenAlone(Open):
     """An optimizer without an engine, whose parameters may be replaced by shards before its first update."""
 
-    def follow_shards(self, optimizer: Living) -> bool:
+    def follow_shards(self, optimizer: LivingOptimizer) -> bool:
         first = first_of(optimizer)
         if first is None or not is_dtensor(first) or first in self.slots or self.updates or not self.slots:
             return False
@@ -175,7 +175,7 @@ class Closed(Life):
 class GaveWay(Closed):
     """An optimizer that was closed because a later one was made of its parameters."""
 
-    def steps_of(self, optimizer: Living) -> Steps:
+    def steps_of(self, optimizer: LivingOptimizer) -> Steps:
         raise StateError(
             "this optimizer was closed, because a later one was made of its parameters; expected that one to be used "
             "(was the model wrapped twice?), or the model to be wrapped anew"
@@ -185,6 +185,6 @@ class GaveWay(Closed):
         return GaveWay(self.updates)
 
 
-def first_of(optimizer: Living) -> torch.Tensor | None:
+def first_of(optimizer: LivingOptimizer) -> torch.Tensor | None:
     """Return the first parameter of an optimizer's groups."""
     return next((param for group in optimizer.param_groups for param in group["params"]), None)

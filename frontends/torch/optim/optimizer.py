@@ -49,7 +49,7 @@ from ..training.registration import NamedParam, named_in, named_params
 from ..training.shared_tensors import note_optimizer
 from ..training.state_views import plain_entries
 from ..training.steps import Steps
-from .lives import Closed, GaveWay, Life, Open, OpenAlone, Waiting
+from .lives import Closed, GaveWay, Life, Open, OpenAlone, WaitingForShards
 from .matrix_groups import groups_for
 from .state_dicts import IN_SHARDS, AwaitedStates, LoadedState, checked_and_hidden, completed, torch_state_dict
 
@@ -187,7 +187,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults_of(self.config), **own})
         if model is None and asked is None and shards_to_come():
             hypers_of(self.param_groups, self.config, self.updates)  # checks them
-            self._life = Waiting(self.param_groups[0]["params"][0])
+            self._life = WaitingForShards(self.param_groups[0]["params"][0])
             self._state_lock, self.awaited, self.sharding = StateLock(), AwaitedStates(), NoSharding()
         else:
             self._build(process_group, model)

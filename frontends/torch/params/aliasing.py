@@ -78,12 +78,12 @@ def _extent(tensor: torch.Tensor) -> int:
 
 def _share_elements(one: torch.Tensor, other: torch.Tensor) -> bool:
     try:
-        return np.shares_memory(_Places(one), _Places(other), max_work=_TRIED)  # type: ignore[arg-type]
+        return np.shares_memory(_Addresses(one), _Addresses(other), max_work=_TRIED)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
 
-class _Places:
+class _Addresses:
     """The addresses of a tensor's elements, as a NumPy array whose memory is never read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -28,18 +28,18 @@ table. Parameters of stage 3 stay SHARDED in a release: their shards leave the d
 from enum import Enum
 
 
-class _Named(Enum):
+class _NamedTensor(Enum):
     __hash__ = object.__hash__  # in C; each step computes two hashes for each parameter
 
 
-class Residency(_Named):
+class Residency(_NamedTensor):
     RESIDENT = "resident"
     WRITING = "being written"
     SHARDED = "in shards"
     RELEASED = "released"
 
 
-class ResidencyEvent(_Named):
+class ResidencyEvent(_NamedTensor):
     UPDATE = "update"
     RELEASE = "release"
     RESTORE = "restore"

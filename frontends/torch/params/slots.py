@@ -13,7 +13,7 @@ from .managed import ManagedTensor, managed
 from .tensors import TakenGradient
 
 
-class Owner(Protocol):
+class OwningOptimizer(Protocol):
     """An optimizer, as seen by a second optimizer that is given the same parameters."""
 
     @property
@@ -41,7 +41,7 @@ class Slot:
     """
     order: list[int] | None
     """The memory order of its states (``tensors.memory_order``)."""
-    owner: "weakref.ref[Owner]"
+    owner: "weakref.ref[OwningOptimizer]"
     local: LocalElements
     """Access to the elements that this process owns."""
     placed: Placement
@@ -70,7 +70,7 @@ def slot_of(param: torch.Tensor) -> Slot | None:
     return managed(param).slot
 
 
-def owner_of(param: torch.Tensor) -> Owner | None:
+def owner_of(param: torch.Tensor) -> OwningOptimizer | None:
     """Return the open optimizer that has a parameter's states; None: there is none."""
     slot = slot_of(param)
     return None if slot is None else slot.owner()

@@ -494,11 +494,11 @@ def _refers_to_memory_of(param: torch.Tensor) -> bool:
     return storage_users(param) > _LONE
 
 
-class _Thread(threading.local):
+class _ThreadState(threading.local):
     construction: _Construction | None = None
 
 
-_THREAD = _Thread()
+_THREAD = _ThreadState()
 
 
 def _active() -> _Construction | None:

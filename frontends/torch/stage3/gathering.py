@@ -12,7 +12,7 @@ from offload_core.device.protocols import GatheringDevice
 from offload_core.engine import Engine
 from offload_core.errors import ParameterError, StateError
 from offload_core.layout.partition import ParamSpec
-from offload_core.support.blocks import Blocks
+from offload_core.support.blocks import OpenBlocks
 from offload_core.support.checks import kind_of
 from offload_core.support.hints import hinted
 
@@ -39,7 +39,7 @@ class Gathering:
         self.runs = runs
         self._world = world
         self._state_lock, self._states = core.state_lock, core.states
-        self._open = Blocks()
+        self._open = OpenBlocks()
         """The open blocks of ``gathered_parameters`` and ``generating``."""
         self._managed = [*map(manage, parameters.of_model)]
         for each in self._managed:

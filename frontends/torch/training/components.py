@@ -15,7 +15,7 @@ from offload_core.errors import ParameterError
 
 from ..params.casting import Casts
 from ..params.dtensor import check_alone, group_of, ranks_of, this_process
-from ..params.slots import Owner
+from ..params.slots import OwningOptimizer
 from ..params.tensors import ELEMENT_TYPES
 from ..ranks.device_ranks import device_for, device_of_placed
 from ..stage3.construction import check_finished, check_takes_none
@@ -117,7 +117,7 @@ class Foundation:
     @classmethod
     def of(
         cls,
-        owner: Owner,
+        owner: OwningOptimizer,
         named: Sequence[NamedParam],
         groups: Sequence[Mapping[str, Any]],
         config: OffloadConfig,
@@ -177,7 +177,7 @@ class Foundation:
 
     def components(
         self,
-        owner: Owner,
+        owner: OwningOptimizer,
         named: Sequence[NamedParam],
         groups: Sequence[Mapping[str, Any]],
         model: nn.Module | None,

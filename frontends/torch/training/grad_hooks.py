@@ -12,7 +12,7 @@ import torch
 
 from offload_core.engine import Engine, StepArguments, StepReport, changes
 from offload_core.errors import GradientError, StateError
-from offload_core.support.blocks import Blocks
+from offload_core.support.blocks import OpenBlocks
 
 from ..internals.compiled import compiler_of_calls, untraced
 from ..internals.private import no_read
@@ -81,7 +81,7 @@ class GradHooks:
         """The last one of the engine."""
         self._keeps = False
         """True if its gradients stay in ``p.grad``."""
-        self._deferrals = Blocks()
+        self._deferrals = OpenBlocks()
         """Blocks of ``Engine.no_sync``: gradients stay in ``p.grad`` while one runs."""
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False

@@ -33,7 +33,7 @@ from ..params.local_elements import ElementsInPlace, LocalElements
 from ..params.managed import Wait, manage
 from ..params.param_table import ParamTable
 from ..params.pending import await_all, have_been_written, is_pending
-from ..params.slots import Owner, Slot, owner_of, slot_of
+from ..params.slots import OwningOptimizer, Slot, owner_of, slot_of
 from ..params.tensors import (
     ELEMENT_TYPES,
     TORCH_DTYPES,
@@ -138,7 +138,7 @@ class Registration:
 
     def __init__(
         self,
-        owner: Owner,
+        owner: OwningOptimizer,
         core: Engine,
         device: torch.device,
         sharding: Sharding,
@@ -546,9 +546,9 @@ def _matrix(rule: Rule, name: str, param: torch.Tensor, placed: Placement) -> Ma
 def check_new(
     named: Iterable[NamedParam],
     device: torch.device,
-    taker: Owner | None,
+    taker: OwningOptimizer | None,
     known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = (),
-) -> list[Owner]:
+) -> list[OwningOptimizer]:
     """Check that an optimizer can take on these parameters. Return those that will give way to it.
 
     Args:
@@ -571,8 +571,10 @@ def check_new(
 
 
 def earlier_owners(
-    named: Iterable[NamedParam], taker: Owner | None, known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any]
-) -> list[Owner]:
+    named: Iterable[NamedParam],
+    taker: OwningOptimizer | None,
+    known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any],
+) -> list[OwningOptimizer]:
     """The optimizers that have states of these parameters, and let this one take over.
 
     Raises:
@@ -581,7 +583,7 @@ def earlier_owners(
     others = [(name, param) for name, param, _ in named if slot_of(param) is not None and param not in known]
     if others:
         gc.collect()  # a reference cycle of an old trainer may keep its optimizer alive
-    found: list[Owner] = []
+    found: list[OwningOptimizer] = []
     for name, param in others:
         owner = owner_of(param)
         if owner is None or any(owner is other for other in found):

@@ -18,7 +18,7 @@ from offload_core.support.living import Living
 
 from ..internals.private import no_read
 from ..params.casting import Casts
-from ..params.slots import Owner
+from ..params.slots import OwningOptimizer
 from ..params.tensors import is_offloadable
 
 _OPTIMIZERS: Living[Any] = Living()
@@ -55,7 +55,7 @@ def end_earlier(owners: Collection[Any]) -> None:
 
 
 def check_shared(
-    model: nn.Module, config: OffloadConfig, casts: Casts, *, shards_params: bool, give_way: Collection[Owner]
+    model: nn.Module, config: OffloadConfig, casts: Casts, *, shards_params: bool, give_way: Collection[OwningOptimizer]
 ) -> None:
     """Check that a new engine can have what its model shares with those of other optimizers.
 
@@ -75,7 +75,7 @@ def check_shared(
 
 
 def _conflict(
-    model: nn.Module, config: OffloadConfig, casts: Casts, shards_params: bool, give_way: Collection[Owner]
+    model: nn.Module, config: OffloadConfig, casts: Casts, shards_params: bool, give_way: Collection[OwningOptimizer]
 ) -> StateError | ParameterError | None:
     params = [*model.named_parameters()]
     for other in _OPTIMIZERS:

@@ -20,9 +20,9 @@ from offload_core.engine import (
     Names,
     Opened,
     RandomState,
-    Run,
     Source,
     Target,
+    TrainingRun,
     Want,
     consistent,
     load_values,
@@ -90,12 +90,12 @@ class ModelCheckpoints:
         with optimizer.checkpoints.together("save"):
             self._check_closed("save_checkpoint()")
             tensors = self._state_lock.change("save_checkpoint()", optimizer.components.registration.current_tensors)
-            contents = self._contents(Run(stateful, extras, RANDOM), frozen)
+            contents = self._contents(TrainingRun(stateful, extras, RANDOM), frozen)
         return optimizer.checkpoints.save(
             folder, contents, tensors, step=optimizer.updates, keep=keep, wait=wait, tag=tag, latest=latest
         )
 
-    def _contents(self, run: Run, frozen: bool) -> Contents:
+    def _contents(self, run: TrainingRun, frozen: bool) -> Contents:
         optimizer = self._optimizer
         sources, shapes, left_out, group_of = [], {}, {}, groups_of_params(optimizer.param_groups)
         alone, weights = optimizer.core.rank == 0, Weights(optimizer)
@@ -170,7 +170,7 @@ class ModelCheckpoints:
             tensors = self._state_lock.change("load_checkpoint()", optimizer.components.registration.current_tensors)
 
         alone = warns and optimizer.core.rank == 0
-        run = Run(stateful, random=RANDOM if random_state else None)
+        run = TrainingRun(stateful, random=RANDOM if random_state else None)
 
         def accept(loaded: Loaded) -> list[DeferredLoad]:
             state = loaded.state

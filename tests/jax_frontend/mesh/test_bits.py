@@ -370,7 +370,7 @@ def test_gathering_is_transposed_to_the_ordered_mean(world_size, comm_dtype):
         mapped = jax.shard_map(each, mesh=mesh, in_specs=P("dp"), out_specs=P(None, "dp"))
         return jax.jit(mapped)(split(stacked, mesh))
 
-    how = gather.Gathering("dp", world_size, -2, jnp.dtype(comm_dtype), False)
+    how = gather.GatherSpec("dp", world_size, -2, jnp.dtype(comm_dtype), False)
     assert_same_tree([mean(how)], [averaged(stacked)])
     tolerance = 1e-6 if comm_dtype == "float32" else 5e-2
     np.testing.assert_allclose(mean(how._replace(native=True)), averaged(stacked), tolerance, tolerance)

@@ -16,7 +16,7 @@ from frontends.jax import RankGradients, gather_params, gathered, wrap
 from frontends.jax.devices.mesh.axis import MeshAxis
 from frontends.jax.devices.mesh.device import JaxMeshDevice
 from frontends.jax.devices.mesh.places import Places
-from frontends.jax.devices.mesh.programs import Run
+from frontends.jax.devices.mesh.programs import BucketRange
 from frontends.jax.devices.mesh.tensors import MeshParameter
 from frontends.jax.placement import placement
 from offload_core.device.events import Done
@@ -72,7 +72,7 @@ def test_the_programs_hold_the_collectives_they_should():
     offloaded = wrap(tree_of(0), **HYPER, mesh=mesh)
     device = offloaded._core.device
     grads = [split(np.ones((4, 100), np.float32), mesh)]
-    starts, runs = device.axis.replicate(np.zeros((1, 2), np.int32)), (Run(100, 0),)
+    starts, runs = device.axis.replicate(np.zeros((1, 2), np.int32)), (BucketRange(100, 0),)
     reduce = device._reduce_unreduced.lower(grads, starts, runs, 32, np.dtype(np.float32)).compile().as_text()
     assert "all-to-all" in reduce
     assert "all-reduce" not in reduce

@@ -34,7 +34,7 @@ from ..runs import split_places
 from . import programs
 from .axis import REPLICATED, Ranks
 from .processes import JaxProcesses
-from .programs import Run, Write
+from .programs import BucketRange, Write
 from .tensors import MeshGradient, MeshParameter
 
 _LEAVE_AT_ONCE = Background.depth
@@ -65,7 +65,7 @@ class JaxMeshDevice(ArrayMemory):
         self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
         self._threads = threads
-        self._leaving: deque[_Arrival] = deque()
+        self._leaving: deque[_ArrivalEvent] = deque()
         """Gradients that were last on their way to the host."""
         # A bucket asks for the same places in every step. They take 8 bytes for each of its pieces.
         self._places = functools.lru_cache(4096)(lambda starts: axis.replicate(split_places(starts)))
@@ -125,7 +125,7 @@ class JaxMeshDevice(ArrayMemory):
     ) -> Event:
         pieces = [piece for piece in bucket.pieces if piece.param in gradients]
         arrays = [gradients[piece.param].array for piece in pieces]
-        runs = tuple(Run(piece.numel, piece.offset) for piece in pieces)
+        runs = tuple(BucketRange(piece.numel, piece.offset) for piece in pieces)
         unreduced = any(gradients[piece.param].unreduced for piece in pieces)
         if not pieces:
             out[:] = 0
@@ -155,7 +155,7 @@ class JaxMeshDevice(ArrayMemory):
             rows = [(kernels.address(a), kernels.address(b), a.size) for a, b in zip(hosts, parts, strict=True)]
             kernels.cast(kernels.spans_of(rows), BY_NUMPY[hosts[0].dtype], FLOAT32, threads=self._threads)
 
-        self._leaving.append(arrival := _Arrival(finish))
+        self._leaving.append(arrival := _ArrivalEvent(finish))
         return arrival
 
     # --- publishing ----------------------------------------------------------------------------------
@@ -180,7 +180,9 @@ class JaxMeshDevice(ArrayMemory):
         written = [tensors[piece.param] for piece in pieces]
         writes = []
         for piece, tensor in zip(pieces, written, strict=True):
-            writes.append(Write(Run(piece.numel, piece.offset), tensor.array.shape, piece.numel == tensor.array.size))
+            writes.append(
+                Write(BucketRange(piece.numel, piece.offset), tensor.array.shape, piece.numel == tensor.array.size)
+            )
         what = f"bucket {bucket.index}: gathering of parameters"
         with meeting(self.ranks[0], what):
             # It may share the staging memory; nothing reads it any more when the results are there.
@@ -211,7 +213,7 @@ class JaxMeshDevice(ArrayMemory):
         self.sent_bytes += len(self.ranks) * (self.world_size - 1) * shard_bytes
 
 
-class _Arrival:
+class _ArrivalEvent:
     """The event of shards that arrive on the host. Their device memory is free when it has been waited for."""
 
     def __init__(self, finish: Callable[[], None]) -> None:

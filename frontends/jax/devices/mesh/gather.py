@@ -18,7 +18,7 @@ from ...tree.trees import Static
 from .programs import mean_of_slice
 
 
-class Gathering(NamedTuple):
+class GatherSpec(NamedTuple):
     """The way from a shard to a parameter, and from the parameter's gradient to a shard."""
 
     axis: str
@@ -33,7 +33,7 @@ class Gathering(NamedTuple):
 
 
 @jax.tree_util.register_pytree_with_keys_class
-class Shard:
+class DeviceShard:
     """This device's part of a parameter, in the parameter's place in the tree.
 
     It is a pytree node, so that a ``lax.scan`` over stacked layers slices it like any array. Models do not compute with
@@ -42,17 +42,17 @@ class Shard:
     of one rank's part; it is NaN or has NaN gradients instead.
     """
 
-    def __init__(self, array: Any, tangent: Any, how: Gathering) -> None:
+    def __init__(self, array: Any, tangent: Any, how: GatherSpec) -> None:
         self._array = array
         self._tangent = tangent  # fp32 in the array's shape: the gradient is taken with respect to it, its value is NaN
         self._how = how
 
-    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], Gathering]:
+    def tree_flatten_with_keys(self) -> tuple[tuple[tuple[Any, Any], ...], GatherSpec]:
         key = jax.tree_util.GetAttrKey
         return ((key("array"), self._array), (key("tangent"), self._tangent)), self._how
 
     @classmethod
-    def tree_unflatten(cls, how: Gathering, children: Any) -> "Shard":
+    def tree_unflatten(cls, how: GatherSpec, children: Any) -> "DeviceShard":
         array, tangent = children
         return cls(array, tangent, how)
 
@@ -67,7 +67,7 @@ class Shard:
         return _gather(self._how, _on_device(lax.stop_gradient(self._array)), self._tangent)
 
     def __repr__(self) -> str:
-        return f"Shard({self._array!r}, {self._how})"
+        return f"DeviceShard({self._array!r}, {self._how})"
 
     def __jax_array__(self) -> NoReturn:
         _refuse("computed with")
@@ -104,9 +104,9 @@ def gather_params(params: Any) -> Any:
     """
 
     def whole(leaf: Any) -> Any:
-        return leaf.gather() if isinstance(leaf, Shard) else _on_device(leaf)
+        return leaf.gather() if isinstance(leaf, DeviceShard) else _on_device(leaf)
 
-    return jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, Shard))
+    return jax.tree.map(whole, params, is_leaf=lambda x: isinstance(x, DeviceShard))
 
 
 def _on_device(leaf: Any) -> Any:
@@ -160,15 +160,15 @@ def gathered(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _gather(how: Gathering, array: jax.Array, tangent: jax.Array | None) -> jax.Array:
+def _gather(how: GatherSpec, array: jax.Array, tangent: jax.Array | None) -> jax.Array:
     return lax.all_gather(array, how.axis, axis=array.ndim + how.dim, tiled=True)
 
 
-def _forward(how: Gathering, array: jax.Array, tangent: jax.Array | None) -> tuple[jax.Array, None]:
+def _forward(how: GatherSpec, array: jax.Array, tangent: jax.Array | None) -> tuple[jax.Array, None]:
     return _gather(how, array, tangent), None
 
 
-def _backward(how: Gathering, kept: None, gradient: jax.Array) -> tuple[None, jax.Array]:
+def _backward(how: GatherSpec, kept: None, gradient: jax.Array) -> tuple[None, jax.Array]:
     dim = gradient.ndim + how.dim
     return None, mean_of_slice(gradient.astype(how.comm_dtype), how.axis, how.world_size, dim=dim, native=how.native)
 

@@ -20,7 +20,7 @@ from ..runs import cut_run, write_run
 from .axis import REPLICATED, Ranks
 
 
-class Run(NamedTuple):
+class BucketRange(NamedTuple):
     """A piece of a bucket: ``numel`` elements of an array, at ``offset`` in the bucket.
 
     Their place in the array is an argument of the program.
@@ -33,7 +33,7 @@ class Run(NamedTuple):
 class Write(NamedTuple):
     """The way of a gathered piece into its parameter."""
 
-    run: Run
+    run: BucketRange
     shape: tuple[int, ...]
     """The parameter's shape."""
     is_whole: bool
@@ -85,7 +85,11 @@ def _reduction(
     axis: Ranks, to_shard: Callable[[jax.Array], jax.Array], spec: PartitionSpec
 ) -> Callable[..., jax.Array]:
     def reduce(
-        arrays: list[jax.Array], places: jax.Array, runs: tuple[Run, ...], shard_numel: int, comm_dtype: np.dtype
+        arrays: list[jax.Array],
+        places: jax.Array,
+        runs: tuple[BucketRange, ...],
+        shard_numel: int,
+        comm_dtype: np.dtype,
     ) -> jax.Array:
         def each(arrays: list[jax.Array], places: jax.Array) -> jax.Array:
             given = zip(arrays, places, runs, strict=True)
@@ -97,7 +101,7 @@ def _reduction(
     return reduce
 
 
-def _pack(cuts: Sequence[jax.Array], runs: Sequence[Run], numel: int) -> jax.Array:
+def _pack(cuts: Sequence[jax.Array], runs: Sequence[BucketRange], numel: int) -> jax.Array:
     """Return a flat bucket: the cuts at their offsets, zeros elsewhere."""
     dtype = cuts[0].dtype
     filled, end = [], 0

@@ -24,7 +24,7 @@ _OTHER_RULES = {"lamb": "lamb", "onebitlamb": "lamb", "onebitadam": "onebitadam"
 
 
 @dataclass(frozen=True)
-class Saved:
+class SavedTensor:
     """A tensor in a checkpoint, in parts."""
 
     shape: tuple[int, ...]
@@ -48,23 +48,23 @@ class Saved:
                 np.copyto(out[to : to + numel], memory(parts[i][1][at : at + numel]), casting="unsafe")
 
 
-def whole(tensor: torch.Tensor, path: Path) -> Saved:
-    return Saved(tuple(tensor.shape), path, lambda: [(0, tensor.detach().contiguous().view(-1))])
+def whole(tensor: torch.Tensor, path: Path) -> SavedTensor:
+    return SavedTensor(tuple(tensor.shape), path, lambda: [(0, tensor.detach().contiguous().view(-1))])
 
 
 @dataclass
-class Contents:
+class ZeroContents:
     """A checkpoint's content, by the names of parameters."""
 
     path: Path
     """The checkpoint's own folder."""
     described: dict[str, Any]
     """The file of the model, of rank 0."""
-    trained: dict[str, Saved] = field(default_factory=dict)
+    trained: dict[str, SavedTensor] = field(default_factory=dict)
     """The fp32 weights of trained parameters."""
-    others: dict[str, Saved] = field(default_factory=dict)
+    others: dict[str, SavedTensor] = field(default_factory=dict)
     """Frozen parameters and buffers."""
-    states: dict[str, dict[str, Saved]] = field(default_factory=dict)
+    states: dict[str, dict[str, SavedTensor]] = field(default_factory=dict)
     """The states of trained parameters, by our names for them. Empty dicts: a parameter has had no update."""
     steps: dict[str, int] = field(default_factory=dict)
     """The number of updates that each trained parameter has had."""
@@ -122,7 +122,7 @@ class Unnamed:
     masters: list[list[torch.Tensor]] | list[torch.Tensor] | None
     """Of each group the fp32 weights, or all in one flat tensor; None: the parameters are their own."""
 
-    def named(self, contents: Contents, names: Sequence[Sequence[str]]) -> None:
+    def named(self, contents: ZeroContents, names: Sequence[Sequence[str]]) -> None:
         """Give the states to these parameters, by group.
 
         Raises:
@@ -162,7 +162,9 @@ class Unnamed:
         contents.unnamed = None
         contents.read_states = partial(self._read_states, contents, groups, names)
 
-    def _read_states(self, contents: Contents, groups: list[dict[str, Any]], names: Sequence[Sequence[str]]) -> None:
+    def _read_states(
+        self, contents: ZeroContents, groups: list[dict[str, Any]], names: Sequence[Sequence[str]]
+    ) -> None:
         for g, (group, of_group) in enumerate(zip(groups, names, strict=True)):
             for number, name in zip(group["params"], of_group, strict=True):
                 entry, shape = self.optimizer["state"].get(number, {}), contents.trained[name].shape
@@ -217,11 +219,11 @@ def states_in(entry: Any, path: Path) -> dict[str, torch.Tensor]:
 
 
 def add_states(
-    contents: Contents,
+    contents: ZeroContents,
     name: str,
     entry: Mapping[str, Any],
     group: Mapping[str, Any],
-    found: dict[str, Saved],
+    found: dict[str, SavedTensor],
     step: Any = None,
 ) -> None:
     """Add a parameter's states, with the number of its updates.
@@ -239,7 +241,7 @@ def add_states(
     contents.steps[name] = int(number)
 
 
-def add_groups(contents: Contents, groups: Sequence[Mapping[str, Any]]) -> None:
+def add_groups(contents: ZeroContents, groups: Sequence[Mapping[str, Any]]) -> None:
     """Add the groups' hyperparameters and rules. The parameters' states are known."""
     config = contents.described.get("ds_config")
     section = config.get("optimizer") if isinstance(config, dict) else None

@@ -23,7 +23,7 @@ from ...stage3.gathering import gathered_parameters
 from ...training.rule_words import NAMES
 from ...weights.checkpoint import TENSORS, ModelCheckpoints
 from ...weights.reading import named_tensors
-from .contents import Contents, Saved
+from .contents import SavedTensor, ZeroContents
 from .pickles import some
 from .reading import read_contents
 
@@ -78,7 +78,7 @@ def zero_checkpoint(folder: str | os.PathLike[str], tag: str | None = None) -> "
 class ZeroCheckpoint:
     """A checkpoint that DeepSpeed has saved, of ZeRO stage 0 to 3 or in its universal format."""
 
-    def __init__(self, contents: Contents) -> None:
+    def __init__(self, contents: ZeroContents) -> None:
         self._contents = contents
         described = contents.described
         self.path = contents.path
@@ -142,7 +142,9 @@ class ZeroCheckpoint:
 # --- into a plain module -----------------------------------------------------------------------------
 
 
-def _load_each(matched: Sequence[tuple[torch.Tensor, Saved]], load_one: Callable[[torch.Tensor, Saved], None]) -> None:
+def _load_each(
+    matched: Sequence[tuple[torch.Tensor, SavedTensor]], load_one: Callable[[torch.Tensor, SavedTensor], None]
+) -> None:
     for i, (tensor, value) in enumerate(matched):
         try:
             load_one(tensor, value)
@@ -153,12 +155,12 @@ def _load_each(matched: Sequence[tuple[torch.Tensor, Saved]], load_one: Callable
             ) from error
 
 
-def _load_device(tensor: torch.Tensor, value: Saved) -> None:
+def _load_device(tensor: torch.Tensor, value: SavedTensor) -> None:
     with gathered_parameters(tensor, modifier_rank=0), grad_mode_kept(), torch.no_grad():
         tensor.copy_(value.read())
 
 
-def _matched(module: nn.Module, contents: Contents) -> list[tuple[torch.Tensor, Saved]]:
+def _matched(module: nn.Module, contents: ZeroContents) -> list[tuple[torch.Tensor, SavedTensor]]:
     """Each parameter and buffer with its value."""
     path, values = contents.path, {**contents.others, **contents.trained}
     tensors = named_tensors(module)
@@ -203,7 +205,7 @@ class _ToLoad:
     """
 
     def __init__(
-        self, contents: Contents, stored: Mapping[str, str], rules: Mapping[str, Rule], content: dict[str, Any]
+        self, contents: ZeroContents, stored: Mapping[str, str], rules: Mapping[str, Rule], content: dict[str, Any]
     ) -> None:
         self.path = contents.path
         self.content = content
@@ -217,7 +219,7 @@ class _ToLoad:
     @classmethod
     def of(
         cls,
-        contents: Contents,
+        contents: ZeroContents,
         engine: Engine,
         checkpoints: ModelCheckpoints,
         stateful: Mapping[str, Any],
@@ -301,7 +303,7 @@ class _ToLoad:
         """Do nothing: DeepSpeed's files have no checksums, and are complete if they could be opened."""
 
 
-def _stored(contents: Contents, module: nn.Module, names: Sequence[str]) -> dict[str, str]:
+def _stored(contents: ZeroContents, module: nn.Module, names: Sequence[str]) -> dict[str, str]:
     """The name in the checkpoint of each of the model's tensors that it has, and its names of others, as they are."""
     there = {**contents.others, **contents.trained}
     tied: dict[torch.Tensor, list[str]] = {}
@@ -318,14 +320,14 @@ def _stored(contents: Contents, module: nn.Module, names: Sequence[str]) -> dict
     return stored | {name: name for name in there if name not in known}
 
 
-def _parameter(contents: Contents, name: str) -> dict[str, Any]:
+def _parameter(contents: ZeroContents, name: str) -> dict[str, Any]:
     group = contents.group_of.get(name, 0)
     entry = {"shape": list(contents.trained[name].shape), "dtype": "float32", "step": contents.steps.get(name, 0)}
     rule = contents.rules[group] if contents.rules else None
     return {**entry, "group": group, "behind": False, **({} if rule is None else {"optimizer": rule})}
 
 
-def _other(name: str, value: Saved) -> dict[str, Any]:
+def _other(name: str, value: SavedTensor) -> dict[str, Any]:
     dtype = value.parts()[0][1].dtype
     if dtype not in NUMPY_DTYPES:
         raise CheckpointError(f"{value.file}: {name!r} is of {dtype}; expected one of {some(NUMPY_DTYPES)}")
@@ -339,7 +341,7 @@ def _hyperparameters(group: Mapping[str, Any], rule: str | None, *, scheduled: b
     return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _check_adam(contents: Contents, engine: Engine) -> None:
+def _check_adam(contents: ZeroContents, engine: Engine) -> None:
     """Raise :class:`CheckpointError` if one of two Adams decays weights, and the other adds them to gradients."""
     mine = engine.offload_config.adam_mode
     for group, rule in zip(contents.groups, contents.rules, strict=True):
@@ -373,7 +375,7 @@ def _scale(theirs: Mapping[str, Any], scaler: LossScaler | None) -> dict[str, An
         raise CheckpointError(f"its loss scale is {shown(dict(theirs))}, expected DeepSpeed's numbers") from None
 
 
-def _extra_states(contents: Contents) -> dict[str, Any]:
+def _extra_states(contents: ZeroContents) -> dict[str, Any]:
     """The values of modules' ``get_extra_state()``."""
     module = contents.described.get("module")
     return {name: v for name, v in (module or {}).items() if name.rpartition(".")[2] == "_extra_state"}

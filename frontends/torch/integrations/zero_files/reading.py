@@ -21,7 +21,7 @@ from offload_core.errors import CheckpointError
 from offload_core.support.checkpoint_folder import MANIFEST, checked_tag, put_back
 from offload_core.support.files import read_regular
 
-from .contents import Contents, Saved, Unnamed, add_groups, add_states, groups_in, states_in, whole
+from .contents import SavedTensor, Unnamed, ZeroContents, add_groups, add_states, groups_in, states_in, whole
 from .pickles import (
     REMEDY,
     as_zero_lays_out,
@@ -43,7 +43,7 @@ _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _LONGEST_TAG = 4096
 
 
-def read_contents(folder: Path, tag: str | None) -> Contents:
+def read_contents(folder: Path, tag: str | None) -> ZeroContents:
     """Read what is in a checkpoint; tensors are mapped, and stay on the disk.
 
     Args:
@@ -57,7 +57,7 @@ def read_contents(folder: Path, tag: str | None) -> Contents:
         return _read(folder, tag)
 
 
-def _read(folder: Path, tag: str | None) -> Contents:
+def _read(folder: Path, tag: str | None) -> ZeroContents:
     path = folder / (_latest(folder) if tag is None else checked_tag(str(tag), "tag"))
     put_back(path)
     if not path.is_dir():
@@ -71,7 +71,7 @@ def _read(folder: Path, tag: str | None) -> Contents:
         )
     models, optimizers = _files(path)
     described = [load(file) for file in models]
-    contents = Contents(path, described[0])
+    contents = ZeroContents(path, described[0])
     contents.client_state = plain_client_state(described[0], models[0])
     if (path / "zero").is_dir() and not optimizers:
         _read_universal(contents, models[0])
@@ -123,7 +123,7 @@ def _files(path: Path) -> tuple[list[Path], list[Path]]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _FlatRange:
     """The place of a parameter in flat tensors: of a group in stages 1 and 2, of a part of a group in stage 3."""
 
     name: str
@@ -133,9 +133,9 @@ class _Place:
     """The elements that each rank has, from ``start`` on in its own tensor. None: the ranks' tensors are joined end to
     end, and the parameter is there in one piece."""
 
-    def saved(self, ranks: Sequence[torch.Tensor], file: Path) -> Saved:
+    def saved(self, ranks: Sequence[torch.Tensor], file: Path) -> SavedTensor:
         """The parameter, or a state of it, in the ranks' flat tensors."""
-        return Saved(self.shape, file, partial(self._parts, ranks))
+        return SavedTensor(self.shape, file, partial(self._parts, ranks))
 
     def _parts(self, ranks: Sequence[torch.Tensor]) -> list[tuple[int, torch.Tensor]]:
         numel, found, at = math.prod(self.shape), [], 0
@@ -156,7 +156,7 @@ class _Place:
 class _Flat:
     """A flat tensor's parameters, the number of their group, and how many elements it may have."""
 
-    places: list[_Place]
+    places: list[_FlatRange]
     group: int
     least: int
     most: int
@@ -180,7 +180,7 @@ def _joined(shapes: Mapping[str, tuple[int, ...]], paddings: Sequence[int], rank
     """A group of stage 1 or 2."""
     places, start, end = [], 0, 0
     for (name, shape), padding in zip(shapes.items(), paddings, strict=True):
-        places.append(_Place(name, shape, start, None))
+        places.append(_FlatRange(name, shape, start, None))
         end = start + math.prod(shape)
         start = end + padding
     align = 2 * ranks  # the last parameter may be padded to a multiple of this
@@ -192,7 +192,7 @@ def _sharded(shapes: Mapping[str, tuple[int, ...]], ranks: int, group: int) -> _
     places, start = [], 0
     for name, shape in shapes.items():
         part = -(-math.prod(shape) // ranks)
-        places.append(_Place(name, shape, start, part))
+        places.append(_FlatRange(name, shape, start, part))
         start += part
     return _Flat(places, group, start, start, each=True)
 
@@ -204,13 +204,15 @@ def _shapes(described: Mapping[str, Any], path: Path) -> list[dict[str, tuple[in
     return [{name: integers(shape, path) for name, shape in group.items()} for group in groups]
 
 
-def _others(module: Mapping[str, Any], path: Path, names: Iterable[str] | None = None) -> dict[str, Saved]:
+def _others(module: Mapping[str, Any], path: Path, names: Iterable[str] | None = None) -> dict[str, SavedTensor]:
     """The tensors that a file has whole."""
     listed = named(module if names is None else names, path)
     return {name: whole(module[name], path) for name in listed if has_values(module.get(name))}
 
 
-def _read_zero(contents: Contents, described: list[dict[str, Any]], models: list[Path], optimizers: list[Path]) -> None:
+def _read_zero(
+    contents: ZeroContents, described: list[dict[str, Any]], models: list[Path], optimizers: list[Path]
+) -> None:
     """Read a checkpoint of stage 1, 2 or 3."""
     loaded = [load(path) for path in optimizers]
     parts = [
@@ -255,11 +257,11 @@ def _scaler_values(scaler: Any) -> dict[str, Any] | None:
     return {key: value for key, value in values.items() if type(value) in (bool, int, float)}
 
 
-def _others_of_stage_1_or_2(described: list[dict[str, Any]], models: list[Path]) -> dict[str, Saved]:
+def _others_of_stage_1_or_2(described: list[dict[str, Any]], models: list[Path]) -> dict[str, SavedTensor]:
     return _others(entry_of(described[0], models[0], "module", dict), models[0])
 
 
-def _others_of_stage_3(described: list[dict[str, Any]], models: list[Path]) -> dict[str, Saved]:
+def _others_of_stage_3(described: list[dict[str, Any]], models: list[Path]) -> dict[str, SavedTensor]:
     path = models[0]
     found = _others(
         entry_of(described[0], path, "module", dict), path, entry_of(described[0], path, "buffer_names", list)
@@ -292,7 +294,7 @@ def _groups_of_parts(part: Mapping[str, Any], path: Path, n: int) -> list[int]:
 
 
 def _read_states(
-    contents: Contents, flats: list[_Flat], parts: list[dict[str, Any]], optimizers: list[Path], *, stage_3: bool
+    contents: ZeroContents, flats: list[_Flat], parts: list[dict[str, Any]], optimizers: list[Path], *, stage_3: bool
 ) -> None:
     """Read the states of stage 1, 2 or 3: the optimizer has one flat parameter for each entry of ``flats``."""
     groups: list[dict[str, Any]] = []
@@ -331,7 +333,7 @@ def _read_states(
     add_groups(contents, groups)
 
 
-def _read_alone(contents: Contents, described: list[dict[str, Any]], models: list[Path]) -> None:
+def _read_alone(contents: ZeroContents, described: list[dict[str, Any]], models: list[Path]) -> None:
     """Read a checkpoint of a run without ZeRO."""
     [path] = models
     contents.others = _others_of_stage_1_or_2(described, models)
@@ -355,7 +357,7 @@ def _read_alone(contents: Contents, described: list[dict[str, Any]], models: lis
         contents.loss_scale = {**numbers, "dynamic": dynamic}
 
 
-def _read_universal(contents: Contents, path: Path) -> None:
+def _read_universal(contents: ZeroContents, path: Path) -> None:
     """Read a universal checkpoint, which has a folder for each parameter."""
     zero = contents.path / "zero"
     file = zero / "optimizer_state.pt"
@@ -371,7 +373,7 @@ def _read_universal(contents: Contents, path: Path) -> None:
 
 
 def _read_universal_states(
-    contents: Contents, state: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]], file: Path
+    contents: ZeroContents, state: Mapping[str, Any], shapes: list[dict[str, tuple[int, ...]]], file: Path
 ) -> None:
     inner = state.get("optimizer_state_dict")
     groups = state.get("param_groups") or (inner.get("param_groups") if isinstance(inner, dict) else None)

@@ -19,7 +19,7 @@ from offload_core.support.checkpoint_folder import MANIFEST, find_tag
 from ...params.tensors import NUMPY_DTYPES
 from ...weights.export import write_with_torch
 from ...weights.reading import bytes_in_order
-from .contents import Saved
+from .contents import SavedTensor
 from .reading import read_contents
 
 _TORCH_DTYPES = {dtype: name for name, dtype in NUMPY_DTYPES.items()}
@@ -62,7 +62,7 @@ def whole_weights(
     return found, {alias: name for alias, name in contents.aliases.items() if name in kept}
 
 
-def _bytes(saved: Saved, dtype: torch.dtype, wanted: bool) -> np.ndarray | None:
+def _bytes(saved: SavedTensor, dtype: torch.dtype, wanted: bool) -> np.ndarray | None:
     return bytes_in_order(saved.read().to(dtype)) if wanted else None
 
 
