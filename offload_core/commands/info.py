@@ -15,7 +15,7 @@ from .machine import DiskSpeeds, describe, measure_bandwidths, measure_disk
 HELP = "this machine: processors, devices, memory, kernels, versions, measured bandwidth"
 EXAMPLE = """example:
   python -m offload_core info
-and how fast the disk of a folder is, where states may lie; 3 seconds and at most 1 GiB of it:
+measure a disk for states, too, in 3 seconds and with at most 1 GiB of its space:
   python -m offload_core info --nvme-path /mnt/disk"""
 
 
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nvme-path",
         action="append",
         metavar="FOLDER",
-        help="measure the disk of this folder; give it again for further disks, which are measured together",
+        help="measure the disk of this folder; repeat it for further disks, which are measured together",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object; sizes in bytes, rates a second")
 

@@ -12,7 +12,7 @@ from ..errors import CheckpointError, NewerCheckpointError
 from ..memory.host_memory import format_bytes
 from ..support.checkpoint_folder import LATEST, MANIFEST, committed, find
 
-HELP = "a checkpoint, or a folder of them: what is in it, and whether every block is what was written"
+HELP = "the contents of a checkpoint, or of a folder of checkpoints, and a check of every block"
 EXAMPLE = """example: the checkpoints in a folder
   python -m offload_core inspect checkpoints"""
 DAMAGED = 1
@@ -110,5 +110,5 @@ def _text(about: dict[str, Any]) -> str:
         for name, entry in about["parameters"].items():
             steps = f", {entry['step']} updates, group {entry['group']}" if entry["trained"] else ", not trained"
             lines.append(f"  {name:{width}}  {entry['dtype']} {entry['shape']}{steps}")
-    lines += about["errors"] or ["every block is what was written"]
+    lines += about["errors"] or ["every block is as it was written"]
     return "\n".join(lines)

@@ -108,8 +108,8 @@ def shapes_of(path: Path) -> tuple[Shapes, ElementType | dict[str, ElementType]]
     """
     if not path.exists():
         raise CheckpointError(
-            f"{path}: no such file or folder here; expected a path. A model's name on a hub is none: download its "
-            f"{CONFIG} first, and give that"
+            f"{path}: no such file or folder here; expected a path. For a model on a hub, download its {CONFIG} "
+            "first, and give the path of that file"
         )
     if path.is_dir():
         stored = [path / INDEX] if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))

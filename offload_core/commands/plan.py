@@ -37,7 +37,7 @@ from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, shapes_of, specs_of
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
 EXAMPLE = """example: does a 7 B model train on a GPU of 24 GB?
   python -m offload_core plan --parameters 7B --device-memory 24GB --host-memory 128GB
-the same of a model's files, or of its Hugging Face configuration:
+the same question for a model's files, or for its Hugging Face configuration:
   python -m offload_core plan --model Qwen3-8B/config.json --device-memory 24GB --host-memory 128GB
 in JAX, parameters sharded over a mesh of 4 x 2 devices of one process:
   python -m offload_core plan --frontend jax --mesh 4x2 --parameters 7B --device-memory 24GB
@@ -84,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         type=partial(count, least=LEAST, most=MOST),
         metavar="N",
-        help="a GPT of about so many, as 10B; give it again for further models",
+        help="a GPT with about this number of parameters, such as 10B; repeat it for further models",
     )
     model.add_argument(
         "--model",
@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="a .safetensors file, an index of several, a Hugging Face config.json, or the folder of one of these; "
-        "give it again for models whose engines have the device in turn",
+        "repeat it for models whose engines take turns on the device",
     )
     add(
         "--frozen",
@@ -120,7 +120,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="ask for states in host memory, or on a disk, alone (default: in host memory; then, if an option of disks "
         "is given, on a disk)",
     )
-    add("--nvme-path", action="append", metavar="FOLDER", help="on a disk for states; give it again for further disks")
+    add(
+        "--nvme-path",
+        action="append",
+        metavar="FOLDER",
+        help="a folder on a disk for states; repeat it for further disks",
+    )
     add(
         "--nvme-host-bytes",
         type=size_or_0,
@@ -135,7 +140,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of a machine's disks, bytes a second read and written (default: measured in --nvme-path)",
     )
     add("--world-size", type=count, default=1, metavar="W", help="ranks, in JAX processes (default: 1)")
-    add("--local-world-size", type=count, metavar="W", help="of them on one machine, whose memory they share (all)")
+    add(
+        "--local-world-size",
+        type=count,
+        metavar="W",
+        help="ranks on one machine, which share its memory (default: all)",
+    )
     add(
         "--device",
         metavar="NAME",

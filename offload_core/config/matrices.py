@@ -92,7 +92,7 @@ def hidden_matrices(
     return found
 
 
-_STACKS = "arrays of three dimensions may be stacks of matrices, and all of them would be left to AdamW"
+_STACKS = "arrays of three dimensions may be stacks of matrices, and AdamW would update all of these"
 _HEADS = "a dimension is as large as a vocabulary, as embeddings and heads have it, and Muon would update"
 
 

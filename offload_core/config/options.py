@@ -368,8 +368,8 @@ class OffloadConfig:
             )
         if tier == "nvme" and self.offload_optimizer != "nvme":
             raise ConfigError(
-                f"offload_param='nvme' with offload_optimizer={self.offload_optimizer!r}: parameters lie on disk with "
-                "their states; expected offload_optimizer='nvme' and nvme_path beside it, or offload_param='cpu'"
+                f"offload_param='nvme' with offload_optimizer={self.offload_optimizer!r}: a disk keeps a parameter and "
+                "its states together; expected offload_optimizer='nvme' and nvme_path beside it, or offload_param='cpu'"
             )
         if tier == "nvme" and self.schedule == "delayed":
             raise ConfigError(

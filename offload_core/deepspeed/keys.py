@@ -170,8 +170,8 @@ _OFFLOAD_PARAM: dict[str, Key] = {
     "device": _sets(_DEVICES, '`offload_param`; `"nvme"` only where the states are on disk, too'),
     "nvme_path": _sets(folder, "`nvme_path`, as that of `offload_optimizer`"),
     "pin_memory": _sets(boolean, "`pin_memory`"),
-    "buffer_count": _ignored("`stage3_prefetch_bucket_size` bounds what is read ahead", None),
-    "buffer_size": _ignored("`stage3_prefetch_bucket_size` bounds what is read ahead", None),
+    "buffer_count": _ignored("`stage3_prefetch_bucket_size` bounds the read-ahead", None),
+    "buffer_size": _ignored("`stage3_prefetch_bucket_size` bounds the read-ahead", None),
     "max_in_cpu": _ignored("`nvme_host_bytes` says what stays in host memory", None),
 }
 
@@ -210,7 +210,8 @@ _ZERO: dict[str, Key] = {
     "legacy_stage1": _ignored("there is one stage 1"),
     "zenflow": _ignored('updates are exact; `schedule="delayed"` is the approximation that is built'),
     "stage3_model_persistence_threshold": _ignored(
-        "`stage3_param_persistence_threshold` alone says what is kept", old=("model_persistence_threshold",)
+        "`stage3_param_persistence_threshold` alone decides which parameters stay whole",
+        old=("model_persistence_threshold",),
     ),
     "stage3_gather_16bit_weights_on_model_save": _ignored(
         "whole weights of a partitioned model are read inside `gathered_parameters`",
@@ -226,8 +227,8 @@ _ZERO: dict[str, Key] = {
             "name_suffixes": _sets(texts, "`leaf_modules`"),
         }
     ),
-    "memory_efficient_linear": _ignored("`torch.nn.functional.linear` is left as it is"),
-    "override_module_apply": _ignored("`Module.apply` is left as it is"),
+    "memory_efficient_linear": _ignored("`torch.nn.functional.linear` does not change"),
+    "override_module_apply": _ignored("`Module.apply` does not change"),
     "pipeline_loading_checkpoint": _ignored("there is no pipeline"),
     "log_trace_cache_warnings": _ignored(_DIAGNOSTICS),
     "enable_sanity_checks": _ignored(_DIAGNOSTICS),
@@ -417,7 +418,7 @@ KEYS: dict[str, Key] = {
     "dataloader_drop_last": _ignored(_OWN_LOOP),
     "steps_per_print": _ignored(_REPORTS),
     "wall_clock_breakdown": _ignored(_REPORTS),
-    "memory_breakdown": _ignored("`engine.memory_report()` says what is held"),
+    "memory_breakdown": _ignored("`engine.memory_report()` lists the memory in use"),
     "dump_state": _ignored(_REPORTS),
     "timers": _ignored(_REPORTS),
     "comms_logger": _ignored("`engine.sent_bytes` counts"),

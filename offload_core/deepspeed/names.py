@@ -77,7 +77,7 @@ _PATTERNS: Mapping[str, tuple[tuple[str, str], ...]] = {
         ),
     ),
     "zero": (
-        (r"Tiled.*", _MODEL + ": parts of a layer are layers of their own"),
+        (r"Tiled.*", _MODEL + ": each tile becomes a separate layer"),
         (r".*", _INTERNAL),
     ),
     "utils": (
@@ -208,7 +208,7 @@ DIFFERS: Mapping[str, Mapping[str, str]] = {
         "offload_states": "all that the device holds goes, whatever `include` names",
         "compile": "torch.compile, without passes of its own",
         "no_sync": "on one rank it has no effect",
-        "coalesce_grad_reduction": "each backward inside exchanges its gradients; results are those of one exchange",
+        "coalesce_grad_reduction": "each backward inside exchanges its gradients, with the results of one exchange",
         "empty_partition_cache": "parameters that stay whole for their next use are released",
         "optimizer": "a torch optimizer; `cur_scale`, `loss_scale`, `overflow` are there, flat groups are not",
         "zero_grad": "between micro-steps gradients stay",

@@ -152,7 +152,7 @@ def fields_of(
         raise ConfigError(f"{where}: {error}") from None
     told = []
     if translation.ignored:
-        told.append(f"leave out what is without effect here: {_listed(translation.ignored)}")
+        told.append(f"remove the keys without effect here: {_listed(translation.ignored)}")
     if translation.differs:
         told.append(f"the run differs from that of DeepSpeed {VERSION}: {_listed(translation.differs)}")
     if told:
@@ -252,7 +252,7 @@ class _Translation:
             fields_missing = [f"{field}=..." for field in dict.fromkeys(self.missing.values()) if field]
             beside = f"; or beside it: wrap(..., {', '.join(fields_missing)})" if fields_missing else ""
             raise ConfigError(
-                f"'auto' stands for what is not known here: {', '.join(self.missing)}; expected values in the "
+                f"'auto' stands for values that are unknown here: {', '.join(self.missing)}; expected values in the "
                 f"configuration{beside}"
             )
 
@@ -270,7 +270,9 @@ class _Translation:
                 raise ConfigError(f"{path}{checks.named(spelling)}: unknown key; {hint}")
             name = known[spelling]
             if name in spelt:
-                raise ConfigError(f"{path}{spelling} and {path}{spelt[name]} are the same; expected one of them")
+                raise ConfigError(
+                    f"{path}{spelling} and {path}{spelt[name]} are two names of one key; expected one of them"
+                )
             spelt[name], key = spelling, keys[name]
             if value is None or (checks.is_in(value, (AUTO,)) and not key.auto):
                 continue
@@ -417,9 +419,9 @@ class _Translation:
                 )
             if taken["offload_param"] == "nvme" and taken["offload_optimizer"] != "nvme":
                 raise ConfigError(
-                    "zero_optimization.offload_param.device: got 'nvme' with states in host memory: parameters lie on "
-                    "disk with their states; expected offload_optimizer.device 'nvme', too, or offload_param.device "
-                    "'cpu' (beside the configuration, offload_param='cpu')"
+                    "zero_optimization.offload_param.device: got 'nvme' with states in host memory: a disk keeps a "
+                    "parameter and its states together; expected offload_optimizer.device 'nvme', too, or "
+                    "offload_param.device 'cpu' (beside the configuration, offload_param='cpu')"
                 )
             self.fields["offload_param"] = params
         if states == "nvme":
@@ -429,7 +431,7 @@ class _Translation:
     def _device(self, given: Mapping[str, Any], name: str, old: str) -> str | None:
         """The device in one of the two sections, or in its old spelling; None if both are missing."""
         if name in given and old in given:
-            raise ConfigError(f"zero_optimization.{name} and zero_optimization.{old} are the same; expected the first")
+            raise ConfigError(f"zero_optimization.{name} and zero_optimization.{old} mean the same; expected the first")
         if old in given:
             return "cpu" if given[old] else "none"
         return given[name].get("device", "none") if name in given else None

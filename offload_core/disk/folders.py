@@ -38,8 +38,8 @@ def check_folders(folders: Sequence[str]) -> None:
             raise ConfigError(f"nvme_path: {seen[place]!r} and {folder!r} are one folder; expected each folder once")
         if disk in disks:
             _warn(
-                f"nvme_path: {disks[disk]!r} and {folder!r} are on one disk, and together no faster than one of them; "
-                "expected one folder of each disk"
+                f"nvme_path: {disks[disk]!r} and {folder!r} are on the same disk, and two are no faster than one; "
+                "expected one folder on each disk"
             )
         seen[place] = disks[disk] = folder
 

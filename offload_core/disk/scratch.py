@@ -131,7 +131,7 @@ class ScratchFiles:
                     os.ftruncate(each.descriptor, self._share(start))
                 raise DiskError(
                     f"nvme_path {file.folder}: no room for {share:,} bytes of states ({error.strerror}); expected a "
-                    "disk with so much free space, or fewer states on disk (nvme_host_bytes, state_format)"
+                    "disk with more free space, or fewer states on disk (nvme_host_bytes, state_format)"
                 ) from error
         self.n_bytes = end
         return start

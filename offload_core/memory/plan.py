@@ -182,9 +182,9 @@ class MemoryPlan:
         place = f"{where} {memory}" + (f" in {', '.join(self.folders)}" if self.folders and kind is None else "")
         return (kind or DiskSpaceError)(
             f"training needs {format_bytes(needed)} of {place} for {self.numel:,} parameters{of}, and "
-            f"{format_bytes(free)} is available; nothing was allocated. The most is taken by "
-            f"{self.largest(where)}. {self._enough(where, needed, free, processes)}Free {memory}, or change what "
-            f"is named:\n{self.table()}"
+            f"{format_bytes(free)} is available; nothing was allocated. Largest consumers: "
+            f"{self.largest(where)}. {self._enough(where, needed, free, processes)}Free {memory}, or change a "
+            f"setting of this table:\n{self.table()}"
         )
 
     def _enough(self, where: str, needed: int, free: int, processes: int) -> str:

@@ -99,7 +99,7 @@ class MemoryReport:
             rows += [row for row in self.rows if row.where == where]
             rows.append(self._sum(where))
         if self.shared:
-            rows.append(MemoryRow(HOST, "of it in turn with other engines", self.shared, self.shared))
+            rows.append(MemoryRow(HOST, "used in turn with other engines", self.shared, self.shared))
         return format_table(
             [
                 (

@@ -108,8 +108,8 @@ class Muon(Rule):
             )
         if not in_order:
             raise ParameterError(
-                f"parameter {name!r} of shape {tuple(shape)} does not lie whole and row by row in memory, and "
-                "optimizer='muon' needs its matrices so; expected it contiguous (torch) or not sharded (JAX) before "
+                f"parameter {name!r} of shape {tuple(shape)} is not one contiguous array in row order, which "
+                "optimizer='muon' needs; expected a contiguous tensor (torch) or an array that is not sharded (JAX) in "
                 f"wrap(), or {instead}"
             )
         return shape[-2], shape[-1]
@@ -121,7 +121,7 @@ class Muon(Rule):
         if part != self.iteration:
             raise ConfigError(
                 f"ns_coefficients, eps and ns_steps: got {part}, expected {self.iteration}, as when states were made. "
-                "Make the optimizer anew to change them"
+                "Make a new optimizer to change them"
             )
 
     def values(self, hyper: MuonHyper, t: int, matrix: Matrix | None) -> tuple[float, ...]:

@@ -145,8 +145,8 @@ class Rule(ABC):
         """Raise :class:`ConfigError` if parameters that have this rule's states cannot be updated with ``hyper``."""
         if type(hyper) is not self.hyper:
             raise ConfigError(
-                f"states are those of optimizer={self.name!r}, and the hyperparameters are {hyper}; expected a group "
-                "of that optimizer: make the optimizer anew to change it"
+                f"the states belong to optimizer={self.name!r}, and the hyperparameters are {hyper}; expected a group "
+                "with that optimizer: make a new optimizer to change it"
             )
 
     def scalars(

@@ -72,7 +72,7 @@ class SGD(Rule):
             raise ConfigError(
                 f"momentum: got {hyper.momentum!r}, expected "
                 + ("a value above 0: its state is there" if self.has_momentum else "0, as it was when states were made")
-                + ". Make the optimizer anew to change between them, or have a scheduler leave the momentum as it is "
+                + ". Make a new optimizer to change between them, or keep a scheduler from changing the momentum "
                 "(cycle_momentum=False)"
             )
 

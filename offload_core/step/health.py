@@ -108,7 +108,7 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
         state = self.state
         allowed = [use.value for use in Use if state not in REFUSED[use] and (use is Use.READ or not self.released)]
         if state in REFUSED[Use.STEP] and HEALTH[state, HealthEvent.LOAD] is Health.SOUND:
-            allowed.append("load a checkpoint, which mends this")
+            allowed.append("load a checkpoint, which repairs this")
         said = [f"health: {state.value}", f"allowed: {'; '.join(allowed) or 'nothing'}"]
         return ". ".join([*said, *filter(None, [self.released, self._reason and f"last error: {self._reason}"])])
 

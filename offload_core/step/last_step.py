@@ -159,7 +159,7 @@ class LastStep:
         if isinstance(error, CollectiveError):  # other ranks may not have made this update
             health.on(
                 HealthEvent.LOSE_RANK_IN_UPDATE,
-                f"the last update broke off ({error}): parameters and states are partly of one step, partly of "
+                f"the last update broke off ({error}): some parameters and states are of one step, others of "
                 "the next; expected no further use: resume from the last checkpoint",
             )
         buckets.recover()
@@ -179,8 +179,8 @@ class LastStep:
             elif device.world_size > len(device.ranks):  # other processes will not send their parameters again
                 health.on(
                     HealthEvent.DIVERGE,
-                    f"the last update broke off on this rank alone ({error}): its states are of that step, its "
-                    "parameters partly of the one before; expected no further step: resume from the last checkpoint",
+                    f"the last update broke off on this rank alone ({error}): its states are of that step, some "
+                    "of its parameters of the step before; expected no further step: resume from the last checkpoint",
                 )
         self._arrivals.begin()
         for bucket in buckets.all:
@@ -210,7 +210,7 @@ class LastStep:
         except BaseException as second:
             self._health.on(
                 HealthEvent.TEAR,
-                f"the last update broke off ({error!r}) and could not be completed ({second!r}): states are partly of "
-                "one step, partly of the next; expected a checkpoint to be loaded next",
+                f"the last update broke off ({error!r}) and could not be completed ({second!r}): some states are of "
+                "one step, others of the next; expected a checkpoint to be loaded next",
             )
             return []

@@ -119,8 +119,8 @@ def _left_the_others(environ: Environment) -> str:
     if launched.world_size == 1:
         return ""
     return (
-        f"{launched.launcher} started {launched.world_size} processes, and each trains alone, with states of its own: "
-        "this one has not joined the others"
+        f"{launched.launcher} started {launched.world_size} processes, and each trains alone, with separate states: "
+        "this process has not joined the others"
     )
 
 
@@ -277,7 +277,7 @@ def _refuse_a_batch_script(environ: Environment) -> None:
     tasks = environ.get("SLURM_NTASKS", "")
     if environ.get("SLURM_PROCID") and tasks.isdecimal() and int(tasks) > 1:
         raise ConfigError(
-            f"this process is the batch script of a Slurm job of {tasks} tasks, and none of them; expected it to be "
+            f"this process is the batch script of a Slurm job of {tasks} tasks, not a task; expected it to be "
             "started by srun (srun --ntasks=1 where one process is meant) or by torchrun"
         )
 

@@ -105,9 +105,7 @@ def choose(
             sharing = [other for other, theirs in enumerate(near) if theirs & mine]
             why = f"the cores of {named}, which its devices are nearest to"
         else:
-            why += (
-                f" (its devices are nearest to {named}, but it may use no core there, or another rank none of its own)"
-            )
+            why += f" (its devices are nearest to {named}, but this rank or another one may use no core there)"
     n = 1 if own else len(sharing)
     each = max(1, len(cores) // n)
     if n > 1 and rank is None:
@@ -118,7 +116,7 @@ def choose(
         cores = cores[first : first + each]
     threads = each if limit is None else min(each, limit)
     if threads < each:
-        why += f"; no more than {threads} of {each} threads, by its control group or Slurm"
+        why += f"; its control group or Slurm allows {threads} of {each} threads"
     return Share(tuple(cores), threads, allowed, tuple(sorted(nodes)), why)
 
 

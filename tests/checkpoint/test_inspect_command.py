@@ -70,7 +70,7 @@ def test_a_checkpoint_is_shown_and_checked(folder, capsys):
     assert status == 0
     for expected in ("step 2", "by torch", "140 trained elements of bfloat16", "p1 ", "frozen", file["file"]):
         assert expected in out
-    assert out.endswith("every block is what was written\n")
+    assert out.endswith("every block is as it was written\n")
 
 
 def test_a_folder_of_several_is_listed(folder, capsys):

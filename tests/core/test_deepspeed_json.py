@@ -489,7 +489,7 @@ def test_every_auto_that_is_missing_is_named_at_once():
         OffloadConfig.resolve(config)
     named, _, how = str(caught.value).partition("; expected values in the configuration; or beside it: ")
     assert set(
-        named.removeprefix("DeepSpeed configuration: 'auto' stands for what is not known here: ").split(", ")
+        named.removeprefix("DeepSpeed configuration: 'auto' stands for values that are unknown here: ").split(", ")
     ) == {
         "optimizer.params.lr",
         "optimizer.params.weight_decay",
@@ -498,7 +498,7 @@ def test_every_auto_that_is_missing_is_named_at_once():
         "gradient_accumulation_steps",
     }
     assert how == "wrap(..., gradient_accumulation_steps=..., weight_decay=..., lr=..., gradient_clipping=...)"
-    with pytest.raises(ConfigError, match="not known here: fp16.enabled; .*wrap.*param_dtype="):
+    with pytest.raises(ConfigError, match="unknown here: fp16.enabled; .*wrap.*param_dtype="):
         OffloadConfig.resolve({"fp16": {"enabled": AUTO, "loss_scale": 8}})
 
 
@@ -546,10 +546,10 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
             zero(offload_optimizer={"device": "nvme", "max_in_cpu": 1}),
             "max_in_cpu: unknown key; DeepSpeed has it as 'zero",
         ),
-        (zero(cpu_offload=True, offload_optimizer={}), "offload_optimizer and .*cpu_offload are the same"),
+        (zero(cpu_offload=True, offload_optimizer={}), "offload_optimizer and .*cpu_offload mean the same"),
         (
             zero(cpu_offload_param=True, cpu_offload_params=True),
-            "cpu_offload_params and .*cpu_offload_param are the same",
+            "cpu_offload_params and .*cpu_offload_param are two names of one key",
         ),
         (
             zero(stage=3, offload_param={"pin_memory": True}, offload_optimizer={"pin_memory": False}),
@@ -1085,7 +1085,8 @@ def test_one_warning_says_what_differs_from_deepspeed():
     with pytest.warns(ConfigWarning) as caught:
         OffloadConfig.resolve({"bf16": {"enabled": True, "bf16_optimizer_states": True}, "timers": {"a": 1}})
     assert re.fullmatch(
-        r"DeepSpeed configuration: leave out .*: timers \(.*\)\. the run differs from that of DeepSpeed 0.19.8: "
+        r"DeepSpeed configuration: remove the keys without effect here: timers \(.*\)\. the run differs from that of "
+        r"DeepSpeed 0.19.8: "
         r"bf16.bf16_optimizer_states \(rounded stochastically.*: leave it out for fp32\)",
         str(caught.pop().message),
     )

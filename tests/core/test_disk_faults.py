@@ -376,7 +376,7 @@ def test_a_disk_that_fills_in_wrap_is_an_error_that_leaves_nothing_and_the_model
             resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
         else:
             Faults.here().no_room = 28
-        with pytest.raises(DiskError, match=r"no room for [\d,]+ bytes of states \(.*\); expected a disk with so much"):
+        with pytest.raises(DiskError, match=r"no room for [\d,]+ bytes of states \(.*\); expected a disk with more"):
             wrap(model, lr=1e-2, num_threads=1, **on_disk)
         for _ in range(2):
             gc.collect()

@@ -147,7 +147,7 @@ def test_two_folders_on_one_disk_are_warned_of_and_one_folder_by_two_names_is_re
         (tmp_path / name).mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "a")
     a, b, link = (str(tmp_path / name) for name in ("a", "b", "link"))
-    with pytest.warns(ConfigWarning, match=f"'{a}' and '{b}' are on one disk, .*expected one folder of each disk"):
+    with pytest.warns(ConfigWarning, match=f"'{a}' and '{b}' are on the same disk, .*expected one folder on each disk"):
         check_folders([a, b])
     for other in (link, a):
         with pytest.raises(ConfigError, match=f"nvme_path: '{a}' and '{other}' are one folder; expected each"):

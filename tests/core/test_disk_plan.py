@@ -259,7 +259,7 @@ def test_a_disk_that_is_too_small_is_refused_with_its_folder_and_the_plan(fronte
     size = format_bytes(needed)
     assert f"needs {size} of disk space in {disk['nvme_path']} for 12,288 parameters, and {size} is available" in said
     assert "nothing was allocated" in said
-    assert re.search(r"Free space, or change what is named:\nwhere .*\ndevice ", said)
+    assert re.search(r"Free space, or change a setting of this table:\nwhere .*\ndevice ", said)
     assert re.search(r"disk +exp_avg +48\.0 KiB +4\.00", said)
     monkeypatch.setattr(StatesOnDisk, "free_bytes", lambda config: needed)
     make_model(nvme_host_bytes=0, **disk)

@@ -500,7 +500,7 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--parameters=0"], "at least 1,000,000"),
         (["plan", "--parameters=7,000,000,00"], "expected a count such as 10B"),
         (["plan", "--parameters=10"], "at least 1,000,000"),
-        (["plan", "--model=org/name"], "org/name: no such file or folder here; expected a path. A model's name"),
+        (["plan", "--model=org/name"], "org/name: no such file or folder here; expected a path. For a model on a hub"),
         (["plan", "--model=gpt2"], "download its config.json first"),
         (["plan", "--parameters=1e30"], "at most 1,000,000,000,000"),
         (["plan", "--preset=tiny", "--world-size=2.5"], "a whole number"),
@@ -607,7 +607,7 @@ def test_a_device_too_small_is_refused_before_anything_is_allocated(monkeypatch:
         DeviceMemoryError, match=r"(?s)of device memory.*nothing was allocated.*made smaller by"
     ) as error:
         wrap(model)
-    needed = re.search(r"parameters besides the ([\d.]+ .iB) that.*The most is taken by (.*)\. Free", str(error.value))
+    needed = re.search(r"parameters besides the ([\d.]+ .iB) that.*Largest consumers: (.*)\. Free", str(error.value))
     assert needed[1] == "1.5 MiB"
     named = re.findall(r"(\w[\w ]*) [\d.]+ .iB \(", needed[2])
     assert set(named) == {"gradients", "parameters", "buckets on their way"}
@@ -627,7 +627,7 @@ def test_on_the_cpu_parameters_and_gradients_count_as_host_memory(monkeypatch: p
     model = GPT(SMALL)
     needed = 12 * SMALL.numel
     monkeypatch.setattr("offload_core.engine.available_bytes", lambda: needed - 1)
-    with pytest.raises(HostMemoryError, match=r"(?s)is taken by exp_avg 1.5 MiB.*device +gradients"):
+    with pytest.raises(HostMemoryError, match=r"(?s)Largest consumers: exp_avg 1.5 MiB.*device +gradients"):
         wrap(model)
     assert not allocated
     padded = 16 * -(-needed // 16) + 64 * 8

@@ -191,7 +191,7 @@ def test_a_rank_without_a_number_may_run_where_all_do(tmp_path):
 def test_a_bound_on_threads_leaves_the_processors(tmp_path):
     share = choose(Topology.read(two_nodes(tmp_path)), BOTH, on(1), 0, 1, limit=3)
     assert (len(share.cpus), share.threads) == (8, 3)
-    assert "no more than 3 of 8" in share.why
+    assert "allows 3 of 8" in share.why
 
 
 @st.composite

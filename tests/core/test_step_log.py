@@ -378,7 +378,7 @@ def test_a_warning_is_of_the_users_line_and_said_there_once():
         "UserLine.now().warn(warning)",
     ]
     assert {w.filename for w in caught} == {__file__}
-    assert "leave out what is without effect here: steps_per_print (" in str(caught[0].message)
+    assert "remove the keys without effect here: steps_per_print (" in str(caught[0].message)
 
 
 OF_THE_PACKAGE = """

@@ -92,7 +92,7 @@ def test_health_says_what_is_allowed_and_the_last_error():
     assert health.where() == ("health: sound. allowed: wait for the last step, read states. parameters have no memory")
     health.on(HealthEvent.TEAR, "a load broke off")
     assert health.where() == (
-        "health: torn. allowed: load a checkpoint, which mends this. parameters have no memory. "
+        "health: torn. allowed: load a checkpoint, which repairs this. parameters have no memory. "
         "last error: a load broke off"
     )
     health.on(HealthEvent.LOSE_RANK_IN_UPDATE)

@@ -145,7 +145,7 @@ def test_what_is_no_whole_matrix_is_refused_by_its_path():
     mesh = jax.make_mesh((2,), ("tp",), devices=jax.devices()[:2])
     cut = jax.device_put(tree(100), NamedSharding(mesh, PartitionSpec()))
     cut["layer"]["kernel"] = jax.device_put(cut["layer"]["kernel"], NamedSharding(mesh, PartitionSpec(None, "tp")))
-    with pytest.raises(ParameterError, match=r"\['layer'\]\['kernel'\].* does not lie whole and row by row"):
+    with pytest.raises(ParameterError, match=r"\['layer'\]\['kernel'\].* is not one contiguous array in row order"):
         wrap(cut, **SETTINGS)
     with pytest.raises(ParameterError, match=r"\['layer'\]\['bias'\]. of shape \(48,\) is no matrix"):
         wrap(tree(100), muon_params=["layer.bias"], **SETTINGS)

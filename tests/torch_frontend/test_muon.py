@@ -510,7 +510,7 @@ def test_wrong_settings_are_refused_before_anything_is_made(fields, error, messa
 def test_what_is_no_matrix_is_refused_by_name():
     with pytest.raises(ParameterError, match="'group 0, parameter 1' of shape .* is no matrix"):
         OffloadedMuon(nn.Linear(4, 4).parameters())
-    with pytest.raises(ParameterError, match="does not lie whole and row by row in memory"):
+    with pytest.raises(ParameterError, match="is not one contiguous array in row order"):
         OffloadedMuon([nn.Parameter(torch.randn(4, 6).t())])
     with pytest.raises(ConfigError, match="the model has no matrix besides embeddings and heads"):
         wrap(nn.Linear(4, 4), optimizer="muon")

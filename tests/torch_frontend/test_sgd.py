@@ -138,7 +138,7 @@ def test_a_parameter_cannot_move_to_a_group_of_another_optimizer():
     first, second = engine.optimizer.param_groups
     second["params"].append(first["params"].pop())
     engine.backward(loss_of(engine, 1))
-    with pytest.raises(ConfigError, match="parameter group 1: states are those of optimizer='adamw'"):
+    with pytest.raises(ConfigError, match="parameter group 1: the states belong to optimizer='adamw'"):
         engine.step()
     first["params"].append(second["params"].pop())
     assert engine.step().updated
