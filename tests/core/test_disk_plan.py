@@ -36,7 +36,7 @@ from offload_core.rules.adam import AdamHyper
 from offload_core.states.on_disk import StatesOnDisk
 from offload_core.states.slots import SLOTS
 from offload_core.step.decision import StepArguments
-from offload_core.testing.fake_device import FakeDevice
+from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from tests.support.pipelines import STATES, Subject
 from tests.support.strategies import law
 
@@ -178,6 +178,18 @@ def moved_in(subject, n_steps):
             subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors))
             subject.pipeline.last_step.finish()
     return moved["read"], moved["write"]
+
+
+def test_parameters_that_are_added_later_are_planned_beside_what_exists(disk):
+    """Each buffer counts once, and all states in host memory together take at most ``nvme_host_bytes``."""
+    config = OffloadConfig(reduce_bucket_size=NUMEL, nvme_host_bytes=3 * 3 * STATE, op_order="torch", **disk)
+    subject = Subject(FakeDevice(), [np.ones(NUMEL, np.float32)] * 2, [BFLOAT16] * 2, [0] * 2, config)
+    for _ in range(2):
+        more = [np.ones(NUMEL, np.float32)] * 3
+        subject.pipeline.add_parameters([ParamSpec("more", NUMEL, BFLOAT16)] * 3, [*map(FakeTensor, more)])
+        report = subject.pipeline.memory_report([], {})
+        assert [(row.what, row.planned) for row in report.rows] == [(row.what, row.held) for row in report.rows]
+    assert (states_on(report, "host"), states_on(report, "disk")) == (3 * 3 * STATE, 5 * 3 * STATE)
 
 
 @pytest.mark.draws(1)
