@@ -230,9 +230,12 @@ class BucketTerms:
         return self.may_arrive_as(bucket, self.buffer_dtype(bucket))
 
     def working_sizes(self, kinds: Kinds) -> dict[bool, Counter[int]]:
-        """Return the sizes of the memory that engines use in turn, by True for pinned memory and False for other.
+        """Return the host buffers that an engine borrows from the memory that all engines of the process share.
 
-        ``kinds`` are an engine's first parameters.
+        The keys are True (pinned) and False (pageable). Each value counts the buffers of each size in bytes.
+
+        Args:
+            kinds: the kinds of the engine's first buckets. The engine has no buffers yet.
         """
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         if self.direct:

@@ -19,7 +19,8 @@ class _Recording:
     def __init__(self, uses: Sequence[int], sizes: Sequence[int]) -> None:
         self.uses = uses
         self.before = [0, *accumulate(sizes[param] for param in uses)]
-        """The number of elements used before each use."""
+        """Entry ``i``: the elements of all parameters used before use ``i``, summed. The last entry is the round's
+        total."""
         self.where: dict[int, list[int]] = {}
         for i, param in enumerate(uses):
             self.where.setdefault(param, []).append(i)

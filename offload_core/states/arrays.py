@@ -1,4 +1,4 @@
-"""Runs of optimizer states, in the format in which a store keeps them."""
+"""Contiguous ranges (*runs*) of an optimizer state's elements, in the format in which a store keeps them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable

@@ -13,11 +13,11 @@ from .store import Extent, StateBlock, Store
 
 
 class StatesInMemory(Store):
-    """States in host memory, which updates change in place.
+    """Keeps states in host memory. Updates change them in place.
 
     The shards of one (group, element type) are concatenated in bucket order, in one array for each state. So a
-    process's part of a parameter is contiguous even if the parameter straddles buckets. Split master weights (SPLIT)
-    include their parameters.
+    process's part of a parameter is contiguous even if the parameter straddles buckets. The upper half of a
+    split master weight (``SPLIT``) is the parameter.
     """
 
     place = HOST

@@ -70,10 +70,12 @@ class Announced:
         """All parameters, as the last announcement or step gave them."""
 
     def begin_step(self, tensors: Sequence[Any], last: WaitedOnce) -> None:
-        """Begin the step. Early sends stop at the end of ``last``. The step sends the other buckets in forward's order.
+        """Begin the step. Buckets are sent early until ``last`` has ended. The step sends the remaining buckets, in
+        forward's order.
 
         Args:
-            last: the arrival of the last gradient.
+            tensors: the device parameters.
+            last: the arrival of the bucket that was launched last.
         """
         if self._buckets.terms.sends_early:  # else nothing needs the tensors, and JAX's would be kept alive
             self.tensors = tensors

@@ -63,11 +63,12 @@ class Arrivals:
 
     All ranks launch buckets in one order: the order in which the buckets filled on rank 0 in the step before.
 
-    [Note: finalized parameters] A rank that launches a bucket waits for the other ranks. So a bucket must be full at
-    the same point of backward on all ranks. A gradient that only some ranks have, or that some have earlier, must not
-    decide that point. It waits, deferred, until all ranks are told that the parameter is finalized. A gradient that
-    comes after that is of a second round, at the end of the backward: all ranks have it, or none. From then on the
-    parameter is a straggler: it is finalized at the end of each backward, and its bucket is launched there.
+    [Note: finalized parameters] A rank that launches a bucket waits for the other ranks. So a bucket must become full
+    at the same point of backward on all ranks. For some parameters, only some ranks have a gradient, or some ranks have
+    it earlier. Such a gradient must not make its bucket full, so it is deferred until all ranks are told that its
+    parameter is finalized. If a gradient comes after its parameter was finalized, it belongs to a second round at the
+    end of the backward. All ranks have such a gradient, or none has. From then on the parameter is a straggler: it is
+    finalized at the end of each backward, and its bucket is launched there.
     """
 
     def __init__(self, buckets: LocalBuckets) -> None:

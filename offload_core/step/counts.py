@@ -21,7 +21,7 @@ class Changes:
         self._source = secrets.randbits(63)
         """A random number that tells this object's marks from other objects' marks, also in other processes."""
         self.number = 0
-        """The count of changes so far."""
+        """The number of changes of parameters so far: updates, loads, and writes from outside."""
         self.of_all_ranks = 0
         """The updates and loads among these changes. All ranks have the same count."""
         self._last = np.zeros(0, np.int64)

@@ -121,9 +121,10 @@ class EarlyPublish:
         announced.recall()
 
     def stop(self) -> None:
-        """Send no further parameter before the step, and recall parameters that were sent early.
+        """Stop early sends for the announced step, and recall parameters that were sent early.
 
-        Raises :class:`StateError`, on all ranks alike, if a step was announced whose buckets update states, too.
+        Raises :class:`StateError`, on all ranks or on none, if a step was announced and early sends also update states
+        (``BucketTerms.updates_early``).
         """
         assert self._state_lock.changing.locked()
         announced = self._announced.step

@@ -52,7 +52,8 @@ class GradientMemory:
         self._terms = terms
         self._allocated = allocated
         self._buffers: dict[int, Reservation] = {}
-        """By bucket, the reservation from which it borrows memory of its size."""
+        """Maps a bucket's index to the reservation from which the bucket borrows its gradient buffer. A bucket that
+        borrows a slot has no entry."""
         self._of_slots: Reservation | None = None
         self._slots: list[_BufferSlot] = []
         self._turns = 0

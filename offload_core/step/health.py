@@ -88,7 +88,7 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
         super().__init__("optimizer", H.SOUND, HEALTH)
         self._reason = ""
         self.released = ""
-        """While parameters have no memory on the device, the error message of uses that need them; else empty."""
+        """The error message for uses that need the device parameters, while these have no memory. Else empty."""
 
     def on(self, event: HealthEvent, reason: str = "") -> None:
         """Move to the state after ``event``. ``reason``: the error message of uses that are refused from now on."""

@@ -4,11 +4,13 @@ A save in another thread waits until the change (a step, a gradient's arrival, a
 waits for the save. A signal handler interrupts the main thread. If that thread is in the middle of a change, waiting
 for the end of the change would be a deadlock, so a save in the handler raises :class:`StateError`.
 
-The lock is taken once, by the outermost caller: the calls that users make, autograd's hooks, readers of pending
-parameters, and checkpoints. Inner methods only assert that a change is in progress (``changing.locked()``). Several
-interrupts at once can separate a section from its caller. Then the section continues without the lock, and the next
-holder of the lock waits for it. So methods that a load calls in its section also accept a running section
-(``RUNNING_SECTIONS``).
+The outermost caller takes the lock, once: the calls that users make, autograd's hooks, readers of pending parameters,
+and checkpoints. Inner methods only assert that a change is in progress (``changing.locked()``).
+
+A change may call :func:`uninterrupted`. In the main thread, this runs a *section* of the change in another thread, and
+the caller waits and holds the lock. Several interrupts at once can end that wait. The caller then releases the lock
+while the section still runs, and the next holder of the lock waits for the section. So methods that a load calls in a
+section assert ``changing.locked() or RUNNING_SECTIONS``.
 """
 
 import os
@@ -96,8 +98,8 @@ class StateLock:
     def _checked(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         if self.changing.locked() and not in_section():
             raise StateError(
-                f"{what} in the middle of {self._change}, in the same thread (in a signal handler?): states and "
-                "parameters are partly of one step, partly of the next; expected it between two steps: "
+                f"{what} in the middle of {self._change}, in the same thread (in a signal handler?): some states and "
+                "parameters are of one step, others of the next; expected it between two steps: "
                 "save_on_signal(folder) notes a signal, and saves when the step has ended"
             )
         return act(*args, **kwargs)

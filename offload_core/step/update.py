@@ -100,7 +100,11 @@ class Updates:
         *,
         but: frozenset[int] = frozenset(),
     ) -> None:
-        """Send the rounded master weights of stale parameters; ``but``: parameters that an update sends."""
+        """Round the master weights of stale parameters, and send them.
+
+        Args:
+            but: parameters to leave out, because an update sends them.
+        """
         for bucket in buckets:
             if stale := frozenset(bucket.publication.stale - but):
                 bucket.publication.send(stale)
@@ -154,8 +158,10 @@ class Updates:
         bucket.give(self._send(bucket, start))
 
     def _all_ranks(self, send: bool, present: frozenset[int], bucket: LocalBucket) -> frozenset[int] | None:
-        """Return the parameters that have a gradient on any rank if all processes would send the bucket early, else
-        None."""
+        """Agree with all processes to send the bucket early, or not.
+
+        Return the parameters that have a gradient on any rank. None: a process would not send the bucket early.
+        """
         if self._buckets.device.world_size == 1:
             return present if send else None
         what, members = f"bucket {bucket.layout.index}: sent early or not", sorted(bucket.members)

@@ -83,7 +83,8 @@ class ManagedTensor:
 
 
 _MANAGED: "weakref.WeakValueDictionary[int, ManagedTensor]" = weakref.WeakValueDictionary()
-"""By the tensor's ``id``. The holder of an entry holds the tensor, or removes the entry before the ``id`` is reused."""
+"""Maps a tensor's ``id`` to its ``ManagedTensor``. Code that holds a ``ManagedTensor`` also holds the tensor, or
+removes the entry before Python reuses the ``id``."""
 _KEPT: set[ManagedTensor] = set()
 AWAITED: set[ManagedTensor] = set()
 """The tensors that an update writes, or that are released. A module with such a tensor waits before its forward."""

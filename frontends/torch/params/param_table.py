@@ -148,7 +148,11 @@ class ParamTable:
         return dense and self._alike(gradients, dtypes, shapes)
 
     def plain_alone(self, index: int, gradient: torch.Tensor) -> bool:
-        """True if a gradient that comes alone is plain, in the sense of :meth:`plain`."""
+        """True if this one gradient is plain, as :meth:`plain` defines it. For gradients that arrive one at a time.
+
+        Args:
+            index: the number of the gradient's parameter.
+        """
         known = self._plain_alone[index]
         if known.holds((gradient,)):
             return True

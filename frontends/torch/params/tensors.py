@@ -205,7 +205,8 @@ def bytes_as(tensor: torch.Tensor, target: ElementType | None) -> int:
 
 
 def tensors_in(tensor: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors inside a wrapper subclass, or the tensor itself if it is none."""
+    """Yield ``tensor`` itself, or, if it is a wrapper subclass, the plain tensors inside it, also inside nested
+    ones."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return

@@ -13,9 +13,10 @@ from ..internals.compiled import GraphHook, is_scripted
 
 
 class ModuleHooks:
-    """Hooks before and after the forwards of modules, as made by ``register_forward_hook(after, always_call=True)``.
+    """Adds a hook before and a hook after each module's forward. The hook after it also runs if the forward raises.
 
-    All hooks have the same number. Torch makes a graph for the numbers of a module's hooks, so equal modules share it.
+    All these hooks have one id, ``_number``. Torch guards a compiled graph on the ids of the module's hooks. With one
+    id for all hooks, equal modules share a graph.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,8 @@ class Sharding(ABC):
 
     @abstractmethod
     def record_with(self, tensor: torch.Tensor) -> PartitionedParameter | None:
-        """Return the record of the parameter in shards that this tensor is, or holds values of; None: there is none."""
+        """Return the record of the partitioned parameter that ``tensor`` is, or that has ``tensor`` inside (a quantised
+        parameter). None: there is no such parameter."""
 
     @property
     @abstractmethod
