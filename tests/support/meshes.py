@@ -212,7 +212,7 @@ class Sharded:
         return model
 
     def __str__(self) -> str:
-        parts = [self.model, self.mesh] + ["kept"] * (not self.reshard) + ["columns"] * self.param_table
+        parts = [self.model, self.mesh] + ["kept"] * (not self.reshard) + ["columns"] * self.columns
         parts += [str(t).removeprefix("torch.") for t in (self.narrow,) if t is not None]
         parts += [str(self.dtype).removeprefix("torch.")] * (self.dtype is not torch.float32)
         return ", ".join(parts)

@@ -38,7 +38,7 @@ class Shards:
         self.disk = DiskShards(("",), HostMemory(1))
         [self.files] = script.all_files
         self.numel = numel
-        self.buckets, self.values, self.components, self.shards = self.kept("p", n, numel, space)
+        self.buckets, self.values, self.parts, self.shards = self.kept("p", n, numel, space)
 
     def kept(
         self, name: str, n: int, numel: int, space: type[DiskSpace] = DiskSpace

@@ -93,7 +93,7 @@ class Node(nn.Module):
 
     def __init__(self, children, order, scale, borrows, checkpoints):
         super().__init__()
-        self.components = nn.ModuleList(children)
+        self.parts = nn.ModuleList(children)
         self.order = order
         self.scale = nn.Parameter(torch.rand(WIDTH) + 0.5) if scale else None
         self.borrows = borrows
@@ -102,7 +102,7 @@ class Node(nn.Module):
     def run(self, x, skipped):
         for i in self.order:
             if i % 3 != skipped:
-                x = x + self.components[i % len(self.components)](x, skipped)
+                x = x + self.parts[i % len(self.parts)](x, skipped)
         return x
 
     def forward(self, x, skipped):
@@ -110,7 +110,7 @@ class Node(nn.Module):
             x = self.run(x, skipped)
         else:
             x = checkpoint(self.run, x, skipped, use_reentrant=self.checkpoints)
-        leaves = [part for part in self.components if isinstance(part, Leaf)]
+        leaves = [part for part in self.parts if isinstance(part, Leaf)]
         if self.borrows and leaves:
             x = x + F.linear(x, leaves[0].weight[:WIDTH])
         return x if self.scale is None else x * self.scale

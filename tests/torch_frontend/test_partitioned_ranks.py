@@ -140,11 +140,11 @@ class Both(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.components = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(2))
 
     def forward(self, x, order):
         for i in order:
-            x = self.components[i](x)
+            x = self.parts[i](x)
         return x.sum()
 
 

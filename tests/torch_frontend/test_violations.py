@@ -35,7 +35,7 @@ class Layers(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.components = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
+        self.parts = nn.ModuleList(nn.Linear(16, 16) for _ in range(LAYERS))
         self.fail_in: int | None = None
 
     def forward(self, x, order):
@@ -43,7 +43,7 @@ class Layers(nn.Module):
             if self.fail_in == i:
                 self.fail_in = None
                 raise InterruptedError("its own")
-            x = torch.tanh(self.components[i](x))
+            x = torch.tanh(self.parts[i](x))
         return x.pow(2).mean()
 
 
