@@ -151,17 +151,35 @@ class Engine:
         besides: int = 0,
         gradients_stay: bool = False,
     ) -> MemoryPlan:
-        """As :meth:`Planner.plan`."""
+        """Plan the training of ``specs`` where gradients come one by one, as in torch.
+
+        Args:
+            frozen: parameters that are not trained.
+            besides: the bytes of the model's buffers on the device.
+            gradients_stay: True if all gradients stay on the device until the update.
+        """
         return self._planner.plan(specs, frozen=frozen, besides=besides, gradients_stay=gradients_stay)
 
     def rows_at_once(self, specs: Sequence[ParamSpec], arrays: Sequence[ArrayBytes], *, on_host: bool) -> list[PlanRow]:
-        """As :func:`~offload_core.plans.at_once.rows_at_once`."""
+        """Plan a process's parameters and gradients at the moment of an update when they take the most memory together,
+        where all gradients come at once, as in JAX.
+
+        Args:
+            arrays: the trained arrays, in the order in which their gradients are taken.
+            on_host: True if the devices' memory is host memory.
+        """
         return rows_at_once(self._pipeline.buckets.terms, specs, arrays, on_host=on_host)
 
     def plan_at_once(
         self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, devices: int, shared: bool
     ) -> MemoryPlan:
-        """As :meth:`Planner.plan_with`."""
+        """Plan the training of ``specs`` where all gradients come at once.
+
+        Args:
+            rows: those of :meth:`rows_at_once`, and the front end's own.
+            devices: the number of this process's devices.
+            shared: True if the device's memory is host memory.
+        """
         return self._planner.plan_with(rows, specs, devices=devices, shared=shared)
 
     def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
@@ -188,7 +206,13 @@ class Engine:
     def add_parameters(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], *, frozen: Sequence[ParamSpec] = ()
     ) -> None:
-        """As :meth:`Pipeline.add_parameters`."""
+        """Add parameters: allocate their states, and copy ``tensors`` to the master weights.
+
+        The tensors may have another element type than the specs (the model's own, before it is cast).
+
+        Args:
+            frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
+        """
         self._pipeline.add_parameters(specs, tensors, frozen=frozen)
 
     def start_over(self) -> None:
@@ -205,7 +229,15 @@ class Engine:
     def expect_step(
         self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
     ) -> None:
-        """As :meth:`EarlyPublish.expect_step`."""
+        """Announce the arguments of the :meth:`step` that ends this micro-step, before its first gradient.
+
+        With ``update_in_backward``, parameters may then be written as soon as all gradients of their bucket have
+        arrived. An error after this is an error in mid-update, as :meth:`step` says.
+
+        Args:
+            before_send: called in this thread with parameters before they are sent: their readers must wait from then
+                on. Every call that may launch a bucket may call it.
+        """
         self._pipeline.early.expect_step(arguments, before_send)
 
     def check_expected(self, arguments: StepArguments) -> None:
@@ -213,7 +245,16 @@ class Engine:
         self._pipeline.early.check_expected(arguments)
 
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
-        """As :meth:`Pipeline.step`."""
+        """Update every parameter that has a gradient, or skip the step.
+
+        With ``schedule="overlap"`` it returns while updates go on; the next call that waits for them raises their
+        error. After an error in mid-update (a device copy that fails) only the earlier buckets are updated. The step
+        counts for all parameters, the gradients are discarded, and the next step continues from there. After the loss
+        of another rank every call raises :class:`StateError`.
+
+        Args:
+            gathered: stage 3: a fingerprint of the gathers and their order (``LiveParams.release_all``).
+        """
         return self._pipeline.step(arguments, gathered=gathered)
 
     def finish(self) -> None:  # waits
@@ -226,7 +267,10 @@ class Engine:
         return self._pipeline.last_step.is_running
 
     def abandon(self) -> bool:
-        """As :meth:`LastStep.abandon`."""
+        """End an announced step that will not come. States that were updated for it stay updated, and the step counts.
+
+        Return False if no states may have been updated for an announced step.
+        """
         return self._pipeline.last_step.abandon()
 
     @property
@@ -254,7 +298,14 @@ class Engine:
         return self._pipeline.loss_scale
 
     def accumulate_over(self, micro_steps: int, *, waiting: bool) -> None:
-        """As :meth:`Pipeline.accumulate_over`."""
+        """From now on, update once every ``micro_steps`` micro-steps.
+
+        Args:
+            waiting: True if the front end has gradients that wait for an update.
+
+        Raises:
+            StateError: gradients wait for an update, or there is no memory for sums.
+        """
         self._pipeline.accumulate_over(micro_steps, waiting=waiting)
 
     # --- allowed uses ------------------------------------------------------------------------------------
@@ -278,7 +329,13 @@ class Engine:
         self._pipeline.health.check(Use.STEP)
 
     def replacing_states(self, *, masters: bool = True) -> AbstractContextManager[None]:
-        """As :meth:`Pipeline.replacing_states`."""
+        """Return a context that replaces all states. After an error in it, every call raises until another load has
+        replaced them.
+
+        Args:
+            masters: False if master weights are not replaced and follow their parameters, which may still get earlier
+                values back.
+        """
         return self._pipeline.replacing_states(masters=masters)
 
     # --- of the whole process ----------------------------------------------------------------------------
@@ -304,7 +361,15 @@ class Engine:
         return self.device.world_size
 
     def save_on_signal(self, save: Callable[[Any], Path], signals: Iterable[int]) -> SaveOnSignal:
-        """As :class:`SaveOnSignal`, whose signals all ranks hear of in this engine's steps."""
+        """Note these signals from now on. The steps tell all ranks that one of them had a signal, so that all save
+        after the same step.
+
+        Args:
+            save: saves with these extras, and returns the checkpoint's folder.
+
+        Raises:
+            StateError: this is not the main thread, which alone can receive signals.
+        """
         return SaveOnSignal(self._pipeline, save, signals)
 
     @contextmanager

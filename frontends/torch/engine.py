@@ -398,7 +398,7 @@ class Engine(nn.Module):
         Raises:
             StateError: called in the middle of a step, by a signal handler.
         """
-        return self.optimizer.checkpoints.state_lock.consistent("state_dict()", super().state_dict, *args, **kwargs)
+        return self.optimizer.state_lock.consistent("state_dict()", super().state_dict, *args, **kwargs)
 
     # --- checkpoints ---------------------------------------------------------------------------------
 
@@ -569,7 +569,7 @@ class Engine(nn.Module):
             CheckpointError: on all ranks, if a file cannot be written; no part of it is left.
         """
         export = partial(export_safetensors, max_shard_bytes=max_shard_bytes, dtype=dtype)
-        lock = self.optimizer.checkpoints.state_lock
+        lock = self.optimizer.state_lock
         lock.consistent("export_safetensors()", export, self.module, self.optimizer, folder)
 
     def named_weights(

@@ -32,7 +32,7 @@ from ..rules import MASTER, STATE_NAMES
 from ..step.loss_scale import LossScaler
 from ..step.pipeline import Pipeline
 from ..step.state_access import StateAccess
-from ..step.state_lock import StateLock, consistent, uses
+from ..step.state_lock import consistent, uses
 from ..support.checkpoint_folder import MANIFEST, file_name, find_tag, has_none
 from ..support.checks import LARGEST, shown
 from ..support.threads import await_sections, uninterrupted
@@ -93,11 +93,6 @@ class Checkpoints:
         self._save: Save | None = None
 
     @property
-    def state_lock(self) -> StateLock:
-        """The lock of the states that are saved."""
-        return self._state_lock
-
-    @property
     def _collectives(self) -> Collectives:
         return self._pipeline.collectives
 
@@ -123,7 +118,6 @@ class Checkpoints:
     # --- saving --------------------------------------------------------------------------------------
 
     @consistent("save_checkpoint()")
-    @uses("save_checkpoint()")
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -151,6 +145,23 @@ class Checkpoints:
         Raises:
             CheckpointError: on all processes, if one could not save; earlier checkpoints are unchanged.
         """
+        if (run := contents.run) is not None:
+            with self.together("save"):  # code of a user's, which may use the engine: before anything is locked
+                contents = replace(contents, state=run.state(step) | (contents.state or {}), own=run.own())
+        return self._save_contents(folder, contents, tensors, step, keep, wait, tag, latest)
+
+    @uses("save_checkpoint()")
+    def _save_contents(
+        self,
+        folder: str | os.PathLike[str],
+        contents: Contents,
+        tensors: Sequence[Any],
+        step: int,
+        keep: int | None,
+        wait: bool,
+        tag: str | None,
+        latest: bool,
+    ) -> Path:
         self._wait()
         with self.together("save"):
             if type(step) is not int or not 0 <= step <= LARGEST:
@@ -161,8 +172,6 @@ class Checkpoints:
                 )
             names = dict.fromkeys(contents.names) if contents.parts else contents.names
             _check_names([*names, *contents.shapes, *contents.left_out])
-            if (run := contents.run) is not None:
-                contents = replace(contents, state=run.state(step) | (contents.state or {}), own=run.own())
             if contents.gradients_wait or self._pipeline.gradients.are_waiting:
                 raise StateError(
                     "a checkpoint is asked for between backward() and step(), or between micro-steps: gradients that "

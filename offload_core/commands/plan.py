@@ -766,6 +766,6 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
             if row.n_bytes
         ],
         "step": {**asdict(tier.step), "seconds": tier.step.seconds},
-        "matrix_flops": tier.matrix_flops,
+        "matrix_work": tier.matrix_flops,
         "disk": tier.disk and asdict(tier.disk),
     }

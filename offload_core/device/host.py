@@ -53,16 +53,16 @@ class HostDevice:
 
 
 def compute_in(matrices: Matrices, host: np.ndarray) -> None:
-    """Put what the matrices' part makes of each in its place."""
-    assert isinstance(matrices.part, NewtonSchulz)
+    """Put what the matrices' kernel makes of each in its place."""
+    assert isinstance(matrices.kernel, NewtonSchulz)
     for matrix in matrices.in_(host):
         shaped = matrix.reshape(matrices.shape)
-        shaped[...] = newton_schulz(shaped, matrices.part)
+        shaped[...] = newton_schulz(shaped, matrices.kernel)
 
 
-def newton_schulz(matrix: np.ndarray, part: NewtonSchulz) -> np.ndarray:
+def newton_schulz(matrix: np.ndarray, kernel: NewtonSchulz) -> np.ndarray:
     """Orthogonalize a matrix in bfloat16, as :class:`NewtonSchulz` defines it; products are summed in float32."""
-    a, b, c = map(np.float32, part.coefficients)
+    a, b, c = map(np.float32, kernel.coefficients)
 
     def product(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return (x.astype(np.float32) @ y.astype(np.float32)).astype(matrix.dtype)
@@ -70,8 +70,8 @@ def newton_schulz(matrix: np.ndarray, part: NewtonSchulz) -> np.ndarray:
     is_tall = matrix.shape[0] > matrix.shape[1]
     x = matrix.T if is_tall else matrix
     norm = np.sqrt(np.square(x.astype(np.float32)).sum(dtype=np.float32))
-    x = (x.astype(np.float32) / np.maximum(norm, np.float32(part.eps))).astype(matrix.dtype)
-    for _ in range(part.steps):
+    x = (x.astype(np.float32) / np.maximum(norm, np.float32(kernel.eps))).astype(matrix.dtype)
+    for _ in range(kernel.steps):
         gram = product(x, x.T)
         polynomial = (b * gram.astype(np.float32) + c * product(gram, gram).astype(np.float32)).astype(matrix.dtype)
         x = (a * x.astype(np.float32) + product(polynomial, x).astype(np.float32)).astype(matrix.dtype)

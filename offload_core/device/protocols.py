@@ -118,7 +118,7 @@ class OneMatrix(NamedTuple):
 class Matrices:
     """Whole matrices in a flat array in bfloat16."""
 
-    part: DeviceKernel
+    kernel: DeviceKernel
     """The computation, of each matrix alone."""
     shape: Matrix
     rows: tuple["OneMatrix", ...]

@@ -421,9 +421,9 @@ class Planner:
         """Return the matrix multiplications of each rank in an update of all parameters."""
         flops = [0] * self.terms.device.world_size
         for bucket in self.terms.cut(specs):
-            part = self.terms.rule_of(bucket).device_kernel
-            if part is not None and bucket.matrix is not None:
-                matrices_of(bucket, flops, part.flops(bucket.matrix))
+            kernel = self.terms.rule_of(bucket).device_kernel
+            if kernel is not None and bucket.matrix is not None:
+                matrices_of(bucket, flops, kernel.flops(bucket.matrix))
         return flops
 
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:

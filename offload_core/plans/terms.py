@@ -22,7 +22,7 @@ from ..support.worker import Background, Inline
 STAGING = "staging"
 MATRICES = "matrices in an update"
 DIRECTIONS = "directions"
-"""Buffers of rules with a part that the device computes from whole matrices."""
+"""Buffers of rules with a device kernel."""
 GRADIENTS_ON_HOST = "gradients on the host"
 GRADIENT_SLOTS = 4
 """The slots for gradients on the host, where buckets share them: one for a bucket that is updated, two for buckets in
@@ -264,10 +264,10 @@ class BucketTerms:
         """Return the bytes that matrices take on the device."""
         most = 0
         for bucket in buckets:
-            part = self.rule_of(bucket).device_kernel
-            if part is not None and bucket.matrix is not None:
+            kernel = self.rule_of(bucket).device_kernel
+            if kernel is not None and bucket.matrix is not None:
                 held = 0 if self.device.addressable else (2 if self.overlaps else 1) * bucket.padded_numel
-                most = max(most, held + part.numel(bucket.matrix))
+                most = max(most, held + kernel.numel(bucket.matrix))
         return most * BFLOAT16.itemsize
 
     def slot_bytes(self, buckets: Sequence[Bucket]) -> int:

@@ -2,7 +2,7 @@
 
 :func:`combine` is that sum. :func:`together` makes an error of one process an error of all, and :func:`heard_by_all`
 tells them why. :func:`check_start` sends the first message of the processes of a group: their version, their settings,
-and the parameters that they are about to take on.
+and the parameters that they are about to add.
 
 [Note: the first message] A row of sixteen little-endian int64 words a process, in the order of the processes; each
 process fills its own row and leaves the others zero, so that the sum has all rows. Its layout never changes, so that a
@@ -14,7 +14,7 @@ word   content
 0      the format of all other messages (:data:`FORMAT`)
 1..8   the package's version: ASCII text, cut to 64 bytes, padded with zeros
 9      fingerprint of the settings that must be equal
-10     number of the parameters that are taken on
+10     number of the parameters that are added
 11     fingerprint of these parameters
 12..15 zeros
 ====== =======================================================================

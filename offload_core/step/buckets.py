@@ -151,11 +151,11 @@ class LocalBuckets:
                 run.write(np.broadcast_to(np.float32(state.first), piece.numel))
 
     def _matrices(self, bucket: Bucket) -> Matrices | None:
-        part, shape = self.terms.rule_of(bucket).device_kernel, bucket.matrix
-        if part is None or shape is None:
+        kernel, shape = self.terms.rule_of(bucket).device_kernel, bucket.matrix
+        if kernel is None or shape is None:
             return None
         return Matrices(
-            part, shape, tuple(starmap(OneMatrix, matrices_of(bucket, self._matrix_flops, part.flops(shape))))
+            kernel, shape, tuple(starmap(OneMatrix, matrices_of(bucket, self._matrix_flops, kernel.flops(shape))))
         )
 
     def _agree_on_start(self, specs: Sequence[ParamSpec], tensors: Sequence[Any]) -> None:

@@ -272,13 +272,13 @@ class Gradients:
         the gradients that came, because one rank may have begun exchanges that the others have not.
 
         Returns:
-            True if parameters are older than their states: :meth:`Pipeline.flush` sends them.
+            True if parameters are older than their states: :meth:`Parameters.flush` sends them.
         """
         if self._health.usable:
             self.reduce_first()
         self.drop()
         self._early.undo()
-        return self._health.state is Health.STALE
+        return self._health.state is Health.INTERRUPTED
 
     def end_micro_step(
         self, *, reduce: bool = True, boundary: bool | None = None, arguments: StepArguments | None = None

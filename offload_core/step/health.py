@@ -1,21 +1,21 @@
 """The health of a pipeline: the uses that are still allowed after a step or a load broke off.
 
-========  ==========================================================  ======  =======  ====
-state     optimizer states and parameters                             read    publish  step
-========  ==========================================================  ======  =======  ====
-SOUND     are of one step                                             yes     yes      yes
-STALE     on the only rank: states are of a step that broke off,      yes     yes      yes
-          parameters partly of the step before
-DIVERGED  as STALE, but other ranks have their parameters and will    yes     no       no
-          not send them again
-LOST      are of one step; another rank was lost between two steps    yes     yes      no
-TORN      a load broke off: they are partly the old ones, partly the  no      no       no
-          checkpoint's; or a step's update cannot be completed
-GONE      another rank was lost, and they are of no step              no      no       no
-========  ==========================================================  ======  =======  ====
+===========  =========================================================  ======  =======  ====
+state        optimizer states and parameters                            read    publish  step
+===========  =========================================================  ======  =======  ====
+SOUND        are of one step                                            yes     yes      yes
+INTERRUPTED  on the only rank: states are of a step that broke off,     yes     yes      yes
+             some parameters of the step before
+DIVERGED     as INTERRUPTED, but other ranks have their parameters and  yes     no       no
+             will not send them again
+LOST         are of one step; another rank was lost between two steps   yes     yes      no
+TORN         a load broke off: some are the old ones, others the        no      no       no
+             checkpoint's; or a step's update cannot be completed
+GONE         another rank was lost, and they are of no step             no      no       no
+===========  =========================================================  ======  =======  ====
 
-From STALE, the next step or flush sends the parameters again. A load repairs DIVERGED and TORN, because it replaces all
-states. Nothing repairs LOST and GONE.
+From INTERRUPTED, the next step or flush sends the parameters again. A load repairs DIVERGED and TORN, because it
+replaces all states. Nothing repairs LOST and GONE.
 
 In each state the device's parameters may be *released*: then only ``read`` is allowed.
 """
@@ -28,7 +28,7 @@ from ..support.state_machine import StateMachine
 
 class Health(Enum):
     SOUND = "sound"
-    STALE = "stale"
+    INTERRUPTED = "interrupted"
     DIVERGED = "diverged from other ranks"
     LOST = "without a rank that was lost"
     TORN = "torn"
@@ -37,7 +37,7 @@ class Health(Enum):
 
 class HealthEvent(Enum):
     PUBLISH = "begin a step or a flush"
-    GO_STALE = "break off on the only rank"
+    INTERRUPT = "break off on the only rank"
     DIVERGE = "break off on this rank alone"
     LOSE_RANK = "lose a rank between two steps"
     LOSE_RANK_IN_UPDATE = "lose a rank in an update"
@@ -54,22 +54,22 @@ class Use(Enum):
 H, HE = Health, HealthEvent
 HEALTH: dict[tuple[Health, HealthEvent], Health] = {
     (H.SOUND, HE.PUBLISH): H.SOUND,
-    (H.STALE, HE.PUBLISH): H.SOUND,
+    (H.INTERRUPTED, HE.PUBLISH): H.SOUND,
     (H.LOST, HE.PUBLISH): H.LOST,
-    (H.SOUND, HE.GO_STALE): H.STALE,
-    (H.STALE, HE.GO_STALE): H.STALE,
+    (H.SOUND, HE.INTERRUPT): H.INTERRUPTED,
+    (H.INTERRUPTED, HE.INTERRUPT): H.INTERRUPTED,
     (H.SOUND, HE.DIVERGE): H.DIVERGED,
     (H.DIVERGED, HE.DIVERGE): H.DIVERGED,
     (H.SOUND, HE.LOSE_RANK): H.LOST,
-    (H.STALE, HE.LOSE_RANK): H.LOST,
+    (H.INTERRUPTED, HE.LOSE_RANK): H.LOST,
     **{(state, HE.LOSE_RANK_IN_UPDATE): H.GONE for state in H},
     (H.SOUND, HE.LOAD): H.SOUND,
-    (H.STALE, HE.LOAD): H.STALE,
+    (H.INTERRUPTED, HE.LOAD): H.INTERRUPTED,
     (H.DIVERGED, HE.LOAD): H.SOUND,
     (H.TORN, HE.LOAD): H.SOUND,
     (H.LOST, HE.LOAD): H.LOST,
     (H.GONE, HE.LOAD): H.GONE,
-    **{(state, HE.TEAR): H.TORN for state in (H.SOUND, H.STALE, H.DIVERGED, H.TORN)},
+    **{(state, HE.TEAR): H.TORN for state in (H.SOUND, H.INTERRUPTED, H.DIVERGED, H.TORN)},
     (H.LOST, HE.TEAR): H.GONE,
     (H.GONE, HE.TEAR): H.GONE,
 }

@@ -175,7 +175,7 @@ class LastStep:
         completed = self._complete(error)
         if (lost or completed) and health.state not in (Health.LOST, Health.GONE, Health.TORN):
             if device.world_size == 1:
-                health.on(HealthEvent.GO_STALE, f"the last update broke off ({error!r})")
+                health.on(HealthEvent.INTERRUPT, f"the last update broke off ({error!r})")
             elif device.world_size > len(device.ranks):  # other processes will not send their parameters again
                 health.on(
                     HealthEvent.DIVERGE,

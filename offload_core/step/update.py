@@ -304,7 +304,7 @@ class Updates:
     # --- waiting for the end ---------------------------------------------------------------------------
 
     def await_param(self, param: int, *, on_host: bool) -> None:  # waits
-        """As :meth:`Pipeline.await_param`.
+        """As :meth:`Parameters.await_param`.
 
         Raises the errors of the updates.
         """

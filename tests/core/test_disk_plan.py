@@ -187,7 +187,7 @@ def test_parameters_that_are_added_later_are_planned_beside_what_exists(disk):
     for _ in range(2):
         more = [np.ones(NUMEL, np.float32)] * 3
         subject.pipeline.add_parameters([ParamSpec("more", NUMEL, BFLOAT16)] * 3, [*map(FakeTensor, more)])
-        report = subject.pipeline.memory_report([], {})
+        report = subject.engine.memory_report([], {})
         assert [(row.what, row.planned) for row in report.rows] == [(row.what, row.held) for row in report.rows]
     assert (states_on(report, "host"), states_on(report, "disk")) == (3 * 3 * STATE, 5 * 3 * STATE)
 

@@ -80,14 +80,20 @@ ENGINES = {"core", "_core"}
 """The names that front ends give an engine of the core."""
 
 
+PARTS = {"gradients", "gradient_access", "parameters", "checkpoints", "state_lock", "collectives"}
+"""The names of an engine's parts, by which front ends hold them."""
+
+
 def reached_inside(path: Path) -> Iterator[str]:
     """Yield each place where a front end reaches past the engine, with what to use instead."""
     for node in ast.walk(ast.parse(path.read_text())):
         place = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("offload_core."):
-            room = (node.module or "").split(".")[1]
-            if room in INNER:
-                yield f"{place}: {ast.unparse(node)}; expected {INNER[room]}"
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        else:
+            modules = [f"{node.module}.{each.name}" for each in node.names] if isinstance(node, ast.ImportFrom) else []
+        for room in {name.split(".")[1] for name in modules if name.startswith("offload_core.")} & INNER.keys():
+            yield f"{place}: {ast.unparse(node)}; expected {INNER[room]}"
         if isinstance(node, ast.Attribute) and isinstance(inner := node.value, ast.Attribute):
             of = inner.value
             if (of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", "")) in ENGINES:
@@ -95,8 +101,10 @@ def reached_inside(path: Path) -> Iterator[str]:
                     f"{place}: {ast.unparse(node)} reaches into a part of the engine; expected a verb of Engine, or an "
                     f"object that holds `engine.{inner.attr}` as its own"
                 )
-        if isinstance(node, ast.Attribute) and node.attr == "_pipeline":
-            yield f"{place}: {ast.unparse(node)}; expected a verb of Engine"
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            held_as = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            if held_as in ENGINES or held_as.lstrip("_") in PARTS or node.attr == "_pipeline":
+                yield f"{place}: {ast.unparse(node)} is private to the core; expected a verb of Engine or of its part"
 
 
 @pytest.mark.quick
@@ -104,6 +112,26 @@ def test_front_ends_reach_the_core_by_its_engine_alone():
     """So a name inside these rooms can change without a front end."""
     found = [each for path in (ROOT / "frontends").rglob("*.py") for each in reached_inside(path)]
     assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from offload_core import step, states",
+        "import offload_core.step.pipeline as p",
+        "from offload_core.plans.terms import BucketTerms",
+        "optimizer.core.gradients.at_boundary",
+        "self._core.states.rule(0)",
+        "self._gradients._arrivals.since",
+        "core._pipeline",
+    ],
+)
+def test_a_front_end_that_reaches_inside_is_named_with_its_line(code, monkeypatch, tmp_path):
+    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
+    (tmp_path / "front.py").write_text(f"\n{code}\n")
+    [said, *_] = reached_inside(tmp_path / "front.py")
+    assert said.startswith("front.py:2: ")
+    assert "expected" in said
 
 
 def imports_within(package: str) -> dict[str, set[str]]:

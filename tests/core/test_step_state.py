@@ -75,7 +75,7 @@ def test_every_state_is_left_and_reached():
 def test_what_is_refused_is_refused_with_the_reason_until_a_load_mends_it():
     allowed = {
         Health.SOUND: [*Use],
-        Health.STALE: [*Use],
+        Health.INTERRUPTED: [*Use],
         Health.DIVERGED: [Use.READ],
         Health.LOST: [Use.READ, Use.PUBLISH],
         Health.TORN: [],

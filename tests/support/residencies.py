@@ -26,7 +26,7 @@ def _allowed(engine: Any, tensor: torch.Tensor) -> set[Residency]:
         has_memory = values.numel() == 0 or values.untyped_storage().nbytes() > 0
         number = values.untyped_storage()._cdata
     if record is not None:
-        there = record.live.holds > 0 or record.live in record.home._ahead  # held, or prefetched
+        there = record.live.holds > 0 or record.live in record.of_model._ahead  # held, or prefetched
         assert has_memory == there or record.lasts, "a whole parameter has memory, one in shards none"
         return {Residency.SHARDED} if record.live.holds == 0 else {Residency.RESIDENT}
     if number in optimizer.components.device_memory._memories:

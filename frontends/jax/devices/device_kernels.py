@@ -24,7 +24,9 @@ def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], ja
     """
     with jax.transfer_guard("allow"):
         made = [
-            start_to_host(_compute(jax.device_put(matrix.reshape(matrices.shape), device_of(row.owner)), matrices.part))
+            start_to_host(
+                _compute(jax.device_put(matrix.reshape(matrices.shape), device_of(row.owner)), matrices.kernel)
+            )
             for matrix, row in zip(matrices.in_(host), matrices.rows, strict=True)
         ]
 
@@ -36,17 +38,17 @@ def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], ja
 
 
 @partial(jax.jit, static_argnums=1)
-def _compute(matrix: jax.Array, part: DeviceKernel) -> jax.Array:
-    assert isinstance(part, NewtonSchulz)
-    return newton_schulz(matrix, part)
+def _compute(matrix: jax.Array, kernel: DeviceKernel) -> jax.Array:
+    assert isinstance(kernel, NewtonSchulz)
+    return newton_schulz(matrix, kernel)
 
 
-def newton_schulz(matrix: jax.Array, part: NewtonSchulz) -> jax.Array:
+def newton_schulz(matrix: jax.Array, kernel: NewtonSchulz) -> jax.Array:
     """Orthogonalize a matrix in bfloat16, as :class:`NewtonSchulz` defines it; products are summed in float32."""
-    a, b, c = part.coefficients
+    a, b, c = kernel.coefficients
     is_tall = matrix.shape[0] > matrix.shape[1]
     wide = (matrix.T if is_tall else matrix).astype(jnp.float32)
-    first = (wide / jnp.maximum(jnp.sqrt(jnp.sum(wide * wide)), part.eps)).astype(matrix.dtype)
+    first = (wide / jnp.maximum(jnp.sqrt(jnp.sum(wide * wide)), kernel.eps)).astype(matrix.dtype)
 
     def product(x: jax.Array, y: jax.Array) -> jax.Array:
         return jnp.matmul(x, y, preferred_element_type=jnp.float32)
@@ -56,5 +58,5 @@ def newton_schulz(matrix: jax.Array, part: NewtonSchulz) -> jax.Array:
         polynomial = (b * gram.astype(jnp.float32) + c * product(gram, gram)).astype(x.dtype)
         return (a * x.astype(jnp.float32) + product(polynomial, x)).astype(x.dtype)
 
-    last = lax.fori_loop(0, part.steps, step, first)
+    last = lax.fori_loop(0, kernel.steps, step, first)
     return last.T if is_tall else last

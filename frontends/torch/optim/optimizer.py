@@ -199,7 +199,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         scaler: LossScaler | None = None,
         casts: Casts | None = None,
     ) -> None:
-        """Make the core and the other components, and take on the trainable parameters of all groups.
+        """Make the core and the other components, and register the trainable parameters of all groups.
 
         Args:
             scaler: the loss scaler of a copied or unpickled optimizer; an Engine's follows from the configuration.
@@ -232,7 +232,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._build(None)
 
     def _open(self, named: Sequence[NamedParam], model: nn.Module | None) -> None:
-        """Make the components that hold parameters and states, and take on these parameters."""
+        """Make the components that hold parameters and states, and register these parameters."""
         components = self._foundation.components(self, named, self.param_groups, model)
         components.core.update_count = self._life.updates
         steps = Steps(components)
@@ -281,6 +281,12 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         """The element types of the model's tensors."""
         self._life.begin(self)
         return self._foundation.casts
+
+    @property
+    def state_lock(self) -> StateLock:
+        """Held while states are read or changed."""
+        self._life.begin(self)
+        return self._state_lock
 
     @property
     def checkpoints(self) -> Checkpoints:
@@ -375,7 +381,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 params = [(names.get(p, f"group {g}, parameter {i}"), p) for i, p in enumerate(params)]
             param_group = {**param_group, "params": params}
         super().add_param_group(param_group)
-        if not self._life.is_open:  # called by Optimizer.__init__: _build takes on all groups at once
+        if not self._life.is_open:  # called by Optimizer.__init__: _build registers all groups at once
             return
         try:
             self.steps.hypers(self.param_groups)

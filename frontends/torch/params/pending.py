@@ -23,7 +23,7 @@ FSDP2's ``unshard``                              ``fsdp.py``
 backward, of a tensor in shards that was saved   ``stage3/saved.py``, which gathers it
 a graph from before a release                    ``DeviceMemory.before_backward``
 a release of what another engine uses            ``DeviceMemory._await_others``
-an optimizer that takes over or lets go          ``Registration._new``, ``ElementsInPlace.unregister``
+an optimizer that takes over or ends            ``Registration._new``, ``ElementsInPlace.unregister``
 ===============================================  ==========================================
 """
 

@@ -25,21 +25,17 @@ calls the function of ``pending.py`` with the event's name. Only ``pending.py`` 
 table. Parameters of stage 3 stay SHARDED in a release: their shards leave the device.
 """
 
-from enum import Enum
+from offload_core.support.state_machine import Named
 
 
-class _NamedTensor(Enum):
-    __hash__ = object.__hash__  # in C; each step computes two hashes for each parameter
-
-
-class Residency(_NamedTensor):
+class Residency(Named):
     RESIDENT = "resident"
     WRITING = "being written"
     SHARDED = "in shards"
     RELEASED = "released"
 
 
-class ResidencyEvent(_NamedTensor):
+class ResidencyEvent(Named):
     UPDATE = "update"
     RELEASE = "release"
     RESTORE = "restore"

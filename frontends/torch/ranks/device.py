@@ -157,7 +157,7 @@ def compute_in(matrices: Matrices, flat: torch.Tensor) -> None:
     """Put what the device computes from each matrix in its place."""
     for matrix in matrices.in_(flat):
         shaped = matrix.view(matrices.shape)
-        shaped.copy_(computed(matrices.part, shaped))
+        shaped.copy_(computed(matrices.kernel, shaped))
 
 
 def fill(flat: torch.Tensor, copies: Sequence[Copy]) -> None:

@@ -73,7 +73,7 @@ class PartitionedParameter(Cut):
         """The parameter's version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
         """True if other tensors may refer to the storage. They then keep it, and it is not freed."""
-        self.made_by = live
+        self.of_model = live
         """The ``LiveParams`` of the parameter's model."""
         self.managed: list[ManagedTensor] = []
         """The ``ManagedTensor`` of the parameter, and of each tensor with its values. They refer to this record."""
@@ -213,7 +213,7 @@ class PartitionedParameters:
 
     def _has(self, record: PartitionedParameter | None) -> bool:
         """True if ``record`` is a record of this model, not None and not another model's."""
-        return record is not None and record.made_by is self.live
+        return record is not None and record.of_model is self.live
 
     def used_by(self, *modules: nn.Module) -> list[PartitionedParameter]:
         """Return the records of the parameters that these modules have or are registered to use, each once."""

@@ -67,7 +67,7 @@ class PartitionedModel(Sharding):
     def record_with(self, tensor: torch.Tensor) -> PartitionedParameter | None:
         return next(iter(self.parameters.among([tensor])), None)
 
-    # --- parameters that an optimizer takes on -------------------------------------------------------
+    # --- parameters that an optimizer registers ------------------------------------------------------
 
     def describe(self, entries: Entries) -> list[ParamSpec]:
         leaves = self.runs.leaves.numbers()

@@ -39,7 +39,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
 @dataclass(eq=False)
-class _Call:
+class _ModuleRun:
     """One run of a module's forward, and the backward of its outputs."""
 
     module: nn.Module | None
@@ -63,7 +63,7 @@ class _Call:
     """The run's hooks on saved tensors, inside the user's hooks."""
 
 
-class _Forwards(list[_Call]):
+class _Forwards(list[_ModuleRun]):
     """The forwards that are running, innermost last."""
 
     @property
@@ -123,7 +123,7 @@ class ModuleRuns:
         self._model = weakref.ref(model)
         self._parameters = parameters
         self.forwards = _Forwards()
-        self._backwards: dict[int, list[_Call]] = {}
+        self._backwards: dict[int, list[_ModuleRun]] = {}
         """By backward, the runs that keep their parameters."""
         self._saved = SavedTensors()
         self._hooks = ModuleHooks()
@@ -198,7 +198,7 @@ class ModuleRuns:
         kept = self._kept_by_leaves(task)
         used = self._parameters.used_by(*module.modules() if is_leaf else (module,))
         params = [record for record in used if record not in kept]
-        run = _Call(module, params, next_node(), is_leaf=is_leaf, is_unit=is_unit)
+        run = _ModuleRun(module, params, next_node(), is_leaf=is_leaf, is_unit=is_unit)
         if is_leaf and not any(other.is_leaf for other in chain(self.forwards, *self._backwards.values())):
             run.leaf = self.leaves.begin_run(module)
         self.whole.acquire(run.params)
@@ -211,7 +211,7 @@ class ModuleRuns:
         backwards = (run.in_backward for run in self._backwards.get(task, ()) if run.is_leaf)
         return {*chain(*forwards, *backwards)}
 
-    def _note_saved(self, run: _Call) -> None:
+    def _note_saved(self, run: _ModuleRun) -> None:
         """Until the run ends, record gathered parameters that graphs save: [Note: saved parameters] in ``saved.py``."""
         if not run.params or not torch.is_grad_enabled() or not self._saved.needed(unit=run.is_unit):
             return
@@ -250,7 +250,7 @@ class ModuleRuns:
             if outer is None and backward_number() == NO_BACKWARD and (output is None or not torch.is_grad_enabled()):
                 self._parameters.live.release_idle()
 
-    def _keep_escaped(self, run: _Call, tensors: Sequence[torch.Tensor], outer: _Call | None) -> None:
+    def _keep_escaped(self, run: _ModuleRun, tensors: Sequence[torch.Tensor], outer: _ModuleRun | None) -> None:
         """Have the calling module keep parameters that a module returns as output."""
         storages = {storage_of(tensor) for tensor in tensors} if run.params else set()
         escaped = [record for record in run.params if record.storage in storages]
@@ -260,7 +260,7 @@ class ModuleRuns:
             elif record not in outer.params:
                 self._join(outer, record)
 
-    def _join(self, run: _Call, record: PartitionedParameter) -> None:
+    def _join(self, run: _ModuleRun, record: PartitionedParameter) -> None:
         """Add a parameter that a running module turned out to use."""
         self.whole.acquire([record])
         run.params.append(record)
@@ -269,7 +269,7 @@ class ModuleRuns:
         if run.module is not None:
             note_external(run.module, record.param)
 
-    def _expect_backward(self, run: _Call, tensors: Sequence[torch.Tensor], *, opaque: bool) -> None:
+    def _expect_backward(self, run: _ModuleRun, tensors: Sequence[torch.Tensor], *, opaque: bool) -> None:
         """Have the run keep its parameters in the backward of these tensors.
 
         Args:
@@ -303,19 +303,19 @@ class ModuleRuns:
             self._join(self.forwards[-1], record)
         elif task != NO_BACKWARD and not self.forwards:
             self.whole.acquire([record])
-            self._runs_of(task).append(_Call(None, [record], task=task, in_backward=[record]))
+            self._runs_of(task).append(_ModuleRun(None, [record], task=task, in_backward=[record]))
         return bool(self.forwards) or task != NO_BACKWARD
 
     # --- backward ------------------------------------------------------------------------------------
 
-    def _runs_of(self, task: int) -> list[_Call]:
+    def _runs_of(self, task: int) -> list[_ModuleRun]:
         """Return the runs of a backward, which keep parameters at most until its end."""
         if task not in self._backwards:
             self._backwards[task] = []
             at_end_of_backward(partial(self._backward_ended, task))
         return self._backwards[task]
 
-    def _before_backward(self, run: _Call, gradients: Any) -> None:
+    def _before_backward(self, run: _ModuleRun, gradients: Any) -> None:
         task = backward_number()
         if task == NO_BACKWARD or run.task == task:
             return
@@ -340,7 +340,7 @@ class ModuleRuns:
         if passed:
             self.leaves.end_runs([run.leaf for run in passed if run.leaf is not None], task)
 
-    def _end(self, run: _Call) -> None:
+    def _end(self, run: _ModuleRun) -> None:
         params, run.in_backward = run.in_backward, ()
         run.task = NO_BACKWARD
         if run.differentiable:
@@ -376,7 +376,7 @@ class ModuleRuns:
         self.whole.end_keeping(graphs=graphs)
 
 
-def _end_saving(run: _Call) -> None:
+def _end_saving(run: _ModuleRun) -> None:
     if run.saving is not None:
         end_noting(run.saving)
         run.saving = None

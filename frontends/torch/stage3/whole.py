@@ -95,7 +95,7 @@ class WholeParameters:
         self.release(kept)
 
     def runs_hold(self, record: PartitionedParameter) -> bool:
-        """Return True if a :meth:`acquire` by another caller than :meth:`keep` keeps the parameter whole."""
+        """Return True if an :meth:`acquire` by another caller than :meth:`keep` keeps the parameter whole."""
         return record.live.holds > (record in self._kept)
 
 

@@ -83,7 +83,7 @@ class Components:
         gradients.defer_gradients_of([slots[param].index for param in finalized if param in slots])
 
     def unregister(self) -> None:
-        """Remove the hooks from the parameters, which other components may then take on."""
+        """Remove the hooks from the parameters, which other components may then register."""
         self.grad_hooks.close()
         self.registration.close()
 
@@ -182,7 +182,7 @@ class Foundation:
         groups: Sequence[Mapping[str, Any]],
         model: nn.Module | None,
     ) -> Components:
-        """Make the other components, and take on these parameters as the first ones.
+        """Make the other components, and register these parameters as the first ones.
 
         Args:
             groups: the optimizer's parameter groups.

@@ -107,7 +107,8 @@ class Grouping:
     groups: list[int]
     """The group of each parameter that has states."""
     rules: frozenset[tuple[int, Rule]]
-    """Each group's number with the update rules that its parameters were taken on with: one, unless some were moved."""
+    """Each group's number with the update rules that its parameters were registered with: one, unless some were
+    moved."""
     left_out: frozenset[int]
     """The numbers of parameters with states that are in no group; ``groups`` has 0 for them."""
     without_states: list[torch.Tensor]
@@ -123,7 +124,7 @@ class Grouping:
 
 
 class Registration:
-    """The parameters that an optimizer has taken on, in the core's order.
+    """The parameters that an optimizer has registered, in the core's order.
 
     It lives as long as the core. Closing or deleting it releases the parameters for another optimizer.
 
@@ -265,15 +266,15 @@ class Registration:
         return replace(spec, rule=rule, matrix=_matrix(rule, new.name, new.param, new.placed), counted=new.counted)
 
     def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
-        """Hold a parameter that the core has taken on."""
+        """Hold a parameter that the core has added."""
         local: LocalElements
         if (record := self._sharding.record_of(new.param)) is not None:
             local = ElementsInShards(record)
         else:
             if new.target is not None:
                 cast_param(new.param, TORCH_DTYPES[new.target])
-            unregister = partial(_drop_memory, self._flat, self._replaced, index)
-            local = ElementsInPlace(new.param, DataWrites(new.param, self._used, unregister))
+            drop = partial(_drop_memory, self._flat, self._replaced, index)
+            local = ElementsInPlace(new.param, DataWrites(new.param, self._used, drop))
         taken, order = TakenGradient(new.values, new.name), memory_order(new.values)
         stand_in = new.placed.around(taken)
         known = manage(new.param)
@@ -549,7 +550,7 @@ def check_new(
     taker: OwningOptimizer | None,
     known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = (),
 ) -> list[OwningOptimizer]:
-    """Check that an optimizer can take on these parameters. Return those that will give way to it.
+    """Check that an optimizer can register these parameters. Return those that will give way to it.
 
     Args:
         device: the device that all of them must be on.

@@ -71,7 +71,7 @@ class ModelCheckpoints:
     def __init__(self, model: nn.Module, optimizer: OffloadedOptimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._state_lock = optimizer.checkpoints.state_lock
+        self._state_lock = optimizer.state_lock
 
     @consistent("save_checkpoint()")
     def save(

@@ -108,7 +108,7 @@ class NamedWeights:
 
     def give(self, model: nn.Module, optimizer: OffloadedOptimizer, asked: WeightRequest) -> "int | WeightIterator":
         """As ``Engine.named_weights``."""
-        lock = optimizer.checkpoints.state_lock
+        lock = optimizer.state_lock
         buckets, receive = lock.consistent(_WHAT, self._begin, model, optimizer, asked)
         return WeightIterator(buckets) if asked.into is None else _give(buckets, receive)
 
@@ -128,7 +128,7 @@ class NamedWeights:
             number = None if asked.since is None else _number_of(core, asked.since)
         _check_alike(collectives, asked, dtype, units)
         optimizer.flush()
-        optimizer.checkpoints.state_lock.change(_WHAT, optimizer.components.registration.current_tensors)
+        optimizer.state_lock.change(_WHAT, optimizer.components.registration.current_tensors)
         changes = core.changes
         self._look(model, optimizer, changes.number)
         mixed = self._look_at_recipes(units, changes.number, merged=asked.merge_lora)

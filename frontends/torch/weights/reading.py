@@ -120,7 +120,7 @@ class Weights:
             return laid(values, target, layout, device, fresh=is_dtensor(tensor)) if wanted else None
 
     def _master(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        components, lock = self._optimizer.components, self._optimizer.checkpoints.state_lock
+        components, lock = self._optimizer.components, self._optimizer.state_lock
         return lock.change("a read of master weights", components.states.whole, tensor, ("master",), dtype)["master"]
 
     def _record_of(self, tensor: torch.Tensor) -> PartitionedParameter | None:
