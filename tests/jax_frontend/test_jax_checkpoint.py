@@ -94,6 +94,23 @@ def test_who_resumes_goes_on_with_the_same_bits(tmp_path, fields):
     assert_same(straight, resumed)
 
 
+def test_an_object_whose_state_is_read_of_the_tree_is_saved(tmp_path):
+    """Its ``state_dict()`` runs before anything is locked."""
+
+    class Averages:
+        def state_dict(self):
+            return offloaded.to_pytree()["exp_avg"]
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    offloaded, averages = new(), Averages()
+    expected = averages.state_dict()
+    offloaded.save_checkpoint(tmp_path, stateful={"averages": averages})
+    offloaded.load_checkpoint(tmp_path, stateful={"averages": averages})
+    assert_same_tree(averages.loaded, expected)
+
+
 @pytest.mark.filterwarnings("ignore:.*its state of 'loader' is not loaded")
 def test_extras_stateful_objects_and_random_generators_come_back(tmp_path):
     class Loader:

@@ -322,6 +322,27 @@ def test_a_schedule_that_counts_its_milestones_comes_back(tmp_path):
     assert other.get_last_lr() == schedule.get_last_lr() == [1e-2 * 0.1**3]
 
 
+@everywhere
+def test_an_object_whose_state_is_read_of_the_engine_is_saved(tmp_path):
+    """Its ``state_dict()`` runs before anything is locked."""
+
+    class Averages:
+        def state_dict(self):
+            entry = engine.optimizer.state[next(engine.module.parameters())]
+            return {"exp_avg": entry["exp_avg"].clone(), "steps": engine.optimizer.state_dict()["state"][0]["step"]}
+
+        def load_state_dict(self, state):
+            self.loaded = state
+
+    engine, averages = wrap(make(), lr=1e-2), Averages()
+    step(engine)
+    expected = averages.state_dict()
+    engine.save_checkpoint(tmp_path, stateful={"averages": averages})
+    engine.load_checkpoint(tmp_path, stateful={"averages": averages})
+    assert same_bits(averages.loaded["exp_avg"], expected["exp_avg"])
+    assert averages.loaded["steps"] == expected["steps"] == 1
+
+
 def test_two_tensors_of_one_name_are_refused_before_anything_is_written(tmp_path):
     engine = wrap(nn.Linear(3, 3), lr=1e-2)
     engine.optimizer.add_param_group({"params": [("weight", nn.Parameter(torch.ones(3)))]})
