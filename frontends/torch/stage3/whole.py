@@ -100,7 +100,7 @@ class WholeParameters:
         """Release the parameters that :meth:`keep` keeps until the next forward.
 
         Args:
-            graphs: True: also release the parameters that it keeps until they change.
+            graphs: True: also release the parameters that :meth:`keep` keeps until they change.
         """
         kept = [record for record, for_graph in self._kept.items() if graphs or not for_graph]
         for record in kept:

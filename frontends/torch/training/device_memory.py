@@ -258,8 +258,8 @@ class DeviceMemory:
         weakref.finalize(self, clear_up, partial(_finish_all, self._memories)).atexit = False
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, or, while it is released, its values on the host. The values of a released trained
-        parameter may be only in its master weights: do not ask for it here."""
+        """Return the tensor, or, while it is released, its values on the host. Do not call this for a released trained
+        parameter, whose values may be only in its master weights."""
         if not self._parameters.released or tensor.layout is not torch.strided:
             return tensor
         with no_read():
@@ -324,8 +324,8 @@ class DeviceMemory:
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
-        """Wait for values that another engine, which uses some of the same tensors, is restoring: the copies to the
-        host read them."""
+        """Wait until other engines have restored the tensors in these storages that they use, too, because the copies
+        to the host read these tensors."""
         for memory in memories:
             for tensor in memory.leaving:
                 await_values(tensor)

@@ -195,7 +195,7 @@ class GradHooks:
             ended: True: the backward has ended.
 
         Returns:
-            The stragglers among them, which are finalized only when the backward has ended.
+            The stragglers among these parameters, which are finalized only when the backward has ended.
         """
         indices = {self._slots[param].index for param in params if param in self._slots}
         if not self._early or not (indices or ended):
@@ -273,9 +273,9 @@ class GradHooks:
 
     @property
     def divisor(self) -> float:
-        """The number by which the update divides gradients that the core has averaged over ranks: the accumulation
-        steps, or 1 if gradients are summed over them; divided by the number of ranks if gradients are summed over
-        ranks."""
+        """The divisor of gradients that are averages over ranks: the accumulation steps, if gradients are averaged over
+        them, else 1. With ``average_over_ranks=False`` it is further divided by the number of ranks, so that gradients
+        become sums over ranks."""
         return self._gradients.divisor(average=bool(self._averaged))
 
     @property
@@ -304,8 +304,8 @@ class GradHooks:
             )
 
     def take_present(self, left_out: frozenset[int], *, boundary: bool) -> None:
-        """Take the gradients in ``p.grad``. If ``p.grad`` is None or is not the stand-in, it replaces the parameter's
-        gradients that have arrived.
+        """Take the gradients in ``p.grad``. None, or another tensor than the stand-in, in ``p.grad`` replaces the
+        parameter's gradients that have arrived.
 
         The caller has checked that the parameters are unchanged (:meth:`Registration.check_unchanged`).
 

@@ -106,7 +106,8 @@ class Grouping:
     members: list[list[torch.Tensor]]
     """The parameters of each group."""
     groups: list[int]
-    """The group's index of each parameter with states, in the core's order; 0 for parameters in ``left_out``."""
+    """The index of each parameter's group, for the parameters with states in the core's order; 0 for parameters in
+    ``left_out``."""
     rules: frozenset[tuple[int, Rule]]
     """Pairs of a group's index and the update rule with which parameters of the group were registered. A group has
     several pairs only if parameters were moved between groups."""

@@ -36,8 +36,8 @@ class TorchWords:
     """Returns the group entries by which torch tells which of its classes has made a group."""
     counted_by: str | None = None
     """For a rule whose optimizer in torch (or in the library that its users take) keeps no ``step``: a state that a
-    parameter has only after its first update. Without a count, only a parameter's first update can differ from later
-    ones. None: torch's optimizer keeps ``step``.
+    parameter has only after its first update. This says enough, because at most a parameter's first update differs from
+    later ones. None: torch's optimizer keeps ``step``.
 
     Torch's tools load each state that they find in an entry, and add no other. So an entry lists ``step`` only if
     torch's optimizer keeps it. Otherwise ``step`` can be read and assigned by name, and ``state_dict()`` has it beside

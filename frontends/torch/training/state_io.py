@@ -390,7 +390,7 @@ def own_part(core: Engine, slot: Slot, held: Held | None, entry: Mapping[str, An
 
 
 def _elements(name: str, held: Held | None, value: Any) -> Any:
-    """Return the elements of a :class:`PartOfWhole`, or raise :class:`StateError` if it has not the elements ``held``.
+    """Return the elements of a :class:`PartOfWhole`. Raise :class:`StateError` unless they are the elements ``held``.
     Return any other value unchanged."""
     if not isinstance(value, PartOfWhole):
         return value
