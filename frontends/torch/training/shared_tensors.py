@@ -2,7 +2,7 @@
 
 Engines that keep parameters whole may share frozen parameters and buffers. One engine may train a parameter that
 another engine keeps frozen, because updates write parameters in place and all readers wait for them. No engine can use
-a parameter that another engine has in shards, or cast a tensor that another engine uses to another element type.
+a parameter that another engine has in shards. No engine can cast a tensor that another engine uses.
 """
 
 import gc
