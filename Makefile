@@ -69,7 +69,7 @@ other-%: $(BUILD_STAMP)
 	    $(OTHER) -m venv $(VENV)-$* && \
 	    $(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[jax,bench,laws]' && \
 	    $(VENV)-$*/bin/python -m pytest -q -n 2 -m "not slow and not soak" -p no:cacheprovider $(ARGS) \
-	        tests/kernels tests/core tests/jax_frontend/test_jax.py; fi
+	        tests/kernels tests/core tests/laws tests/jax_frontend/test_jax.py; fi
 
 # Tests that compare with DeepSpeed, where it is installed as one of bench's peers: FILES of them.
 with-deepspeed: setup $(PEERS_STAMP)

@@ -46,27 +46,6 @@ def test_clipping_is_that_of_torch():
     assert_same_values(ours, theirs)
 
 
-def test_a_resumed_run_of_two_optimizers_has_the_bits_of_an_uninterrupted_one(tmp_path):
-    def wrapped():
-        model = make()
-        params = [*model.parameters()]
-        groups = [{"params": params[:2]}, {"params": params[2:], "optimizer": "sgd", "momentum": 0.9}]
-        return wrap(model, params=groups, lr=1e-2)
-
-    first, second = wrapped(), wrapped()
-    for seed in range(3):
-        step(first, seed)
-    folder = first.save_checkpoint(tmp_path)
-    third = wrapped()
-    third.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    third.module.load_state_dict(first.module.state_dict())
-    second.load_checkpoint(folder)
-    for engine in (first, second, third):
-        step(engine, 3)
-    assert_same_values(first.module, second.module)
-    assert_same_values(first.module, third.module)
-
-
 def test_wrong_groups_are_refused():
     model = make()
     params = [*model.parameters()]

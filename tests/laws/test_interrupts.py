@@ -1,0 +1,118 @@
+"""An interrupt leaves the state before or after: over every subject, at lines of each call that it may cut."""
+
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.interrupts import FewerLines, first_passes, interrupt_at
+from tests.support.subjects import Run, Subject
+from tests.support.subjects.table import SUBJECTS, cases
+
+
+def elements(values: dict[str, Any], name: str) -> np.ndarray:
+    """The bytes of each element of a parameter and of its states, a row an element."""
+    arrays = [found for key, found in values.items() if key.endswith(f" of {name}") and not key.startswith("step ")]
+    n = max(int(np.prod(shape)) for _, shape, _ in arrays)
+    return np.concatenate([np.frombuffer(data, np.uint8).reshape(n, -1) for _, _, data in arrays], axis=1)
+
+
+def assert_in_part(found: dict[str, Any], before: dict[str, Any], whole: dict[str, Any]) -> None:
+    """Each element with its states is as before the step or as after it. Counts say which parameters were updated."""
+
+    def count(values: dict[str, Any], name: str) -> float:
+        return float(np.frombuffer(values[f"step of {name}"][2], np.float32)[0])
+
+    names = [key.removeprefix("step of ") for key in before if key.startswith("step of ")]
+    for name in names:
+        mine, was, becomes = (elements(values, name) for values in (found, before, whole))
+        updated = (mine == becomes).all(axis=1)
+        assert ((mine == was).all(axis=1) | updated).all(), name
+        assert count(found, name) == count(before, name) + updated.any(), name
+    assert found["updates"] == max(count(found, name) for name in names)
+
+
+def interrupted(subject: Subject, call: str, of: str, folder: Path) -> None:
+    """The run goes on as if the call had not been, or had been whole, and no mode of the thread is left changed.
+
+    Args:
+        of: before which lines the interrupt comes: ``"some"``, each at its ``"first pass"``, or at ``"each pass"``.
+    """
+    act, begin, end = subject.run.calls[call]
+    also = subject.run.also_traced
+
+    def begun(number: Any) -> tuple[Run, Path]:
+        run, own = subject.begin(), folder / str(number)
+        own.mkdir()
+        run.update(1)
+        begin(run, own)
+        return run, own
+
+    def outcome(run: Run, own: Path, steps: tuple[int, ...] = (3, 4, 5)) -> dict[str, Any]:
+        """What has become of the run some steps later."""
+        end(run, own)
+        run.forget()
+        for number in steps:
+            run.update(number)
+        found = run.values()
+        run.close()
+        return found
+
+    whole, own = begun("whole")
+    act(whole, own)
+    steps = () if whole.in_part and call in ("step", "backward") else (3, 4, 5)
+    allowed = [outcome(*begun("without"), steps), outcome(whole, own, steps)]
+    counted, own = begun("counted")
+    passes = first_passes(lambda: act(counted, own), also)
+    assert outcome(counted, own, steps) == allowed[1]
+    numbers = [*range(max(passes.values()) + 1)] if of == "each pass" else sorted(passes.values())
+    seen = set()
+    for number in numbers[:: max(len(numbers) // 8, 1)] if of == "some" else numbers:
+        run, own = begun(number)
+        before = run.left_behind()
+        try:
+            with suppress(FewerLines):
+                interrupt_at(number, lambda run=run, own=own: act(run, own), also)
+            assert run.left_behind() == before, f"line {number}"
+        finally:
+            run.put_back(before)
+        found = outcome(run, own, steps)
+        if not steps:
+            assert_in_part(found, *allowed)
+            continue
+        assert found in allowed, f"line {number}: {[place for place, n in passes.items() if n == number]}"
+        seen.add(allowed.index(found))
+    assert 0 in seen or not steps
+
+
+FEW = {
+    ("engine, stage 2", "step"),
+    ("engine, stage 2, late", "step"),
+    ("engine, stage 2, late", "named_weights, into"),
+    ("engine, stage 3, on disk", "step"),
+    ("engine, delayed", "load_checkpoint"),
+    ("engine, in backward", "step"),
+}
+"""The subjects and calls of which ``make test`` draws some."""
+
+
+def lines() -> Iterator[Any]:
+    for case in cases("calls"):
+        device, subject, call = case.values
+        for of in ("some", "first pass", "each pass"):
+            if of == "each pass" and call != "step":
+                continue
+            marks = [] if (subject, call) in FEW and of == "some" else [pytest.mark.slow]
+            if of == "each pass":
+                marks = [pytest.mark.soak, pytest.mark.timeout(1800)]
+            yield pytest.param(device, subject, call, of, marks=[*case.marks, *marks], id=f"{case.id}, {of}")
+
+
+@pytest.mark.long("an interrupt at several lines, each in a new run")
+@pytest.mark.draws(3)
+@pytest.mark.parametrize(("device", "subject", "call", "of"), [*lines()], indirect=["device"])
+def test_an_interrupt_leaves_the_state_before_or_after(device, subject, call, of, tmp_path):
+    SUBJECTS[subject].check(interrupted, call, of, tmp_path)

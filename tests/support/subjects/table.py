@@ -1,0 +1,121 @@
+"""The table of subjects. A new integration gets all laws of ``tests/laws`` by a row here."""
+
+import importlib.util
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from tests.support.subjects import Subject
+
+HERE = {name: importlib.util.find_spec(name) is not None for name in ("torch", "jax")}
+
+
+def _of_torch() -> Iterator[Subject]:
+    from tests.support.late_stores import PARAMETERS_ON_DISK, STATES_ON_DISK
+    from tests.support.rules import REFERENCES, settings_of
+    from tests.support.ways import STAGE_3
+
+    bf16 = {"param_dtype": "bfloat16"}
+    settings: dict[str, dict[str, Any]] = {
+        "stage 1": {"stage": 1, "gradient_clipping": 0.1},
+        "stage 2": {},
+        "serial, bf16": {**bf16, "schedule": "serial"},
+        "fp16": {"param_dtype": "float16", "initial_loss_scale": 2.0**26, "loss_scale_window": 3},
+        "delayed": {**bf16, "schedule": "delayed", "delay_warmup_steps": 2},
+        "accumulating": {"gradient_accumulation_steps": 2, "gradient_clipping": 0.1},
+        "in backward": {"update_in_backward": True},
+        "sent early": {**bf16, "update_in_backward": True, "gradient_clipping": 1e3},
+        "stage 3": {"stage": 3, "param_persistence_threshold": 8},
+        "stage 3, on the host": STAGE_3,
+        "stage 3, nothing live": {**STAGE_3, "max_live_parameters": 1, "prefetch_bucket_size": 0},
+        "stage 3, in backward": {**STAGE_3, "update_in_backward": True},
+        "half on disk": {**STATES_ON_DISK, "nvme_host_bytes": 3000, "reduce_bucket_size": 100},
+        "stage 3, on disk": {**PARAMETERS_ON_DISK, **bf16, "param_persistence_threshold": 8},
+        "bf16 states": {"state_format": "bf16"},
+        "8 bits": {"state_format": "8bit", **bf16},
+        "8 bits, bf16 masters": {"state_format": "8bit", "master_dtype": "bfloat16", **bf16},
+        "a function": {**bf16, "lr": lambda updates: 1e-2 / (1 + updates)},
+        "two optimizers": {"groups": [{}, {"optimizer": "sgd", "momentum": 0.9}]},
+        "muon": {"optimizer": "muon", "muon_params": ["head.weight"]},
+        **{name: settings_of(name) for name in REFERENCES if name != "adamw"},
+        **{f"{name}, on disk": {**settings_of(name), **PARAMETERS_ON_DISK} for name in REFERENCES if name != "adamw"},
+        **{f"{name}, 8 bits": {**settings_of(name), "state_format": "8bit"} for name in REFERENCES if name != "adamw"},
+    }
+    for name, fields in settings.items():
+        yield Subject(f"engine, {name}", "of_torch:Engine", fields, without=_without(name, fields))
+    for device in ("late", "simulated, delays 0"):
+        for name in ("stage 2", "fp16", "stage 3, on the host", "sent early"):
+            without = _without(name, settings[name], device)
+            yield Subject(f"engine, {name}, {device}", "of_torch:Engine", settings[name], device, without=without)
+    for name in ("stage 2", "stage 3, on the host"):
+        yield Subject(f"engine, {name}, a module with a state", "of_torch:EngineOfStates", settings[name])
+
+
+WHOLE = ("stage 2", "fp16", "stage 3, on the host", "stage 3, on disk")
+"""The settings of engines in which each call is refused; in others some are, of each kind."""
+CUT_WHOLE = (*WHOLE, "serial, bf16", "delayed", "in backward", "sent early")
+"""Those in which each call is interrupted; in others those of ``CUT``."""
+SOME = {
+    "a step without a backward",
+    "a negative rate",
+    "a group with a negative rate",
+    "states: another shape",
+    "states: a rate that is NaN",
+    "checkpoint: a negative step",
+    "checkpoint: betas of 1",
+    "a save of a module",
+    "weights: another shape",
+    "released: a parameter",
+}
+CUT = {"step", "load_checkpoint", "release"}
+
+
+def _without(name: str, fields: Mapping[str, Any], device: str = "host") -> frozenset[str]:
+    """What an engine with these fields has not, or what other rows show."""
+    from tests.support.subjects import of_torch
+    from tests.support.subjects.of_torch import Engine
+
+    out: set[str] = set()
+    if name not in WHOLE or device != "host":
+        out |= Engine.wrong.keys() - SOME
+    if name not in CUT_WHOLE or (device != "host" and name != "stage 2"):
+        out |= Engine.calls.keys() - CUT
+    if device == "host" and name != "stage 2":
+        out |= of_torch.BY_HAND.keys()
+    if fields.get("param_dtype") != "float16":
+        out |= {*of_torch.SCALES, *of_torch.FORGED_SCALES}
+    if fields.get("stage") == 3:
+        out |= {*of_torch.BY_HAND, "a copy"}  # its parameters are read in gathered_parameters() alone
+    if fields.get("update_in_backward"):
+        out |= {*of_torch.HYPERPARAMETERS, *of_torch.MID_STEP}  # a backward changes states
+    if fields.get("schedule") == "delayed":
+        out |= {"a copy"}  # it brings the parameters level
+    if fields.get("optimizer") == "lion":
+        out |= {"torch_state_dict"}  # torch has none
+    if fields.get("optimizer") in ("sgd", "adagrad", "muon"):
+        out |= {"checkpoint: betas of 1"}
+    if callable(fields.get("lr")):
+        # Even a refused step shows the rate of the next update, and groups have no rates of their own.
+        out |= {"a step without a backward", "a group with a negative rate"}
+    if fields.get("stage") != 3:
+        out |= {"released: gathered_parameters"}
+    if fields.get("gradient_accumulation_steps"):
+        out |= {"step"}  # zero_grad() drops gradients and keeps the count of micro-steps
+    if device == "late":
+        out |= {"release", "restore", *of_torch.RELEASED}  # there is no such accelerator
+    elif device != "host":
+        out |= Engine.calls.keys() - {"release", "restore"}
+    return frozenset(out)
+
+
+ROWS = [*(_of_torch() if HERE["torch"] else ())]
+SUBJECTS = {row.name: row for row in ROWS}
+assert len(SUBJECTS) == len(ROWS)
+
+
+def cases(what: str) -> Iterator[Any]:
+    """Parameters ``device, subject, name`` of a law: each name of each subject's ``what``."""
+    for subject in ROWS:
+        for name in subject.names(what):
+            yield pytest.param(subject.device, subject.name, name, marks=subject.marks, id=f"{subject.name}: {name}")
