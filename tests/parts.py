@@ -50,7 +50,6 @@ LATE = [
     "jax_frontend/test_jax.py",
     "jax_frontend/test_jax_rules.py",
     "jax_frontend/test_jax_checkpoint.py",
-    "jax_frontend/test_jax_interrupts.py",
     "jax_frontend/mesh/test_bits.py",
     "jax_frontend/mesh/test_formats.py",
     "jax_frontend/mesh/test_states.py",

@@ -1,10 +1,22 @@
 """What the laws over all subjects need: a device, and JAX's own settings."""
 
+import sys
+
 import pytest
 
 from tests.support.places import device
 
 __all__ = ["device"]
+
+
+@pytest.fixture(autouse=True)
+def no_group_is_left():
+    """The first engine of DeepSpeed's face makes a process group."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
 
 try:
     import jax
@@ -16,3 +28,8 @@ else:
     @pytest.fixture(scope="session", autouse=True)
     def everything_is_compiled_once(compiled_once: None) -> None:
         pass
+
+    @pytest.fixture(autouse=True)
+    def on_the_cpu():
+        with jax.default_device(jax.devices("cpu")[0]):
+            yield

@@ -1,5 +1,6 @@
 """An interrupt leaves the state before or after: over every subject, at lines of each call that it may cut."""
 
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -8,9 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.interrupts import FewerLines, first_passes, interrupt_at
-from tests.support.subjects import Run, Subject
-from tests.support.subjects.table import SUBJECTS, cases
+from tests.support.interrupts import FewerLines, first_passes, interrupt_at, read_at_each_line
+from tests.support.subjects import Run, Subject, plain
+from tests.support.subjects.table import ROWS, SUBJECTS, cases
+
+pytestmark = pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")  # of DeepSpeed's configuration
 
 
 def elements(values: dict[str, Any], name: str) -> np.ndarray:
@@ -116,3 +119,37 @@ def lines() -> Iterator[Any]:
 @pytest.mark.parametrize(("device", "subject", "call", "of"), [*lines()], indirect=["device"])
 def test_an_interrupt_leaves_the_state_before_or_after(device, subject, call, of, tmp_path):
     SUBJECTS[subject].check(interrupted, call, of, tmp_path)
+
+
+def handled(subject: Subject, call: str, peek: str, folder: Path) -> None:
+    """A handler that asks for states at any line of a call gets those before or after it, or an error that says why."""
+    act, begin, _ = subject.run.calls[call]
+    ask = subject.run.peeks[peek]
+    run, twin = subject.begin(), subject.begin()
+    for each, name in ((run, "run"), (twin, "twin")):
+        (folder / name).mkdir()
+        each.update(1)
+        begin(each, folder / name)
+    allowed = [plain(ask(twin))]
+    act(twin, folder / "twin")
+    allowed.append(plain(ask(twin)))
+    seen, said = read_at_each_line(lambda: plain(ask(run)), lambda: act(run, folder / "run"), allowed)
+    assert 0 in seen
+    assert any("in the same thread" in error for error in said)
+    assert run.values() == twin.values()
+    for each in (run, twin):
+        each.close()
+
+
+def handlers() -> Iterator[Any]:
+    for subject in ROWS:
+        if subject.is_here and subject.asked_by_handlers:
+            for call, peek in itertools.product(subject.run.peeked, subject.run.peeks):
+                case = f"{subject.name}: {call}, {peek}"
+                yield pytest.param(subject.device, subject.name, call, peek, marks=subject.marks, id=case)
+
+
+@pytest.mark.draws(4)
+@pytest.mark.parametrize(("device", "subject", "call", "peek"), [*handlers()], indirect=["device"])
+def test_a_handler_gets_the_state_before_or_after_or_an_error(device, subject, call, peek, tmp_path):
+    SUBJECTS[subject].check(handled, call, peek, tmp_path)

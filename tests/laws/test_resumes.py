@@ -7,6 +7,8 @@ import pytest
 from tests.support.subjects import Subject, assert_same
 from tests.support.subjects.table import SUBJECTS, cases
 
+pytestmark = pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")  # of DeepSpeed's configuration
+
 STEPS, MORE = 5, 4
 
 

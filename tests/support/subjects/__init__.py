@@ -56,6 +56,10 @@ class Run:
     reads: ClassVar[Mapping[str, Callable[["Run", Path], Any]]] = {}
     """What a reader may ask right after a step. Results are compared by :func:`plain`."""
     calls: ClassVar[Mapping[str, Call]] = {}
+    peeks: ClassVar[Mapping[str, Callable[[Any], Any]]] = {}
+    """States that the handler of a signal may ask for at any moment."""
+    peeked: ClassVar[tuple[str, ...]] = ()
+    """The calls in the middle of which a handler asks."""
     also_traced: ClassVar[tuple[str, ...]] = ()
     """Files of others before whose lines an interrupt may come, too."""
 
@@ -115,6 +119,10 @@ def _bytes_of(value: Any) -> tuple[Any, ...]:
         value = value.detach().cpu()
         value = (value * 1 if type(value) is not torch.Tensor else value).contiguous()
         return str(value.dtype), tuple(value.shape), value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    if str(value.dtype).startswith("key<"):
+        import jax
+
+        value = jax.random.key_data(value)
     array = np.asarray(value)
     return str(array.dtype), array.shape, array.tobytes()
 
@@ -123,6 +131,10 @@ def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     assert found.keys() == expected.keys()
     differ = [name for name in expected if found[name] != expected[name]]
     assert not differ, differ
+
+
+ASKED_BY_HANDLERS = ("engine, stage 2", "engine, stage 2, late", "engine, half on disk", "tree, fp32", "tree, on disk")
+"""The subjects of which the handler of a signal asks for states."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +182,10 @@ class Subject:
         if not self.is_here:
             return [f"{self.needs[-1]} is not installed"]
         return [name for name in getattr(self.run, what) if name not in self.without]
+
+    @property
+    def asked_by_handlers(self) -> bool:
+        return self.name in ASKED_BY_HANDLERS
 
     @property
     def is_here(self) -> bool:

@@ -12,15 +12,18 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
+from frontends import torch as front_end
 from frontends.torch import export_deepspeed, gathered_parameters, wrap
 from frontends.torch.training import intake
 from offload_core.checkpoint.folder import MANIFEST
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, ConfigError, GradientError, ParameterError, StateError
-from tests.support import modes
+from tests.support import modes, torch_rank
 from tests.support.checkpoints import Loader
 from tests.support.subjects import Call, Run, Wrong, plain
 from tests.support.subjects.models import Mixed, Remembering, images, mixed
@@ -569,6 +572,10 @@ CALLS = {
     "whole_state_dict": Call(lambda run, folder: run.engine.whole_state_dict()),
     "torch_state_dict": Call(lambda run, folder: run.optimizer.torch_state_dict()),
     "load_state_dict": Call(lambda run, folder: run.optimizer.load_state_dict(run.optimizer.state_dict())),
+    "load_state_dict of another": Call(
+        lambda run, folder: run.optimizer.load_state_dict(run.given),
+        lambda run, folder: run.__dict__.update(given=copy.deepcopy(run.another().optimizer.state_dict())),
+    ),
     "gathered_parameters": Call(in_a_block),
     "release": Call(lambda run, folder: run.engine.release(), end=lambda run, folder: run.engine.restore()),
     "restore": Call(
@@ -696,6 +703,12 @@ class Engine(TorchRun):
     }  # fmt: skip
     reads: ClassVar = {**READS, **BY_HAND}
     calls: ClassVar = CALLS
+    peeks: ClassVar = {
+        "state_dict": lambda run: run.optimizer.state_dict()["state"],
+        "torch_state_dict": lambda run: run.optimizer.torch_state_dict()["state"],
+        "states": lambda run: [dict(run.optimizer.state[p]) for p in run.params()],
+    }
+    peeked: ClassVar = ("step", "load_state_dict of another")
 
 
 class EngineOfStates(Engine):
@@ -706,3 +719,117 @@ class EngineOfStates(Engine):
     wrong: ClassVar = {**FORGERIES, **FORGED_MODULES}
     reads: ClassVar = {}
     calls: ClassVar = {}
+
+
+# --- the optimizer alone -----------------------------------------------------------------------------------
+
+
+def replaced(
+    of: Callable[["Alone"], torch.Tensor], change: Callable[[torch.Tensor], torch.Tensor], match: str
+) -> Wrong:
+    """A step after the memory of a tensor was replaced by another shape or type."""
+
+    def act(run: "Alone", folder: Path) -> None:
+        run.given = of(run).data
+        of(run).data = change(run.given)
+        run.optimizer.step()
+
+    def mend(run: "Alone") -> None:
+        of(run).data = run.given
+
+    return Wrong(act, (ParameterError, GradientError), match, lambda run, folder: run.backward(20), mend)
+
+
+WEIGHT = r"'group 0, parameter \d' is .* and was \(4, 8\) torch.\w+ on (cpu|simulated:0)"
+REPLACED = {
+    "a parameter of another size": replaced(lambda run: run.model.head.weight, lambda t: t[:2].clone(), WEIGHT),
+    "a parameter of another shape": replaced(lambda run: run.model.head.weight, lambda t: t.view(8, 4), WEIGHT),
+    "a parameter of another type": replaced(lambda run: run.model.head.weight, lambda t: t.double(), WEIGHT),
+    "a gradient of another shape": replaced(
+        lambda run: run.model.head.bias.grad,
+        lambda t: t.new_ones(3),
+        r"gradient has shape torch.Size\(\[3\]\), expected",
+    ),
+    "a gradient of another type": replaced(
+        lambda run: run.model.head.bias.grad, lambda t: t.double(), "gradient has dtype torch.float64, expected torch"
+    ),
+}
+
+
+class Alone(TorchRun):
+    """An optimizer of ours in a loop of the user's.
+
+    Args:
+        kind: the name of its class; ``model_dtype``: of the model.
+    """
+
+    def __init__(self, seed: int, *, kind: str = "OffloadedAdamW", model_dtype: str = "float32", **fields: Any) -> None:
+        super().__init__(seed, kind=kind, model_dtype=model_dtype, **fields)
+        self.model = mixed(seed).to(getattr(torch, model_dtype))
+        given = {"lr": 1e-2, "num_threads": 1, "reduce_bucket_size": 64, **fields}
+        self.optimizer = getattr(front_end, kind)(self.params(), **given)
+
+    def backward(self, number: int | None = None) -> None:
+        x = images(number).to(self.model.head.weight.dtype)
+        self.model(x).float().pow(2).mean().backward()
+
+    def step(self, number: int | None = None) -> None:
+        self.backward(number)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.loader.at += 1
+
+    def forget(self) -> None:
+        self.optimizer.zero_grad()
+
+    def close(self) -> None:
+        self.optimizer.close()
+
+    resumes: ClassVar = {**STATE_DICTS, **COPIES}
+    wrong: ClassVar = {**HYPERPARAMETERS, **GROUPS, **STATES, **REPLACED}
+    reads: ClassVar = {**READS_OF_STATES}
+    calls: ClassVar = {
+        "step": Call(lambda run, folder: run.step(2)),
+        "state_dict": Call(lambda run, folder: run.optimizer.state_dict()),
+        "torch_state_dict": CALLS["torch_state_dict"],
+    }
+
+
+# --- on ranks ----------------------------------------------------------------------------------------------
+
+
+class OfRanks(Engine):
+    """An engine on each of several ranks, which train on different data."""
+
+    def backward(self, number: int | None = None) -> None:
+        x = images(number) * (1 + dist.get_rank())
+        self.engine.backward(self.engine(x).float().pow(2).mean())
+
+    def everything(self) -> dict[str, Any]:
+        found = super().everything()  # statistics are those of rank 0's data in a checkpoint
+        return {name: value for name, value in found.items() if not name.startswith("buffer norm.")}
+
+    resumes: ClassVar = {name: way for name, way in Engine.resumes.items() if "checkpoint" in name}
+    wrong: ClassVar = {
+        name: Engine.wrong[name]
+        for name in ("a step without a backward", "a group with a negative rate", "states: a rate that is NaN")
+    }
+    reads: ClassVar = {name: READS[name] for name in ("states", "whole_states", "a forward", "whole_state_dict")}
+    calls: ClassVar = {}
+
+
+class OverFsdp(OfRanks):
+    """An engine around a model that FSDP2 has sharded."""
+
+    def __init__(self, seed: int, **fields: Any) -> None:
+        TorchRun.__init__(self, seed, **fields)
+        self.model = torch_rank.make(seed)
+        for layer in (*self.model, self.model):
+            fully_shard(layer, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+        self.wrap_anew()
+
+    def backward(self, number: int | None = None) -> None:
+        images(number)  # seeds the generators
+        self.engine.backward(self.engine(torch.randn(8, 32) * (1 + dist.get_rank())).pow(2).mean())
+
+    reads: ClassVar = {name: READS[name] for name in ("states", "whole_states", "whole_state_dict")}

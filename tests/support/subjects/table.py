@@ -50,6 +50,38 @@ def _of_torch() -> Iterator[Subject]:
             yield Subject(f"engine, {name}, {device}", "of_torch:Engine", settings[name], device, without=without)
     for name in ("stage 2", "stage 3, on the host"):
         yield Subject(f"engine, {name}, a module with a state", "of_torch:EngineOfStates", settings[name])
+    alone: dict[str, dict[str, Any]] = {
+        "fp32": {},
+        "fp32, early copy": {"early_copy": True},
+        "bf16": {"model_dtype": "bfloat16"},
+        "bf16, early copy": {"model_dtype": "bfloat16", "early_copy": True},
+        "8 bits": {"model_dtype": "bfloat16", "state_format": "8bit"},
+        "on disk": {**STATES_ON_DISK},
+        "SGD": {"kind": "OffloadedSGD", "momentum": 0.9},
+        **{name: {"kind": f"Offloaded{name}"} for name in ("Lion", "Adagrad")},
+    }
+    from tests.support.subjects import of_torch
+    from tests.support.subjects.of_torch import Alone
+
+    for name, fields in alone.items():
+        out = set() if name in ("fp32", "bf16, early copy") else Alone.wrong.keys() - SOME
+        out |= {"torch_state_dict"} if name == "Lion" else set()
+        out |= {each for each in of_torch.REPLACED if "gradient" in each and "early_copy" in fields}
+        yield Subject(f"alone, {name}", "of_torch:Alone", fields, without=frozenset(out))
+    yield Subject(
+        "alone, bf16, simulated", "of_torch:Alone", alone["bf16"], "simulated, delays 0", without=frozenset(SOME)
+    )
+    for number in range(4):
+        more = {"gradient_accumulation_steps": 2} if number == 1 else {}
+        yield Subject(
+            f"DeepSpeed's face, stage {number}",
+            "of_deepspeed:Face",
+            {"stage": number, **more},
+            without=frozenset({"step"} if more else ()),
+        )
+    for name in ("stage 1", "stage 2", "stage 3, on the host"):
+        yield Subject(f"two ranks, {name}", "of_torch:OfRanks", settings[name], ranks=2, slow=True)
+    yield Subject("two ranks, FSDP2", "of_torch:OverFsdp", {}, ranks=2, slow=True)
 
 
 WHOLE = ("stage 2", "fp16", "stage 3, on the host", "stage 3, on disk")
@@ -109,7 +141,74 @@ def _without(name: str, fields: Mapping[str, Any], device: str = "host") -> froz
     return frozenset(out)
 
 
-ROWS = [*(_of_torch() if HERE["torch"] else ())]
+def _of_jax() -> Iterator[Subject]:
+    from tests.support.late_stores import STATES_ON_DISK
+    from tests.support.rules import REFERENCES, settings_of
+    from tests.support.subjects import of_jax
+
+    bf16 = {"param_dtype": "bfloat16"}
+    delayed = {**bf16, "schedule": "delayed", "delay_warmup_steps": 1}
+    settings: dict[str, dict[str, Any]] = {
+        "fp32": {"gradient_clipping": 0.05},
+        "fp16": {"param_dtype": "float16", "initial_loss_scale": 64.0, "loss_scale_window": 3},
+        "bf16": {**bf16, "gradient_clipping": 0.5},
+        "delayed": delayed,
+        "accumulating": {"gradient_accumulation_steps": 2},
+        "on disk": {**STATES_ON_DISK, **bf16},
+        "later": {"wait": False},
+        "later, delayed": {**delayed, "wait": False},
+        "8 bits": {"state_format": "8bit", **bf16},
+        **{name: settings_of(name) for name in REFERENCES if name != "adamw"},
+        **{
+            f"mesh, stage {stage}": {"ranks": 4, "stage": stage, "param_persistence_threshold": 20, **bf16}
+            for stage in (1, 2, 3)
+        },
+        **{
+            f"mesh, stage {stage}, 8 bits": {
+                "ranks": 4,
+                "stage": stage,
+                "param_persistence_threshold": 0,
+                **bf16,
+                "state_format": "8bit",
+                "master_dtype": "bfloat16",
+            }
+            for stage in (2, 3)
+        },
+        "mesh, stage 3, on disk": {"ranks": 4, "stage": 3, "offload_param": "cpu", **STATES_ON_DISK, **bf16},
+    }
+    for name, fields in settings.items():
+        out: set[str] = set()
+        if name not in ("fp32", "fp16", "mesh, stage 3"):
+            out |= of_jax.Tree.wrong.keys() - SOME_OF_JAX
+        if name not in ("fp32", "on disk", "delayed", "mesh, stage 2"):
+            out |= of_jax.Tree.calls.keys() - {"update"}
+        if fields.get("param_dtype") == "float16":
+            out |= {"optax's state", "gradients: only None", "gradients: nothing", "gradients: one array"}
+        else:
+            out |= {*of_jax.PLAIN, *of_jax.TREES_OF_SCALES}
+        if fields.get("param_dtype") or "optimizer" in fields:
+            out |= {"optax's state"}  # it has no master weights
+        if "optimizer" in fields:
+            out |= {"load_optax_state", *of_jax.OPTAX}
+        if fields.get("schedule") == "delayed":
+            out |= of_jax.Tree.reads.keys() - {"flush", "to_pytree"}  # parameters are a step behind
+        if name == "later, delayed":
+            out |= {"update"}  # the interrupt of a read ends the update before, and brings parameters level early
+        if "ranks" in fields:
+            out |= {"value_and_grad of no scalar"}  # the batch is looked at first
+        yield Subject(f"tree, {name}", "of_jax:Tree", fields, needs=("jax",), without=frozenset(out))
+
+
+SOME_OF_JAX = {
+    "gradients: another shape",
+    "gradients: donated",
+    "tree: another shape",
+    "tree: a negative step",
+    "checkpoint: negative updates",
+    "under jit: params",
+}
+
+ROWS = [*(_of_torch() if HERE["torch"] else ()), *(_of_jax() if HERE["jax"] else ())]
 SUBJECTS = {row.name: row for row in ROWS}
 assert len(SUBJECTS) == len(ROWS)
 
