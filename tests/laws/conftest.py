@@ -1,6 +1,8 @@
 """What the laws over all subjects need: a device, and JAX's own settings."""
 
+import os
 import sys
+from unittest.mock import patch
 
 import pytest
 
@@ -11,8 +13,9 @@ __all__ = ["device"]
 
 @pytest.fixture(autouse=True)
 def no_group_is_left():
-    """The first engine of DeepSpeed's face makes a process group."""
-    yield
+    """DeepSpeed's face and Lightning's strategy make a process group, and may say so in the environment."""
+    with patch.dict(os.environ):
+        yield
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,16 +1,18 @@
 """An interrupt leaves the state before or after: over every subject, at lines of each call that it may cut."""
 
 import itertools
-from collections.abc import Iterator
+import sys
+from collections.abc import Generator, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.interrupts import FewerLines, first_passes, interrupt_at, read_at_each_line
-from tests.support.subjects import Run, Subject, plain
+from tests.support.interrupts import Armed, FewerLines, Interrupt, first_passes, interrupt_at, read_at_each_line
+from tests.support.subjects import Program, Run, Subject, plain
 from tests.support.subjects.table import ROWS, SUBJECTS, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")  # of DeepSpeed's configuration
@@ -91,6 +93,41 @@ def interrupted(subject: Subject, call: str, of: str, folder: Path) -> None:
     assert 0 in seen or not steps
 
 
+def interrupted_program(subject: Subject, call: str, of: str, folder: Path) -> None:
+    """An interrupt of a program's second step ends its loop; the states are those of one step or of two."""
+    allowed: list[dict[str, Any]] = []
+    runs: list[Any] = []
+
+    def counted(run: Any) -> Generator[int, None, Any]:
+        yield 1
+        allowed.append(run.values())
+        lines = Armed()
+        lines.start()
+        yield 2
+        lines.stop()
+        allowed.append(run.values())
+        return lines.passed
+
+    def cut(run: Any, number: int) -> Generator[int, None, None]:
+        runs.append(run)
+        yield 1
+        run.values()
+        Armed(number).start()
+        yield 2
+
+    places = subject.train(counted, folder / "counted")
+    first = [*dict(zip(reversed(places), reversed(range(len(places))), strict=True)).values()][::-1]
+    seen = set()
+    for number in first[:: max(len(first) // 6, 1)] if of == "some" else first:
+        with suppress(Interrupt, SystemExit):
+            subject.train(partial(cut, number=number), folder / str(number))
+            sys.settrace(None)
+        found = runs.pop().values()
+        assert found in allowed, f"line {number}: {places[number]}"
+        seen.add(allowed.index(found))
+    assert 0 in seen
+
+
 FEW = {
     ("engine, stage 2", "step"),
     ("engine, stage 2, late", "step"),
@@ -106,7 +143,7 @@ def lines() -> Iterator[Any]:
     for case in cases("calls"):
         device, subject, call = case.values
         for of in ("some", "first pass", "each pass"):
-            if of == "each pass" and call != "step":
+            if of == "each pass" and (call != "step" or SUBJECTS[subject].integration):
                 continue
             marks = [] if (subject, call) in FEW and of == "some" else [pytest.mark.slow]
             if of == "each pass":
@@ -118,7 +155,8 @@ def lines() -> Iterator[Any]:
 @pytest.mark.draws(3)
 @pytest.mark.parametrize(("device", "subject", "call", "of"), [*lines()], indirect=["device"])
 def test_an_interrupt_leaves_the_state_before_or_after(device, subject, call, of, tmp_path):
-    SUBJECTS[subject].check(interrupted, call, of, tmp_path)
+    found = SUBJECTS[subject]
+    found.check(interrupted_program if issubclass(found.run, Program) else interrupted, call, of, tmp_path)
 
 
 def handled(subject: Subject, call: str, peek: str, folder: Path) -> None:

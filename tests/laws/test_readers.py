@@ -1,6 +1,9 @@
 """A reader sees finished values: over every subject, each way to read, right after a step."""
 
+from collections.abc import Generator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,21 +15,22 @@ pytestmark = pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")  #
 
 def reads(subject: Subject, read: str, folder: Path) -> None:
     """A read right after a step gives what it gives once the step has ended, and changes nothing of the run."""
-    run, twin = subject.begin(), subject.begin()
-    for each in (run, twin):
-        each.step(1)
-        each.step(2)
-    for name in ("right after", "later"):
+
+    def script(run: Any, name: str) -> Generator[int, None, Any]:
+        yield from (1, 2)
+        if name == "later":
+            run.values()  # waits for all that is in flight
         (folder / name).mkdir(exist_ok=True)
-    found = plain(subject.run.reads[read](run, folder / "right after"))
-    twin.values()  # waits for all that is in flight
-    assert found == plain(subject.run.reads[read](twin, folder / "later"))
-    run.values()
-    for each in (run, twin):
-        each.step(3)
-    assert_same(run.values(), twin.values())
-    for each in (run, twin):
-        each.close()
+        found = plain(subject.run.reads[read](run, folder / name))
+        run.values()
+        yield 3
+        return found, run.values()
+
+    found, expected = (
+        subject.train(partial(script, name=name), folder / f"run {name}") for name in ("at once", "later")
+    )
+    assert found[0] == expected[0]
+    assert_same(found[1], expected[1])
 
 
 @pytest.mark.draws(40)

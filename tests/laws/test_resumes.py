@@ -1,10 +1,13 @@
 """A resumed run is the uninterrupted one: over every subject, in each way in which it can go on."""
 
+from collections.abc import Generator
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support.subjects import Subject, assert_same
+from tests.support.subjects import Program, Subject, assert_same
 from tests.support.subjects.table import SUBJECTS, cases
 
 pytestmark = pytest.mark.filterwarnings("ignore::offload_core.ConfigWarning")  # of DeepSpeed's configuration
@@ -34,8 +37,21 @@ def resumes(subject: Subject, way: str, folder: Path) -> None:
         each.close()
 
 
+def resumes_a_program(subject: Subject, way: str, folder: Path) -> None:
+    """A program saves by itself; one that begins with what it saved trains on to the same bits."""
+
+    def script(run: Any, steps: int) -> Generator[int, None, Any]:
+        yield from range(steps)
+        return run.everything()
+
+    kept = subject.train(partial(script, steps=subject.run.saved_at + MORE), folder)
+    since = subject.run.resumes[way](folder)
+    assert_same(subject.train(partial(script, steps=MORE), folder / "again", since=since), kept)
+
+
 @pytest.mark.draws(20)
 @pytest.mark.quick
 @pytest.mark.parametrize(("device", "subject", "way"), [*cases("resumes")], indirect=["device"])
 def test_a_resumed_run_is_the_uninterrupted_one(device, subject, way, tmp_path):
-    SUBJECTS[subject].check(resumes, way, tmp_path)
+    found = SUBJECTS[subject]
+    found.check(resumes_a_program if issubclass(found.run, Program) else resumes, way, tmp_path)

@@ -6,7 +6,7 @@ A new integration gets all laws by a row of ``table.SUBJECTS`` and a subclass of
 import importlib
 import importlib.util
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -99,6 +99,44 @@ class Run:
         """End it."""
 
 
+Script = Callable[[Any], Generator[int, None, Any]]
+"""``script(run)`` yields the number of each step that it wants trained, and may act in between. It returns a result."""
+
+
+def drive(run: Run, script: Script) -> Any:
+    """Train the steps that a script wants, and return its result."""
+    wanted = script(run)
+    try:
+        while True:
+            run.step(next(wanted))
+    except StopIteration as end:
+        return end.value
+
+
+class Program(Run):
+    """A run whose loop is another library's: a callback of it asks the script for more."""
+
+    saved_at: ClassVar = 2
+    """The step after which it saves."""
+
+    def __init__(self, script: Script, folder: Path, **fields: Any) -> None:
+        self.fields, self._wanted, self.result = fields, script(self), None
+
+    def train(self, since: Path | None) -> None:
+        """Run the library's loop in the run's folder, from a checkpoint on, until the script ends."""
+        raise NotImplementedError
+
+    def wants_more(self) -> bool:
+        """Act as the script does here; False if it has ended. The loop calls it before its first step and after each
+        step."""
+        try:
+            next(self._wanted)
+        except StopIteration as end:
+            self.result = end.value
+            return False
+        return True
+
+
 def plain(value: Any) -> Any:
     """Return the value with its tensors and arrays as bytes, for comparisons bit for bit. It may be a tree of them."""
     if isinstance(value, Mapping):
@@ -162,6 +200,18 @@ class Subject:
 
     def begin(self, seed: int = 0) -> Run:
         return self.run(seed, **self.fields)
+
+    def train(self, script: Script, folder: Path, seed: int = 0, since: Path | None = None) -> Any:
+        """Train as a script wants, a run from a seed or, of a program, from a checkpoint on; return its result."""
+        if issubclass(self.run, Program):
+            made = self.run(script, folder, **self.fields)
+            made.train(since)
+            return made.result
+        run = self.begin(seed)
+        try:
+            return drive(run, script)
+        finally:
+            run.close()
 
     def check(self, law: Callable[..., None], *arguments: Any) -> None:
         """Check a law ``law(subject, *arguments)``, in processes of its own if the subject has ranks."""

@@ -771,7 +771,10 @@ class Alone(TorchRun):
 
     def backward(self, number: int | None = None) -> None:
         x = images(number).to(self.model.head.weight.dtype)
-        self.model(x).float().pow(2).mean().backward()
+        self.differentiate(self.model(x).float().pow(2).mean())
+
+    def differentiate(self, loss: torch.Tensor) -> None:
+        loss.backward()
 
     def step(self, number: int | None = None) -> None:
         self.backward(number)

@@ -208,7 +208,35 @@ SOME_OF_JAX = {
     "under jit: params",
 }
 
-ROWS = [*(_of_torch() if HERE["torch"] else ()), *(_of_jax() if HERE["jax"] else ())]
+
+def _of_others() -> Iterator[Subject]:
+    few = frozenset({*STATES_OF_OTHERS})
+    rows: dict[str, tuple[str, str, dict[str, Any]]] = {
+        "Accelerate": ("accelerate", "Accelerated", {}),
+        "Accelerate, bf16": ("accelerate", "Accelerated", {"model_dtype": "bfloat16"}),
+        "Accelerate, in shards": ("accelerate", "Accelerated", {"model_dtype": "bfloat16", "in_shards": True}),
+        "Trainer": ("transformers", "OfPlainTrainer", {}),
+        "OffloadTrainer, stage 1": ("transformers", "OfTrainer", {"offload": {"stage": 1}}),
+        "OffloadTrainer, stage 2, bf16": ("transformers", "OfTrainer", {"offload": {"param_dtype": "bfloat16"}}),
+        "OffloadTrainer, stage 3": ("transformers", "OfTrainer", {"offload": STAGE_3_OF_OTHERS}),
+        "Lightning, the optimizer": ("lightning", "OfLightning", {}),
+        "Lightning, the optimizer, bf16": ("lightning", "OfLightning", {"precision": "bf16-true"}),
+        "Lightning, the strategy": ("lightning", "OfLightning", {"stage": 2}),
+        "Lightning, the strategy, stage 3": ("lightning", "OfLightning", {"stage": 3}),
+    }
+    for name, (package, kind, fields) in rows.items():
+        needs = ("torch", package)
+        yield Subject(name, f"of_others:{kind}", fields, needs=needs, integration=True, without=few)
+
+
+STAGE_3_OF_OTHERS = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 100}
+STATES_OF_OTHERS = ("states: a parameter less", "states: no step")
+
+ROWS = [
+    *(_of_torch() if HERE["torch"] else ()),
+    *(_of_jax() if HERE["jax"] else ()),
+    *(_of_others() if HERE["torch"] else ()),
+]
 SUBJECTS = {row.name: row for row in ROWS}
 assert len(SUBJECTS) == len(ROWS)
 
