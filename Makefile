@@ -53,7 +53,7 @@ test-times: setup
 
 # The same with other libraries: transformers, Lightning, TRL, flax, ray and so on, which it installs.
 test-integrations: integrations
-	$(TEST) -m "integration and not slow and not soak" $(ARGS) tests/integrations \
+	$(TEST) -m "integration and not slow and not soak" $(ARGS) tests/integrations tests/laws \
 	    $$(grep -rl --include='test_*.py' --exclude-dir=integrations 'mark\.integration' tests)
 
 # What is too slow for that, in parts; make test-all PART=waits runs one, PART=share the one that the commit chooses.

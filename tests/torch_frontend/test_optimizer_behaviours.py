@@ -401,29 +401,12 @@ def test_what_torchs_optimizer_takes_and_this_one_does_not_is_refused_by_name(er
         OffloadedAdamW([nn.Parameter(dense)])
 
 
-@pytest.mark.states_in_memory
 @pytest.mark.parametrize("name", ["amsgrad", "maximize", "capturable", "differentiable"])
 def test_an_option_of_torchs_adamw_that_changes_what_is_computed_is_refused(name):
     said = rf"{name}=True is not supported; expected False \("
     for make_it in (lambda: OffloadedAdamW(make().parameters(), **{name: True}), lambda: wrap(make(), **{name: True})):
         with pytest.raises(ConfigError, match=f"^{said}"):
             make_it()
-    model = make()
-    optimizer = OffloadedAdamW(model.parameters())
-    train(model, optimizer, range(1))
-    before = pickle.dumps(optimizer.state_dict())
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0].update({name: True, "lr": 1.0})
-    saved["state"][0]["exp_avg"] += 1
-    with pytest.raises(ConfigError, match=f"parameter group 0: {said}"):
-        optimizer.load_state_dict(saved)
-    with pytest.raises(ConfigError, match=f"parameter group 1: {said}"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))], name: True})
-    assert pickle.dumps(optimizer.state_dict()) == before
-    optimizer.param_groups[0][name] = True
-    loss_of(model, 0).backward()
-    with pytest.raises(ConfigError, match=f"parameter group 0: {said}"):
-        optimizer.step()
 
 
 def test_options_of_torchs_adamw_that_change_nothing_are_taken():

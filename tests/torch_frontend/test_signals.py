@@ -18,8 +18,7 @@ from offload_core.errors import CheckpointError, StateError
 from offload_core.step.state_lock import StateLock
 from offload_core.support import threads
 from offload_core.support.threads import Task
-from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at, read_at_each_line
-from tests.support.late_stores import states_on_disk_too
+from tests.support.interrupts import handled_at_each_line, read_at_each_line
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.waiting import until_one_is_in
 
@@ -197,39 +196,6 @@ def test_a_save_that_fails_is_tried_again(tmp_path):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="expected a folder that can be written"):
                 saver.save()
-
-
-@pytest.mark.draws(1)
-@states_on_disk_too
-def test_an_interrupt_at_any_line_of_taking_states_leaves_those_before_or_those_that_are_loaded():
-    """Torch's own ``load_state_dict`` around it may be cut anywhere."""
-    source = engine_of("overlap")
-    for seed in (1, 2, 3):
-        step(source, seed)
-    given = source.optimizer.state_dict()["state"]
-
-    def load(engine):
-        entries = dict(zip(engine.parameters(), given.values(), strict=True))
-        engine.optimizer.parts.states.load(entries)
-
-    allowed, seen, number = [], set(), 0
-    for count in (1, 3):
-        engine = engine_of("overlap")
-        for seed in (1, 2, 3)[:count]:
-            step(engine, seed)
-        allowed.append(state_dict(engine))
-    while True:
-        engine = engine_of("overlap")
-        step(engine, 1)
-        try:
-            interrupt_at(number, lambda engine=engine: load(engine))
-        except FewerLines:
-            break
-        found = state_dict(engine)
-        assert found in allowed, number
-        seen.add(allowed.index(found))
-        number += 1
-    assert seen == {0, 1}
 
 
 def test_a_handler_that_waits_for_a_checkpoint_in_the_middle_of_a_save_gets_an_error(tmp_path, monkeypatch):

@@ -271,19 +271,6 @@ def test_an_extension_in_cpp_reads_finished_values_inside_a_module_and_after_a_f
         assert same_bits(outside, layer.weight * 2)
 
 
-def test_states_are_finished_when_they_are_read(slow):
-    engine = wrap(make(), **OPTIONS)
-    slow.delay = 0.02
-    step(engine)
-    state = engine.optimizer.state[engine.module[0].weight]
-    assert engine.optimizer.pipeline.updates.finished
-    assert state["exp_avg"].abs().sum() > 0
-    step(engine, 1)
-    saved = engine.optimizer.state_dict()
-    assert engine.optimizer.pipeline.updates.finished
-    assert saved["state"][0]["step"] == 2
-
-
 @everywhere
 def test_the_optimizer_alone_has_finished_when_step_returns(device):
     model = make().to(torch.bfloat16)

@@ -240,6 +240,31 @@ STATES = {
     "states: a parameter less": taken(lambda s: s["param_groups"][0]["params"].pop()),
     "states: no step": taken(lambda s: next(iter(s["state"].values())).pop("step")),
 }
+
+
+def of_another_rule(run: TorchRun) -> Any:
+    """An engine around the same model with states of other names, after a step."""
+    rule = "lion" if getattr(run.optimizer, "rule_name", None) == "sgd" else "sgd"
+    other = wrap(mixed(5), lr=1e-2, optimizer=rule, **({"momentum": 0.9} if rule == "sgd" else {}))
+    other.backward(other(images(11)).float().pow(2).mean())
+    other.step()
+    return other
+
+
+OTHER_RULES = {
+    "states: another optimizer's": Wrong(
+        lambda run, folder: run.optimizer.load_state_dict(run.given),
+        REFUSED,
+        None,
+        lambda run, folder: setattr(run, "given", of_another_rule(run).optimizer.state_dict()),
+    ),
+    "checkpoint: another optimizer's": Wrong(
+        lambda run, folder: run.engine.load_checkpoint(folder),
+        CheckpointError,
+        "it was saved with another optimizer|was updated by optimizer=",
+        lambda run, folder: of_another_rule(run).save_checkpoint(folder),
+    ),
+}
 SCALES = {
     "states: a loss scale that is NaN": taken(
         lambda s: s.update(loss_scale={"scale": float("nan"), "good_steps": 0, "tolerated": 0}), "its loss scale"
@@ -698,8 +723,8 @@ class Engine(TorchRun):
         "a copy": partial(by_copy, how=copy.deepcopy),
     }
     wrong: ClassVar = {
-        **STEPS, **HYPERPARAMETERS, **MID_STEP, **GROUPS, **STATES, **SCALES, **FORGERIES, **FORGED_SCALES, **SAVES,
-        **WEIGHTS, **RELEASED,
+        **STEPS, **HYPERPARAMETERS, **MID_STEP, **GROUPS, **STATES, **OTHER_RULES, **SCALES, **FORGERIES,
+        **FORGED_SCALES, **SAVES, **WEIGHTS, **RELEASED,
     }  # fmt: skip
     reads: ClassVar = {**READS, **BY_HAND}
     calls: ClassVar = CALLS

@@ -57,6 +57,7 @@ def _of_torch() -> Iterator[Subject]:
         "bf16, early copy": {"model_dtype": "bfloat16", "early_copy": True},
         "8 bits": {"model_dtype": "bfloat16", "state_format": "8bit"},
         "on disk": {**STATES_ON_DISK},
+        "a function": {"lr": lambda updates: 1e-2 / (1 + updates)},
         "SGD": {"kind": "OffloadedSGD", "momentum": 0.9},
         **{name: {"kind": f"Offloaded{name}"} for name in ("Lion", "Adagrad")},
     }
@@ -66,6 +67,7 @@ def _of_torch() -> Iterator[Subject]:
     for name, fields in alone.items():
         out = set() if name in ("fp32", "bf16, early copy") else Alone.wrong.keys() - SOME
         out |= {"torch_state_dict"} if name == "Lion" else set()
+        out |= {"a group with a negative rate"} if name == "a function" else set()
         out |= {each for each in of_torch.REPLACED if "gradient" in each and "early_copy" in fields}
         yield Subject(f"alone, {name}", "of_torch:Alone", fields, without=frozenset(out))
     yield Subject(
@@ -94,6 +96,8 @@ SOME = {
     "a group with a negative rate",
     "states: another shape",
     "states: a rate that is NaN",
+    "states: another optimizer's",
+    "checkpoint: another optimizer's",
     "checkpoint: a negative step",
     "checkpoint: betas of 1",
     "a save of a module",
