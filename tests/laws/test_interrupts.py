@@ -139,11 +139,19 @@ FEW = {
 """The subjects and calls of which ``make test`` draws some."""
 
 
+AT_ALL_LINES = (
+    *(f"engine, {name}" for name in ("stage 2", "serial, bf16", "delayed", "sent early", "stage 3, on disk")),
+    *("engine, in backward", "engine, stage 3, on the host, simulated, delays 0", "alone, fp32"),
+    *("tree, fp32", "tree, on disk", "tree, delayed", "tree, mesh, stage 2", "DeepSpeed's face, stage 2"),
+)
+"""The subjects that are interrupted at each line of each call. Others are at some."""
+
+
 def lines() -> Iterator[Any]:
     for case in cases("calls"):
         device, subject, call = case.values
         for of in ("some", "first pass", "each pass"):
-            if of == "each pass" and (call != "step" or SUBJECTS[subject].integration):
+            if (of != "some" and subject not in AT_ALL_LINES) or (of == "each pass" and call not in ("step", "update")):
                 continue
             marks = [] if (subject, call) in FEW and of == "some" else [pytest.mark.slow]
             if of == "each pass":
