@@ -135,6 +135,15 @@ FEW = {
     ("engine, stage 3, on disk", "step"),
     ("engine, delayed", "load_checkpoint"),
     ("engine, in backward", "step"),
+    ("alone, fp32", "step"),
+    ("DeepSpeed's face, stage 2", "step"),
+    ("tree, fp32", "update"),
+    ("tree, fp32", "load_pytree"),
+    ("tree, delayed", "update"),
+    ("tree, mesh, stage 2", "update"),
+    ("Accelerate", "step"),
+    ("OffloadTrainer, stage 3", "step"),
+    ("Lightning, the strategy", "step"),
 }
 """The subjects and calls of which ``make test`` draws some."""
 

@@ -70,9 +70,8 @@ def _of_torch() -> Iterator[Subject]:
         out |= {"a group with a negative rate"} if name == "a function" else set()
         out |= {each for each in of_torch.REPLACED if "gradient" in each and "early_copy" in fields}
         yield Subject(f"alone, {name}", "of_torch:Alone", fields, without=frozenset(out))
-    yield Subject(
-        "alone, bf16, simulated", "of_torch:Alone", alone["bf16"], "simulated, delays 0", without=frozenset(SOME)
-    )
+    fields, on_device = alone["bf16"], frozenset({*Alone.wrong} - SOME | {*Alone.calls})
+    yield Subject("alone, bf16, simulated", "of_torch:Alone", fields, "simulated, delays 0", without=on_device)
     for number in range(4):
         more = {"gradient_accumulation_steps": 2} if number == 1 else {}
         yield Subject(
