@@ -31,8 +31,12 @@ def resumes(subject: Subject, way: str, folder: Path) -> None:
     other = subject.run.resumes[way](run, subject.begin, folder, go_on)
     for _ in range(MORE):
         other.step()
-    assert_same(other.everything(), kept)
-    assert_same(run.values(), {name: kept[name] for name in run.values()})
+    found = other.everything()
+    assert all(kept[name] == value for name, value in run.values().items())  # the other has changed nothing of it
+    if "another stage" in way:  # where a state may be the parameter itself, which has no entry of its own
+        assert (found.keys() ^ kept.keys()) <= {name for name in {**found, **kept} if name.startswith("master of")}
+        found, kept = ({name: each[name] for name in found.keys() & kept.keys()} for each in (found, kept))
+    assert_same(found, kept)
     for each in (run, other):
         each.close()
 

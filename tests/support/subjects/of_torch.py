@@ -25,9 +25,11 @@ from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, ConfigError, GradientError, ParameterError, StateError
 from tests.support import modes, torch_rank
 from tests.support.checkpoints import Loader
+from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.subjects import Call, Run, Wrong, plain
 from tests.support.subjects.models import Mixed, Remembering, images, mixed
 from tests.support.torch_models import place
+from tests.support.ways import STAGE_3
 
 
 def generators() -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
@@ -716,8 +718,20 @@ class Engine(TorchRun):
         other.load(folder)
         return other
 
+    @staticmethod
+    def in_another_stage(run: "Engine", begin: Any, folder: Path, go_on: Callable[[], None]) -> "Engine":
+        """From stage 3 or a disk in stage 2 with all in memory, else in stage 3 with parameters on the host."""
+        run.save(folder)
+        go_on()
+        fields = {name: value for name, value in run.fields.items() if name not in {*PARAMETERS_ON_DISK, *STAGE_3}}
+        elsewhere = run.fields.get("stage") == 3 or "nvme_path" in run.fields
+        other = type(run)(1, **fields, **({} if elsewhere else STAGE_3))
+        other.load(folder)
+        return other
+
     resumes: ClassVar = {
         "a checkpoint": partial(by_checkpoint, wait=True),
+        "a checkpoint in another stage": in_another_stage,
         "a checkpoint that is written meanwhile": partial(by_checkpoint, wait=False),
         **STATE_DICTS,
         "a copy": partial(by_copy, how=copy.deepcopy),
@@ -837,7 +851,9 @@ class OfRanks(Engine):
         found = super().everything()  # statistics are those of rank 0's data in a checkpoint
         return {name: value for name, value in found.items() if not name.startswith("buffer norm.")}
 
-    resumes: ClassVar = {name: way for name, way in Engine.resumes.items() if "checkpoint" in name}
+    resumes: ClassVar = {
+        name: Engine.resumes[name] for name in ("a checkpoint", "a checkpoint that is written meanwhile")
+    }
     wrong: ClassVar = {
         name: Engine.wrong[name]
         for name in ("a step without a backward", "a group with a negative rate", "states: a rate that is NaN")

@@ -67,7 +67,7 @@ def _of_torch() -> Iterator[Subject]:
     for name, fields in alone.items():
         out = set() if name in ("fp32", "bf16, early copy") else Alone.wrong.keys() - SOME
         out |= {"torch_state_dict"} if name == "Lion" else set()
-        out |= {"a group with a negative rate"} if name == "a function" else set()
+        out |= {"a group with a negative rate", "a pickle"} if name == "a function" else set()
         out |= {each for each in of_torch.REPLACED if "gradient" in each and "early_copy" in fields}
         yield Subject(f"alone, {name}", "of_torch:Alone", fields, without=frozenset(out))
     fields, on_device = alone["bf16"], frozenset({*Alone.wrong} - SOME | {*Alone.calls})
