@@ -53,7 +53,7 @@ test-times: setup
 
 # The same with other libraries: transformers, Lightning, TRL, flax, ray and so on, which it installs.
 test-integrations: integrations
-	$(TEST) -m "integration and not slow and not soak" $(ARGS) tests/integrations \
+	$(TEST) -m "integration and not slow and not soak" $(ARGS) tests/integrations tests/laws \
 	    $$(grep -rl --include='test_*.py' --exclude-dir=integrations 'mark\.integration' tests)
 
 # What is too slow for that, in parts; make test-all PART=waits runs one, PART=share the one that the commit chooses.
@@ -69,7 +69,7 @@ other-%: $(BUILD_STAMP)
 	    $(OTHER) -m venv $(VENV)-$* && \
 	    $(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '.[jax,bench,laws]' && \
 	    $(VENV)-$*/bin/python -m pytest -q -n 2 -m "not slow and not soak" -p no:cacheprovider $(ARGS) \
-	        tests/kernels tests/core tests/jax_frontend/test_jax.py; fi
+	        tests/kernels tests/core tests/laws tests/jax_frontend/test_jax.py; fi
 
 # Tests that compare with DeepSpeed, where it is installed as one of bench's peers: FILES of them.
 with-deepspeed: setup $(PEERS_STAMP)

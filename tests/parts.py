@@ -19,6 +19,7 @@ FOLDERS = {
     "kernels": ["kernels", "mutation/test_mutations.py"],
     "waits": ["mutation/test_waits.py", "mutation/test_device_waits.py"],
     "core": ["core", "checkpoint", "packaging/test_setup.py"],
+    "laws": ["laws"],
     "torch": ["torch_frontend"],
     "jax": ["jax_frontend", "gpu"],
     "integrations": ["integrations"],
@@ -29,7 +30,6 @@ FOLDERS = {
 LATE = [
     "core/test_pipeline.py",
     "core/test_ranks.py",
-    "core/test_interrupts.py",
     "core/test_state_formats.py",
     "core/test_gradient_memory.py",
     "core/test_finalized_gradients.py",
@@ -43,14 +43,13 @@ LATE = [
     "torch_frontend/test_sgd.py",
     "torch_frontend/test_torch_checkpoint.py",
     "torch_frontend/test_torch_overlap.py",
-    "torch_frontend/test_torch_interrupts.py",
+    "laws",
     "torch_frontend/test_partitioned.py",
     "torch_frontend/test_data_writes.py",
     "torch_frontend/test_put_back.py",
     "jax_frontend/test_jax.py",
     "jax_frontend/test_jax_rules.py",
     "jax_frontend/test_jax_checkpoint.py",
-    "jax_frontend/test_jax_interrupts.py",
     "jax_frontend/mesh/test_bits.py",
     "jax_frontend/mesh/test_formats.py",
     "jax_frontend/mesh/test_states.py",
@@ -83,7 +82,17 @@ WITH_DEEPSPEED = [
 ]
 """The tests of part ``deepspeed``, which installs DeepSpeed first. They are in no other part, where they would skip."""
 PARTS = [*FOLDERS, "deepspeed", *STORE_OF, *PYTHONS]
-LONG = {"kernels": 4, "core": 12, "torch": 20, "jax": 12, "integrations": 8, "store": 6, "disk": 6, "parameters": 6}
+LONG = {
+    "kernels": 4,
+    "core": 12,
+    "laws": 12,
+    "torch": 20,
+    "jax": 12,
+    "integrations": 8,
+    "store": 6,
+    "disk": 6,
+    "parameters": 6,
+}
 """Into how many slices a part is cut that takes more than two minutes."""
 SLICES = [(part, i, n) for i in range(max(LONG.values())) for part in PARTS if i < (n := LONG.get(part, 1))]
 """All that ``--part share`` chooses from, each time of another part: a part, the slice's number, and of how many."""

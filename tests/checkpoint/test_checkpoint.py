@@ -20,7 +20,6 @@ from offload_core.device.host import HostDevice
 from offload_core.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from offload_core.errors import CheckpointError, StateError
 from offload_core.layout.regions import Region
-from offload_core.step.loss_scale import LossScaler
 from offload_core.support.checkpoint_folder import file_name, find
 from offload_core.support.threads import Condition
 from offload_core.testing.fake_device import FakeDevice
@@ -87,30 +86,6 @@ def test_any_order_and_cut_of_elements_is_read_into_any_other(tmp_path_factory, 
         Checkpoint(folder).read(wants)
     for (region, part), out in zip(runs[1], got, strict=True):
         assert_same_bits(str(region), out, part.astype(types[0].numpy).astype(types[1].numpy))
-
-
-@pytest.mark.draws(3)
-@pytest.mark.parametrize("device", [HostDevice, FakeDevice])
-@pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16, FLOAT16], ids=str)
-@pytest.mark.parametrize("schedule", ["overlap", "delayed"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, device, dtype, schedule):
-    def new():
-        scaler = LossScaler(4.0, window=2) if dtype is FLOAT16 else None
-        return make(device(), dtype, scaler, schedule=schedule, delay_warmup_steps=2)
-
-    straight, resumed = new(), new()
-    for step in range(4):
-        one_step(straight, 0.1 * step)
-    save(straight, tmp_path)
-    for step in range(3):
-        one_step(straight, 1.0 + step)
-    load(resumed, tmp_path)
-    for step in range(3):
-        one_step(resumed, 1.0 + step)
-    straight.pipeline.last_step.finish()
-    resumed.pipeline.last_step.finish()
-    assert bits(straight) == bits(resumed)
-    assert straight.pipeline.loss_scale == resumed.pipeline.loss_scale
 
 
 @pytest.mark.draws(1)
@@ -231,15 +206,6 @@ def test_two_processes_may_give_a_checkpoint_its_name_again_at_once(tmp_path, mo
 
     monkeypatch.setattr(Path, "rename", another_was_first)
     assert Checkpoint(tmp_path).path == path
-
-
-@pytest.mark.parametrize(
-    "tag", ["", ".hidden", "a/b", "latest", "manifest.json", "x" * 101, "a\0b", 3, "step-00000009"]
-)
-def test_a_tag_that_is_no_name_is_refused_and_nothing_is_written(tmp_path, tag):
-    with pytest.raises(CheckpointError, match="tag: got"):
-        save(make(), tmp_path, step=3, tag=tag)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_folder_of_somebody_elses_is_not_replaced_and_a_tagged_one_is_not_rotated(tmp_path):

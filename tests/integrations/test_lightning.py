@@ -213,18 +213,6 @@ def test_the_states_stay_on_the_host_in_fp32(tmp_path):
     assert any("master" in name for name in before)
 
 
-@pytest.mark.draws(3)
-@pytest.mark.parametrize("weights_only", [None, True])
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-def test_a_resumed_run_is_the_uninterrupted_one(tmp_path, precision, weights_only):
-    """Between epochs; of random generators Lightning saves nothing, so without dropout."""
-    settings = {"precision": precision, "gradient_clip_val": CLIP}
-    straight = fitted(tmp_path, Model(ours, dropout=0.0), save_every=BATCHES, **settings)
-    path = tmp_path / f"step={BATCHES}.ckpt"
-    resumed = fitted(tmp_path, Model(ours, dropout=0.0), resume=path, weights_only=weights_only, **settings)
-    assert_same_run(resumed, straight, since=BATCHES)
-
-
 class Overflowing(Model):
     """The third batch's gradients are infinite."""
 

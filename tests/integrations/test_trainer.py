@@ -23,7 +23,6 @@ from offload_core.step_log import StepLog
 from tests.support.hugging_face import (
     ARGUMENTS,
     CLIP,
-    EPOCH,
     LR,
     OFFLOADED,
     RANKS,
@@ -94,22 +93,6 @@ def test_a_second_trainer_over_one_model_trains_as_with_torchs_optimizer(tmp_pat
     assert_same_run(second, reference)
     with pytest.raises(StateError, match="a later one was made of its parameters"):
         first.optimizer.step()
-
-
-@pytest.mark.draws(3)
-@pytest.mark.parametrize("step", [2, EPOCH], ids=["in an epoch", "between epochs"])
-@pytest.mark.parametrize("way", ["Trainer's file", "both", "shards"])
-def test_a_resumed_run_is_the_uninterrupted_one(straight, tmp_path, way, step):
-    """With the callback or without; dropout takes up its random numbers where they were."""
-    folder = tmp_path / f"checkpoint-{step}"
-    shutil.copytree(Path(straight.args.output_dir) / folder.name, folder)
-    if way == "Trainer's file":
-        shutil.rmtree(folder / FOLDER)
-    if way == "shards":  # what save_only_model=True leaves out
-        for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
-            (folder / name).unlink()
-    resumed = trained(tmp_path, callbacks=[OffloadCallback()], save_strategy="no", resume=str(folder))
-    assert_same_run(resumed, straight, states=True)
 
 
 def test_bfloat16_parameters_resume_with_their_master_weights(tmp_path):

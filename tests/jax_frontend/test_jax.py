@@ -665,12 +665,6 @@ def test_value_and_grad_compiles_once():
 
 # --- states ------------------------------------------------------------------------------------------
 
-CASES = {
-    "float32": {"lr": LEARNING_RATES["cosine"]},
-    "bfloat16": {"param_dtype": "bfloat16", "gradient_clipping": 0.5},
-    "float16": {"param_dtype": "float16", "initial_loss_scale": 64.0, "loss_scale_window": 3},
-}
-
 
 def test_states_are_loaded_in_another_thread_as_in_the_main_one():
     def train(offloaded, steps):
@@ -691,29 +685,6 @@ def test_states_are_loaded_in_another_thread_as_in_the_main_one():
     task = Task(load_and_train)
     threading.Thread(target=task.run).start()
     assert_same_tree(task.result(), load_and_train())
-
-
-@pytest.mark.draws(4)
-@pytest.mark.parametrize("fields", CASES.values(), ids=CASES.keys())
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(fields):
-    def train(offloaded, steps):
-        value_and_grad = offloaded.value_and_grad(loss_fn)
-        for i in steps:
-            offloaded.update(value_and_grad(offloaded.params, batch(i))[1])
-
-    offloaded = wrap(random_tree(22, scale=0.1), **fields)
-    train(offloaded, range(4))
-    saved = offloaded.to_pytree()
-    assert all(isinstance(x, np.ndarray) for x in jax.tree.leaves([saved[k] for k in ("params", "master", "steps")]))
-    train(offloaded, range(4, 8))
-    resumed = wrap(random_tree(23), **fields)
-    assert_same_tree(resumed.load_pytree(saved), saved["params"])
-    assert resumed.count == 4
-    train(resumed, range(4, 8))
-    assert_same_tree(resumed.to_pytree(), offloaded.to_pytree())
-    resumed.load_pytree(saved)  # the saved copy was not trained on: once more
-    train(resumed, range(4, 8))
-    assert_same_tree(resumed.to_pytree(), offloaded.to_pytree())
 
 
 def test_states_include_what_is_not_trained():

@@ -97,15 +97,6 @@ def test_a_mask_keeps_parameters_from_decay(name):
         assert_same_tree(none.params, decayed.params)
 
 
-@pytest.mark.draws(1)
-@of_each_rule
-def test_a_checkpoint_resumes_with_the_same_bits(name, tmp_path):
-    offloaded, other = (wrapped(random_tree(i), name) for i in range(2))
-    offloaded.update(random_tree(10))
-    other.load_checkpoint(offloaded.save_checkpoint(tmp_path))
-    assert_same_tree(offloaded.update(random_tree(11)), other.update(random_tree(11)))
-
-
 @of_each_rule
 def test_states_of_optax_are_kept_in_torchs_order_of_operations(name):
     params = random_tree(0)

@@ -627,7 +627,7 @@ UNNOTICED = {
     "training.device_memory.DeviceMemory.await_values: self._registration.await_values(tensor)": "a read between two "
     "lines of restore() needs it",
     "training.registration.Registration.await_values: self._wait(param)": "likewise",
-    "training.steps.Steps._end_broken_step: self._core.finish()": "test_torch_interrupts.py needs it",
+    "training.steps.Steps._end_broken_step: self._core.finish()": "tests/laws/test_interrupts.py needs it",
     "params.pending.await_for_compiled_code: wait(tensor)": "test_compiled_blocks.py needs it",
     "ranks.device.HostTorchDevice.to_device_lane: after.order()": "no exchange between devices is the host's own",
     "ranks.device.HostTorchDevice.to_device: after.order()": "on the host a mark is reached at once, and the caller's "

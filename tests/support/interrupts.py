@@ -103,6 +103,37 @@ def read_at_each_line(read: Callable[[], Any], act: Callable[[], object], allowe
     return seen, refused
 
 
+class Armed:
+    """Raises :class:`Interrupt` before a line of the project that comes after ``start``, wherever this thread is then.
+
+    Lines of functions that run already are not counted. ``passed`` has the places of the lines so far.
+    """
+
+    def __init__(self, number: int | None = None) -> None:
+        self.passed: list[str] = []
+        self._number = number
+
+    def start(self) -> None:
+        gc.disable()
+        sys.settrace(self._call)
+
+    def stop(self) -> None:
+        sys.settrace(None)
+        gc.enable()
+
+    def _call(self, frame: Any, event: str, argument: Any) -> Any:
+        file = frame.f_code.co_filename
+        return self._line if file.startswith(PACKAGES) and not file.startswith(SIMULATED) else None
+
+    def _line(self, frame: Any, event: str, argument: Any) -> Any:
+        if event == "line" and "with " not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+            self.passed.append(place := f"{frame.f_code.co_filename}:{frame.f_lineno}")
+            if self._number is not None and len(self.passed) > self._number:
+                self.stop()
+                raise Interrupt(place)
+        return self._line
+
+
 def interrupt_at_event(number: int, act: Callable[[], object]) -> bool:
     """Act, and raise :class:`Interrupt` in the main thread at an event (a line, or the end of a function) of any Python
     code, the standard library's too; False if there are fewer."""

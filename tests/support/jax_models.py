@@ -57,3 +57,10 @@ class Eager:
     @property
     def adam(self):
         return next(s for s in self.state if isinstance(s, optax.ScaleByAdamState))
+
+
+def replaced(tree, path, value):
+    """A tree with another leaf at a path."""
+    return jax.tree_util.tree_map_with_path(
+        lambda at, leaf: value(leaf) if jax.tree_util.keystr(at) == path else leaf, tree
+    )

@@ -3,7 +3,6 @@
 import gc
 import signal
 import weakref
-from contextlib import suppress
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from frontends.torch.params.managed import AWAITED
 from offload_core import DeviceMemoryError, HostMemoryError, ParameterError, StateError
 from tests.support import killed_released, simulated
 from tests.support.device_memory import allocated, allocated_before
-from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at, numbers_of
+from tests.support.interrupts import handled_at_each_line
 from tests.support.phases import STREAMED, drained, mixed, train, x_of
 from tests.support.processes import forked, torch_server
 from tests.support.torch_models import assert_all_same, everything, loss_of, make, same_bits, step
@@ -114,46 +113,6 @@ def test_only_values_without_master_weights_are_copied_and_none_is_moved_twice(d
     assert report.copied == sum(rest.values()) - sum(trained.values())
     assert engine.memory_report().host["released values"] - report.copied < 64 * len(rest)
     assert "copied to the host" in str(report)
-
-
-@pytest.mark.draws(2)
-@pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
-@pytest.mark.parametrize("fields", [{}, {"stage": 2, "param_dtype": "bfloat16"}, STREAMED], ids=str)
-def test_every_use_of_a_released_model_is_one_clear_error_and_changes_nothing(fields, device, tmp_path):
-    engine = wrap(mixed(), lr=1e-2, **fields)
-    train(engine, range(2))
-    engine.save_checkpoint(tmp_path)
-    before = everything(engine)
-    module, optimizer = engine.module, engine.optimizer
-    engine.release()
-    states = optimizer.state_dict()
-    uses = {
-        "forward": lambda: engine(x_of(0)),
-        "the module's forward": lambda: module(x_of(0)),
-        "a frozen layer": lambda: module.frozen(torch.ones(1, 64, device=device)),
-        "a parameter": lambda: module.first.weight.sum(),
-        "a frozen parameter": lambda: module.frozen.weight + 1,
-        "a buffer": lambda: module.norm.running_mean.tolist(),
-        "a write": lambda: nn.init.zeros_(module.first.bias),
-        "data": lambda: module.first.bias.data,
-        "state_dict": engine.state_dict,
-        "step": engine.step,
-        "the optimizer's step": optimizer.step,
-        "load_checkpoint": lambda: engine.load_checkpoint(tmp_path),
-        "load_state_dict": lambda: optimizer.load_state_dict(states),
-        "state": lambda: optimizer.state.__setitem__(module.first.bias, {}),
-        "load_master": lambda: optimizer.load_master(module.first.bias, torch.zeros(64)),
-        "add_param_group": lambda: optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3, device=device))]}),
-    }
-    if fields.get("stage") == 3:
-        uses["gathered_parameters"] = lambda: gathered_parameters(module.parameters()).__enter__()
-    for what, use in uses.items():
-        with pytest.raises(StateError, match=r"released parameters have no memory.*expected engine\.restore\(\)"):
-            pytest.fail(f"{what}: {use()}")
-        assert engine.is_released
-    engine.restore()
-    assert_all_same(everything(engine), before)
-    engine.close()
 
 
 @pytest.mark.draws(2)
@@ -454,33 +413,6 @@ def test_a_tensor_whose_memory_cannot_be_given_back_is_named_and_may_stay(device
     with engine.released(keep=["frozen.weight"]):
         assert engine.memory_report().device_bytes == module.frozen.weight.nbytes
     train(engine, range(1))
-    engine.close()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
-@pytest.mark.parametrize("fields", [{"param_dtype": "bfloat16"}, {"schedule": "serial"}, STREAMED], ids=str)
-@pytest.mark.parametrize("what", ["release", "restore"])
-def test_an_interrupt_at_any_line_leaves_a_model_that_restore_brings_back(what, fields, device):
-    engine = wrap(mixed(), lr=1e-2, **fields)
-    train(engine, range(2))
-    expected = everything(engine)
-
-    def act():
-        getattr(engine, what)()
-
-    def begin():
-        engine.restore() if what == "release" else engine.release()
-
-    begin()
-    lines = numbers_of(act, "first pass")
-    for number in lines:
-        begin()
-        with suppress(FewerLines):
-            interrupt_at(number, act)
-        engine.restore()
-        assert not engine.is_released, number
-        assert_all_same(everything(engine), expected)
     engine.close()
 
 

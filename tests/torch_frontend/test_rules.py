@@ -8,25 +8,18 @@ from torch import nn
 
 from frontends.torch import gathered_parameters, wrap
 from frontends.torch.optim.optimizer import CLASSES
-from offload_core import CheckpointError, ConfigError, StateError
-from tests.support.late_stores import PARAMETERS_ON_DISK
+from offload_core import ConfigError, StateError
 from tests.support.rules import KINDS, REFERENCES, settings_of
-from tests.support.torch_models import loss_of, make, same_bits
+from tests.support.torch_models import loss_of, make, same_bits, step
 from tests.support.ways import STAGE_3, WAYS
 
 everywhere = pytest.mark.usefixtures("device")
 of_each_rule = pytest.mark.parametrize("name", REFERENCES)
-STORED = {"fp32": {}, "bf16": {"state_format": "bf16"}, "8bit": {"state_format": "8bit"}}
 
 
 def of_torch(model, name, kind="most"):
     settings = {key: value for key, value in settings_of(name, kind).items() if key != "optimizer"}
     return REFERENCES[name].of_torch(model.parameters(), settings)
-
-
-def step(engine, seed):
-    engine.backward(loss_of(engine, seed))
-    return engine.step()
 
 
 def step_of(optimizer, model, seed):
@@ -98,33 +91,6 @@ def test_a_skipped_step_changes_nothing_and_is_not_counted(name):
         step(engine, seed)
         step_of(reference, theirs, seed)
     assert_same_values(ours, theirs)
-
-
-@pytest.mark.draws(4)
-@of_each_rule
-@pytest.mark.parametrize("stored", STORED)
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(name, stored, tmp_path):
-    """Also of one on disk, and of one that resumes from there."""
-    fields = {**settings_of(name), **STORED[stored], "reduce_bucket_size": 256}
-    first, second, third, back = (wrap(make(), **fields) for _ in range(4))
-    on_disk = wrap(make(), **fields, **PARAMETERS_ON_DISK)
-    for seed in range(2):
-        step(first, seed)
-    folder = first.save_checkpoint(tmp_path)
-    third.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    third.module.load_state_dict(first.module.state_dict())
-    second.load_checkpoint(folder)
-    on_disk.load_checkpoint(folder)
-    on_disk.save_checkpoint(tmp_path / "from disk", wait=False)
-    step(on_disk, 3)  # while it saves
-    on_disk.wait_for_checkpoint()
-    back.load_checkpoint(tmp_path / "from disk")
-    for engine in (first, second, third, back):
-        step(engine, 3)
-    assert_same_values(first.module, second.module)
-    assert_same_values(first.module, third.module)
-    assert_same_values(first.module, on_disk.module)
-    assert_same_values(first.module, back.module)
 
 
 @pytest.mark.draws(1)
@@ -221,22 +187,6 @@ def test_one_model_may_have_two_optimizers(other):
     assert names == [{"step", "exp_avg", "exp_avg_sq"}, {*counted, *REFERENCES[other].states}]
     with pytest.raises(StateError, match="groups of several optimizers"):
         engine.optimizer.torch_state_dict()
-
-
-def test_a_checkpoint_of_another_optimizer_is_refused_by_name(tmp_path):
-    engines = [wrap(make(), **settings_of(name, kind)) for name, kind in (*KINDS[::2], ("sgd", "plain"))]
-    folders = []
-    for i, engine in enumerate(engines):
-        step(engine, 0)
-        folders.append(engine.save_checkpoint(tmp_path / str(i)))
-    for engine, folder in zip(engines, folders, strict=True):
-        for other, theirs in zip(engines, folders, strict=True):
-            names = [set(each.optimizer.state[next(each.module.parameters())]) for each in (engine, other)]
-            if names[0] != names[1]:
-                with pytest.raises(CheckpointError, match="it was saved with another optimizer"):
-                    engine.load_checkpoint(theirs)
-        engine.load_checkpoint(folder)
-        step(engine, 1)
 
 
 @pytest.mark.states_in_memory

@@ -9,20 +9,15 @@ import torch
 from torch.optim.lr_scheduler import CyclicLR, OneCycleLR
 
 from frontends.torch import OffloadedAdamW, OffloadedSGD, wrap
-from offload_core import ConfigError, OffloadConfig, StateError
+from offload_core import ConfigError, OffloadConfig
 from offload_core.rules.sgd import SGD
-from tests.support.torch_models import loss_of, make, same_bits
+from tests.support.torch_models import loss_of, make, same_bits, step
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.1}
 
 
 def of_torch(model, **options):
     return torch.optim.SGD(model.parameters(), **{"lr": 1e-2, **options}, fused=True)
-
-
-def step(engine, seed):
-    engine.backward(loss_of(engine, seed))
-    return engine.step()
 
 
 def step_of(optimizer, model, seed):
@@ -44,27 +39,6 @@ def test_clipping_is_that_of_torch():
     step_of(reference, theirs, 0)
     assert norm is not None
     assert_same_values(ours, theirs)
-
-
-def test_a_resumed_run_of_two_optimizers_has_the_bits_of_an_uninterrupted_one(tmp_path):
-    def wrapped():
-        model = make()
-        params = [*model.parameters()]
-        groups = [{"params": params[:2]}, {"params": params[2:], "optimizer": "sgd", "momentum": 0.9}]
-        return wrap(model, params=groups, lr=1e-2)
-
-    first, second = wrapped(), wrapped()
-    for seed in range(3):
-        step(first, seed)
-    folder = first.save_checkpoint(tmp_path)
-    third = wrapped()
-    third.optimizer.load_state_dict(copy.deepcopy(first.optimizer.state_dict()))
-    third.module.load_state_dict(first.module.state_dict())
-    second.load_checkpoint(folder)
-    for engine in (first, second, third):
-        step(engine, 3)
-    assert_same_values(first.module, second.module)
-    assert_same_values(first.module, third.module)
 
 
 def test_wrong_groups_are_refused():
@@ -169,20 +143,6 @@ def test_a_momentum_that_is_assigned_before_the_first_update_counts_as_in_torch(
             each.state[param]["momentum_buffer"] = torch.ones_like(param)
         step_of(each, model, 0)
     assert_same_values(ours, theirs)
-
-
-@pytest.mark.parametrize("other", [{"momentum": 0.0}, None], ids=["no momentum", "AdamW"])
-def test_states_that_do_not_fit_are_refused_at_the_load_and_nothing_changes(other):
-    model, twin = make(), make()
-    optimizer = OffloadedSGD(model.parameters(), lr=1e-2, momentum=0.9)
-    theirs = OffloadedAdamW(twin.parameters()) if other is None else of_torch(twin, **other)
-    for each, trained in ((optimizer, model), (theirs, twin)):
-        step_of(each, trained, 0)
-    before = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
-    with pytest.raises((ConfigError, StateError), match=r"momentum"):
-        optimizer.load_state_dict(theirs.state_dict())
-    assert all(map(same_bits, before, [optimizer.state[p]["momentum_buffer"] for p in model.parameters()]))
-    step_of(optimizer, model, 1)
 
 
 def test_groups_that_all_name_one_optimizer_are_exported_as_that():

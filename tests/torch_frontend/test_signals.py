@@ -4,7 +4,6 @@ import copy
 import gc
 import os
 import signal
-import tempfile
 import threading
 import time
 from functools import partial
@@ -19,8 +18,7 @@ from offload_core.errors import CheckpointError, StateError
 from offload_core.step.state_lock import StateLock
 from offload_core.support import threads
 from offload_core.support.threads import Task
-from tests.support.interrupts import FewerLines, handled_at_each_line, interrupt_at, read_at_each_line
-from tests.support.late_stores import states_on_disk_too
+from tests.support.interrupts import handled_at_each_line, read_at_each_line
 from tests.support.slow_torch_device import SlowTorchDevice
 from tests.support.waiting import until_one_is_in
 
@@ -44,14 +42,6 @@ def states(engine):
     return bits(entry[name] for entry in entries for name in ("step", "exp_avg", "exp_avg_sq"))
 
 
-def checkpoint(engine):
-    with tempfile.TemporaryDirectory() as folder:
-        path = engine.save_checkpoint(folder)
-        other = engine_of(engine.offload_config.schedule)
-        other.load_checkpoint(path)
-        return state_dict(other)
-
-
 def engine_of(schedule):
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4, bias=False))
@@ -62,27 +52,6 @@ def step(engine, seed):
     generator = torch.Generator().manual_seed(seed)
     engine.backward(engine(torch.randn(4, 8, generator=generator)).float().pow(2).mean())
     engine.step()
-
-
-@pytest.mark.draws(1)
-@states_on_disk_too
-@pytest.mark.parametrize(
-    ("schedule", "save"),
-    [("overlap", state_dict), ("overlap", torch_state_dict), ("overlap", states), ("serial", checkpoint)],
-)
-def test_a_handler_that_saves_at_any_line_of_a_step_gets_a_whole_step_or_an_error(schedule, save, monkeypatch):
-    slow = SlowTorchDevice(0.0)
-    monkeypatch.setattr(device_ranks, "memory_of", lambda device: slow)
-    twin, allowed = engine_of(schedule), []
-    for seed in (1, 2):
-        step(twin, seed)
-        allowed.append(state_dict(twin))
-    engine = engine_of(schedule)
-    step(engine, 1)
-    seen, refused = read_at_each_line(lambda: save(engine), lambda: step(engine, 2), allowed)
-    assert seen == {0, 1}
-    assert sum("in the middle of step(), in the same thread" in error for error in refused) > 30
-    assert state_dict(engine) == allowed[1]
 
 
 def test_a_save_of_another_thread_waits_for_the_steps_end(monkeypatch, tmp_path):
@@ -227,53 +196,6 @@ def test_a_save_that_fails_is_tried_again(tmp_path):
         for _ in range(2):
             with pytest.raises(CheckpointError, match="expected a folder that can be written"):
                 saver.save()
-
-
-@pytest.mark.parametrize("save", [state_dict, pytest.param(checkpoint, marks=pytest.mark.slow)])
-def test_a_handler_that_saves_at_any_line_of_a_load_gets_the_states_before_or_those_that_are_loaded(save):
-    source, engine = engine_of("overlap"), engine_of("overlap")
-    for seed in (1, 2, 3):
-        step(source, seed)
-    given = copy.deepcopy(source.optimizer.state_dict())
-    step(engine, 9)
-    allowed = [state_dict(engine), state_dict(source)]
-    load = partial(engine.optimizer.load_state_dict, given)
-    seen, refused = read_at_each_line(lambda: save(engine), load, allowed)
-    assert seen == {0, 1}
-    assert any("in the same thread" in error for error in refused)
-
-
-@pytest.mark.draws(1)
-@states_on_disk_too
-def test_an_interrupt_at_any_line_of_taking_states_leaves_those_before_or_those_that_are_loaded():
-    """Torch's own ``load_state_dict`` around it may be cut anywhere."""
-    source = engine_of("overlap")
-    for seed in (1, 2, 3):
-        step(source, seed)
-    given = source.optimizer.state_dict()["state"]
-
-    def load(engine):
-        entries = dict(zip(engine.parameters(), given.values(), strict=True))
-        engine.optimizer.components.states.load(entries)
-
-    allowed, seen, number = [], set(), 0
-    for count in (1, 3):
-        engine = engine_of("overlap")
-        for seed in (1, 2, 3)[:count]:
-            step(engine, seed)
-        allowed.append(state_dict(engine))
-    while True:
-        engine = engine_of("overlap")
-        step(engine, 1)
-        try:
-            interrupt_at(number, lambda engine=engine: load(engine))
-        except FewerLines:
-            break
-        found = state_dict(engine)
-        assert found in allowed, number
-        seen.add(allowed.index(found))
-        number += 1
-    assert seen == {0, 1}
 
 
 def test_a_handler_that_waits_for_a_checkpoint_in_the_middle_of_a_save_gets_an_error(tmp_path, monkeypatch):

@@ -1,7 +1,6 @@
 """Optimizer states in formats of fewer bytes, as a user of torch meets them."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core.errors import StateError
 from tests.support import state_formats
-from tests.support.format_runs import assert_equal, batch, go_on, model, result, trained
+from tests.support.format_runs import assert_equal, batch, model, result, trained
 from tests.support.late_stores import PARAMETERS_ON_DISK, STATES_ON_DISK
 
 FORMATS = {
@@ -85,28 +84,6 @@ def test_8_bit_states_are_read_as_copies_and_replaced_by_assignment():
     with pytest.raises(StateError, match="expected"):
         state["exp_avg"] = torch.zeros(3)
     assert state["exp_avg_sq"].any()
-
-
-@pytest.mark.draws(2)
-@pytest.mark.parametrize("fields", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("through", ["a file", "a deep copy", "itself"])
-def test_a_state_dict_resumes_bit_for_bit(fields, through):
-    engine = trained(**fields)
-    weights, state = copy.deepcopy(engine.state_dict()), engine.optimizer.state_dict()
-    if through == "a file":
-        file = io.BytesIO()
-        torch.save(state, file)
-        file.seek(0)
-        state = torch.load(file, weights_only=False)
-    elif through == "a deep copy":
-        state = copy.deepcopy(state)
-    other = wrap(model(), lr=1e-2, **fields)
-    other.load_state_dict(weights)
-    other.optimizer.load_state_dict(state)
-    assert_equal(result(other), result(engine))
-    for each in (engine, other):
-        go_on(each, range(5, 8))
-    assert_equal(result(other), result(engine))
 
 
 def test_random_numbers_follow_a_parameters_name_without_wrappers():

@@ -19,10 +19,6 @@ from tests.support.checkpoints import Loader
 from tests.support.torch_models import place, same_bits
 
 everywhere = pytest.mark.usefixtures("device")
-rarely = pytest.mark.parametrize(
-    "device", ["host", pytest.param("simulated, delays 0", marks=pytest.mark.slow)], indirect=True
-)
-"""Laws to which others hold on the simulated device at every change: a file is refused before it is moved there."""
 
 
 class Remembers(nn.Linear):
@@ -97,67 +93,8 @@ def forge(path, change):
     write_manifest(path, content)
 
 
-# --- what is checked before anything changes -------------------------------------------------------
-
-FORGERIES = {
-    "no extras": lambda c: c["state"].pop("extras"),
-    "no states of objects": lambda c: c["state"].pop("stateful"),
-    "no updates": lambda c: c["state"].pop("updates"),
-    "negative updates": lambda c: c["state"].update(updates=-1),
-    "updates of 10**400": lambda c: c["state"].update(updates=10**400),
-    "updates in words": lambda c: c["state"].update(updates="3"),
-    "a negative step": lambda c: c["parameters"]["1.bias"].update(step=-3),
-    "modules in words": lambda c: c["state"].update(modules="0._extra_state"),
-    "an object's state missing": lambda c: c["state"]["stateful"].pop("loader"),
-    "a module's state missing": lambda c: c["state"]["modules"].clear(),
-    "a rate that is NaN": lambda c: c["state"]["groups"][0].update(lr={"$": "float", "value": "nan"}),
-    "a negative rate": lambda c: c["state"]["groups"][0].update(lr=-1.0),
-    "betas of 1": lambda c: c["state"]["groups"][0].update(betas=[0.9, 1.0]),
-    "a rate in words": lambda c: c["state"]["groups"][0].update(lr="fast"),
-    "amsgrad": lambda c: c["state"]["groups"][0].update(amsgrad=True),
-    "other parameters": lambda c: c["state"]["groups"][0].update(params=[]),
-    "groups that are True": lambda c: c["state"].update(groups=True),
-    "groups that are none": lambda c: c["state"].update(groups=[3]),
-    "a group that is not there": lambda c: [entry.update(group=7) for entry in c["parameters"].values()],
-    "no random state": lambda c: c["own"][0].pop("random"),
-    "the random state of no generator": lambda c: c["own"][0]["random"].update(
-        python={"$": "tuple", "value": [3, 1, 2]}
-    ),
-    "a torch generator's random state": lambda c: c["own"][0]["random"].update(torch=3),
-    "numpy's random state": lambda c: c["own"][0]["random"].update(numpy=None),
-    "a plain state": lambda c: c.update(state=None),
-}
-
-
-@pytest.mark.draws(5)
-@rarely
-@everywhere
-@pytest.mark.parametrize("forgery", FORGERIES)
-def test_what_cannot_be_taken_is_refused_before_anything_changes(saved, forgery):
-    forge(saved, FORGERIES[forgery])
-    engine, stateful = new(2)
-    train(engine, stateful)
-    before = everything(engine, stateful)
-    with pytest.raises(CheckpointError, match=f"{saved.name}|stateful") as caught:
-        engine.load_checkpoint(saved, stateful=stateful)
-    assert "broke off" not in str(caught.value)
-    assert_unchanged(before, everything(engine, stateful))
-    train(engine, stateful)
-
-
-def test_a_loss_scale_that_is_none_is_refused_before_anything_changes(tmp_path):
-    engine, stateful = new(1, param_dtype="float16")
-    path = engine.save_checkpoint(tmp_path)
-    for scale in ({"scale": float("inf"), "good_steps": 0, "tolerated": 0}, {"scale": 1.0}, {"scale": 0}, 3):
-        forge(path, lambda c: c.update(loss_scale=scale if scale == 3 else {k: str(v) for k, v in scale.items()}))  # noqa: B023
-        before = everything(engine, stateful)
-        with pytest.raises(CheckpointError, match="the loss scale"):
-            engine.load_checkpoint(path)
-        assert_unchanged(before, everything(engine, stateful))
-
-
 def test_without_the_random_state_a_wrong_one_does_not_matter(saved):
-    forge(saved, FORGERIES["numpy's random state"])
+    forge(saved, lambda c: c["own"][0]["random"].update(numpy=None))
     engine, stateful = new(2)
     with pytest.raises(CheckpointError, match="random_state=False"):
         engine.load_checkpoint(saved, stateful=stateful)
@@ -315,50 +252,6 @@ def test_groups_of_other_parameters_are_refused(tmp_path):
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
 
 
-# --- load_state_dict -------------------------------------------------------------------------------
-
-BAD_STATES = {
-    "a negative step": lambda s: s["state"][0].update(step=torch.tensor(-1.0)),
-    "a step that is NaN": lambda s: s["state"][1].update(step=torch.tensor(float("nan"))),
-    "half a step": lambda s: s["state"][1].update(step=0.5),
-    "steps of two elements": lambda s: s["state"][1].update(step=torch.ones(2)),
-    "float64": lambda s: s["state"][1].update(exp_avg=s["state"][1]["exp_avg"].double()),
-    "integers": lambda s: s["state"][1].update(exp_avg_sq=s["state"][1]["exp_avg_sq"].long()),
-    "a rate that is NaN": lambda s: s["param_groups"][0].update(lr=float("nan")),
-    "a negative rate": lambda s: s["param_groups"][0].update(lr=-1.0),
-    "a negative decay": lambda s: s["param_groups"][0].update(weight_decay=-0.1),
-    "negative updates": lambda s: s.update(updates=-1),
-    "updates that are NaN": lambda s: s.update(updates=float("nan")),
-}
-
-
-@pytest.mark.draws(5)
-@everywhere
-@pytest.mark.parametrize("bad", BAD_STATES)
-def test_a_state_dict_that_cannot_be_taken_changes_nothing(bad):
-    engine, stateful = new(1)
-    train(engine, stateful)
-    state = copy.deepcopy(engine.optimizer.state_dict())
-    train(engine, stateful)
-    BAD_STATES[bad](state)
-    before = everything(engine, stateful)
-    with pytest.raises((StateError, ConfigError)):
-        engine.optimizer.load_state_dict(state)
-    assert_unchanged(before, everything(engine, stateful))
-    train(engine, stateful)
-
-
-@pytest.mark.parametrize("scale", [{"scale": float("nan"), "good_steps": 0, "tolerated": 0}, {"scale": 2.0}, None])
-def test_a_state_dict_with_a_wrong_loss_scale_changes_nothing(scale):
-    engine, stateful = new(1, param_dtype="float16")
-    state = copy.deepcopy(engine.optimizer.state_dict()) | {"loss_scale": scale}
-    state["param_groups"][0]["lr"] = 7.0
-    before = everything(engine, stateful)
-    with pytest.raises(StateError, match="its loss scale"):
-        engine.optimizer.load_state_dict(state)
-    assert_unchanged(before, everything(engine, stateful))
-
-
 @everywhere
 def test_a_hook_after_loading_finds_everything_loaded():
     """It may fail: then all of the states are the loaded ones, the number of updates too."""
@@ -374,35 +267,6 @@ def test_a_hook_after_loading_finds_everything_loaded():
     with pytest.raises(KeyError, match="3"):
         other.optimizer.load_state_dict(state)
     assert other.optimizer.updates == 3
-
-
-# --- what is saved ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("value", "words"),
-    [
-        (lambda: torch.eye(3).to_sparse(), r"state\['extras'\]\['x'\]: a torch.sparse_coo tensor of torch.float32"),
-        (lambda: torch.eye(3).to_sparse_csr(), r"state\['extras'\]\['x'\]: a torch.sparse_csr tensor"),
-        (lambda: torch.empty(3, device="meta"), r"state\['extras'\]\['x'\]: a meta torch.strided tensor"),
-        (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), r"state\['extras'\]\['x'\]: a nested "),
-        (lambda: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8), "tensor of torch.qint8"),
-    ],
-)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_tensors_that_no_file_can_hold_are_refused_by_name(tmp_path, value, words):
-    engine, _ = new(1)
-    with pytest.raises(CheckpointError, match=words):
-        engine.save_checkpoint(tmp_path, extras={"x": value()})
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith("step")]
-    engine.save_checkpoint(tmp_path, extras={"x": 1})
-
-
-@pytest.mark.parametrize("keep", ["10**30", "2**63", "0", "-1", "True", "1.5", "10**5000"])
-def test_a_number_of_checkpoints_to_keep_is_one_that_can_be(tmp_path, keep):
-    engine, _ = new(1)
-    with pytest.raises(CheckpointError, match="keep: got .*, expected a number of checkpoints"):
-        engine.save_checkpoint(tmp_path, keep=eval(keep))
 
 
 @pytest.mark.parametrize("threads", ["2**31", "2**63", "10**5000", "0", "1.5"])

@@ -2,8 +2,6 @@
 
 import copy
 import gc
-import io
-import pickle
 import warnings
 import weakref
 from functools import partial
@@ -14,7 +12,6 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW
 from offload_core import ConfigError, GradientError, ParameterError
-from tests.support.late_stores import over_all_stores
 from tests.support.torch_models import (
     assert_alike,
     assert_same,
@@ -456,32 +453,6 @@ def test_a_caller_that_flushes_subnormals_to_zero_gets_the_bits_of_one_that_does
 # --- state ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.draws(4)
-@over_all_stores
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("early_copy", "model_first"), [(False, True), (True, True), (True, False)])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(dtype, early_copy, model_first):
-    straight, first = make(dtype), make(dtype)
-    whole = OffloadedAdamW(straight.parameters(), lr=1e-2, early_copy=early_copy)
-    half = OffloadedAdamW(first.parameters(), lr=1e-2, early_copy=early_copy)
-    train(straight, whole, range(8))
-    train(first, half, range(4))
-    file = io.BytesIO()
-    torch.save({"model": first.state_dict(), "optimizer": half.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    second = make(dtype, seed=7)
-    resumed = OffloadedAdamW(second.parameters(), lr=1e-5, early_copy=early_copy)
-    parts = [(second, saved["model"]), (resumed, saved["optimizer"])]
-    for part, state in parts if model_first else reversed(parts):
-        part.load_state_dict(state)
-    train(second, resumed, range(4, 8))
-    assert_same(straight, second, whole, resumed)
-    if dtype is not torch.float32:
-        for p, q in zip(straight.parameters(), second.parameters(), strict=True):
-            assert same_bits(whole.state[p]["master"], resumed.state[q]["master"])
-
-
 @pytest.mark.states_in_memory
 def test_states_stay_fp32_and_on_the_host_through_load_state_dict():
     model = make(torch.bfloat16)
@@ -526,22 +497,6 @@ def test_states_go_to_torch_and_back(older):
     train(again, back, range(6, 9))
     train(theirs, yours, range(6, 9))
     assert_same(again, theirs)
-
-
-@pytest.mark.draws(2)
-@pytest.mark.parametrize(
-    "how", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["deepcopy", "pickle"]
-)
-@pytest.mark.parametrize("early_copy", [False, True])
-def test_a_copy_goes_on_like_the_original(how, early_copy):
-    model = make(torch.bfloat16)
-    optimizer = OffloadedAdamW(model.parameters(), lr=1e-2, early_copy=early_copy)
-    train(model, optimizer, range(3))
-    other, twin = how((model, optimizer))
-    assert next(other.parameters()) is not next(model.parameters())
-    train(model, optimizer, range(3, 6))
-    train(other, twin, range(3, 6))
-    assert_same(model, other, optimizer, twin)
 
 
 @pytest.mark.states_in_memory  # a load that a late store has begun keeps them until it ends

@@ -3,7 +3,6 @@
 import copy
 import gc
 import importlib.util
-import io
 import shutil
 import subprocess
 import sysconfig
@@ -79,48 +78,6 @@ def test_twelve_steps_equal_those_in_place(device, monkeypatch, options, schedul
     expected, expected_reports = reference(12, **options)
     assert repr(reports) == repr(expected_reports)  # a norm may be NaN
     assert_equal(engine, expected)
-
-
-def saved(model):
-    file = io.BytesIO()
-    torch.save(model.state_dict(), file)
-    file.seek(0)
-    return list(torch.load(file).values())
-
-
-READS = {
-    "a sum": lambda model: [p.sum() for p in model.parameters()],
-    "no_grad": lambda model: [torch.no_grad()(lambda: model(batch(0, torch.bfloat16)))()],
-    "state_dict": lambda model: list(model.state_dict().values()),
-    "torch.save": saved,
-    "deepcopy": lambda model: list(copy.deepcopy(model).parameters()),
-    "data": lambda model: [p.data.clone() for p in model.parameters()],
-    "numpy": lambda model: [torch.from_numpy(p.detach().float().cpu().numpy()) for p in model.parameters()],
-    "a list of them": lambda model: list(torch._foreach_mul(list(model.parameters()), 1.0)),
-    "functional_call": lambda model: [
-        torch.func.functional_call(model, dict(model.named_parameters()), (batch(0, torch.bfloat16),))
-    ],
-    "parameters_to_vector": lambda model: [nn.utils.parameters_to_vector(model.parameters())],
-    "item": lambda model: [torch.tensor(p.view(-1)[0].item()) for p in model.parameters()],
-    "repr": lambda model: [torch.tensor(hash(repr(list(model.parameters()))))],
-    "chunks": lambda model: [c for p in model.parameters() for c in torch.split(p, 3)],
-    "to": lambda model: list(copy.deepcopy(model).to(torch.float32).parameters()),
-}
-
-
-@pytest.mark.draws(6)
-@everywhere
-@pytest.mark.parametrize("read", READS.values(), ids=READS)
-def test_a_read_by_hand_after_a_step_sees_finished_values(device, read):
-    engine = wrap(make(), **OPTIONS)
-    step(engine)
-    assert all(pending(engine))
-    got = read(engine.module)
-    assert not any(pending(engine))
-    engine.flush()
-    for a, b in zip(got, read(engine.module), strict=True):
-        assert type(a) is type(b)
-        assert same_bits(a, b)
 
 
 def test_what_sees_no_values_does_not_wait(slow):
@@ -312,19 +269,6 @@ def test_an_extension_in_cpp_reads_finished_values_inside_a_module_and_after_a_f
     for layer in engine.module:
         outside = reader(layer.weight)
         assert same_bits(outside, layer.weight * 2)
-
-
-def test_states_are_finished_when_they_are_read(slow):
-    engine = wrap(make(), **OPTIONS)
-    slow.delay = 0.02
-    step(engine)
-    state = engine.optimizer.state[engine.module[0].weight]
-    assert engine.optimizer.core._pipeline.updates.finished
-    assert state["exp_avg"].abs().sum() > 0
-    step(engine, 1)
-    saved = engine.optimizer.state_dict()
-    assert engine.optimizer.core._pipeline.updates.finished
-    assert saved["state"][0]["step"] == 2
 
 
 @everywhere

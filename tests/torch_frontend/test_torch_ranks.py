@@ -281,24 +281,6 @@ def test_a_parameter_that_one_rank_alone_uses_is_updated_on_all(steps, bucket):
         assert bits(ours) == bits(by_hand)
 
 
-def test_each_rank_resumes_its_part():
-    @on_ranks(2)
-    def found(rank):
-        engine = wrap(make(), lr=1e-2, param_dtype="bfloat16")
-        train(engine, rank, range(2))
-        model = make(seed=9).to(torch.bfloat16)
-        model.load_state_dict(engine.module.state_dict())
-        states = engine.optimizer.state_dict()
-        states["state"] = {k: {n: t.clone() for n, t in v.items()} for k, v in states["state"].items()}
-        train(engine, rank, range(2, 4))
-        resumed = wrap(model, lr=1e-2, param_dtype="bfloat16")
-        resumed.optimizer.load_state_dict(states)
-        train(resumed, rank, range(2, 4))
-        return bits(engine.module), bits(resumed.module)
-
-    assert len({each for of_one in found for each in of_one}) == 1
-
-
 def test_one_rank_alone_may_ask_for_its_state_dict():
     """While parameters are still to be gathered; then all go on."""
 

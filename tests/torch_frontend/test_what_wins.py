@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from frontends.torch import OffloadedAdamW, wrap
 from offload_core.errors import CheckpointWarning, ConfigError
@@ -119,39 +119,6 @@ def test_a_function_of_wrap_wins_over_the_checkpoints_number_and_goes_on_from_it
 
 
 # --- a function and a scheduler ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "make", [lambda m, **k: wrap(m, **k).optimizer, lambda m, **k: OffloadedAdamW(m.parameters(), **k)]
-)
-def test_a_scheduler_beside_a_function_is_an_error_and_changes_nothing(make):
-    net = model()
-    optimizer = make(net, lr=lambda n: 1e-3)
-    schedule = StepLR(optimizer, 1, 0.1)
-
-    def step():
-        net(torch.ones(2, 4)).sum().backward()
-        optimizer.step()
-
-    step()
-    schedule.step()
-    before = copy.deepcopy(net.state_dict())
-    with pytest.raises(
-        ConfigError, match=r"parameter group 0: lr=0.0001 was set, by a scheduler or by hand, and lr is"
-    ):
-        step()
-    assert all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
-    assert optimizer.updates == 1
-    optimizer.param_groups[0]["lr"] = 1e-3
-    optimizer.step()  # the gradients are there
-    assert optimizer.updates == 2
-
-
-def test_a_scheduler_that_writes_when_it_is_made_is_an_error_too():
-    engine = wrap(model(), lr=lambda n: 1e-3)
-    LambdaLR(engine.optimizer, lambda epoch: 0.5)
-    with pytest.raises(ConfigError, match="lr=0.0005 was set"):
-        train(engine)
 
 
 def test_values_that_are_set_by_hand_beside_a_function_are_an_error():

@@ -1,10 +1,7 @@
 """States in formats of fewer bytes, on a mesh."""
 
 import jax
-import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from frontends.jax import wrap
 from tests.support.jax_meshes import HYPER, assert_same_tree, mesh_of, processes, replicated
@@ -28,30 +25,3 @@ def test_narrow_states_have_the_bits_of_one_device():
             grads = tree_of(seed)
             assert_same_tree(ours.update(replicated(grads, mesh)), theirs.update(grads))
         assert_same_tree(ours.to_pytree(), theirs.to_pytree())
-
-
-@pytest.mark.long("two processes, each of which compiles its programs with XLA")
-@pytest.mark.draws(1)
-@processes(1, 2)
-def test_narrow_states_of_sharded_parameters_resume_bit_for_bit():
-    """On the same mesh with the same shardings, from whole states in fp32."""
-    mesh = mesh_of(4)
-    sharding = NamedSharding(mesh, P("dp"))
-
-    def placed(values):
-        return {"w": jax.make_array_from_callback(values.shape, sharding, lambda at: values[at])}
-
-    rng = np.random.default_rng(0)
-    start, *gradients = (rng.standard_normal((64, 33)).astype(np.float32) for _ in range(5))
-    for fields in FORMATS:
-        given = {**HYPER, **fields, "param_dtype": "bfloat16"}
-        for placement in ({}, {"mesh": mesh, "stage": 3, "param_persistence_threshold": 0}):
-            one, other = (wrap(placed(start), **given, **placement) for _ in range(2))
-            for gradient in gradients[:2]:
-                one.update(placed(gradient))
-            other.load_pytree(one.to_pytree())
-            assert_same_tree(other.to_pytree(), one.to_pytree())
-            for gradient in gradients[2:]:
-                one.update(placed(gradient))
-                other.update(placed(gradient))
-            assert_same_tree(other.to_pytree(), one.to_pytree())

@@ -23,8 +23,7 @@ from frontends.torch.deepspeed.runtime.lr_schedules import OneCycle, WarmupCosin
 from offload_core import CheckpointError, ConfigError, ConfigWarning, ParameterError, StateError
 from offload_core.config.options import OffloadConfig
 from offload_core.errors import GradientError
-from tests import sampling
-from tests.support.interrupts import FewerLines, first_passes, interrupt_at, interrupt_before
+from tests.support.interrupts import first_passes, interrupt_before
 from tests.support.processes import on_ranks
 from tests.support.torch_lion import Lion
 from tests.support.torch_models import assert_all_same, batch, everything, loss_of, make, same_bits
@@ -593,27 +592,6 @@ def test_tags_and_the_file_latest(tmp_path):
     assert engine.global_steps == 1
 
 
-@pytest.mark.draws(1)
-@pytest.mark.parametrize("number", range(4))
-def test_a_run_that_goes_on_has_the_bits_of_one_that_was_not_interrupted(number, tmp_path):
-    config = {**CONFIG, **WARMUP, **stage(number), "gradient_accumulation_steps": 2}
-    engine = start(config=config)[0]
-    train(engine, range(4))
-    state = {"rng": torch.arange(5), "half": torch.ones(2, dtype=torch.bfloat16), "words": ["a", {"b": None}]}
-    engine.save_checkpoint(tmp_path, client_state=state)
-    train(engine, range(4, 8))
-    other = start(make(seed=3), config)[0]
-    _, found = other.load_checkpoint(tmp_path)
-    assert found["words"] == state["words"]
-    assert same_bits(found["rng"], state["rng"])
-    assert same_bits(found["half"], state["half"])
-    assert (other.global_steps, other.global_samples, other.get_lr()) == (2, 32, [pytest.approx(1e-2 * math.log(2, 4))])
-    train(other, range(4, 8))
-    assert_all_same(everything(other), everything(engine))
-    assert other.lr_scheduler.state_dict() == engine.lr_scheduler.state_dict()
-    assert (other.global_steps, other.global_samples) == (engine.global_steps, engine.global_samples) == (4, 64)
-
-
 def test_no_file_of_a_checkpoint_is_a_pickle(tmp_path):
     engine = start(config={**CONFIG, **WARMUP})[0]
     train(engine, [0])
@@ -689,21 +667,6 @@ def test_frozen_parameters_are_left_out_when_asked(tmp_path):
         other.load_checkpoint(tmp_path / name)
         assert same_bits(other.module[0].weight, engine.module[0].weight) is not own
         assert same_bits(other.module[2].weight, engine.module[2].weight)
-
-
-@pytest.mark.parametrize("kind", ["layer_00-model_00-model_states.pt", "layer_0_expert_0_mp_rank_00_model_states.pt"])
-def test_a_checkpoint_of_a_pipeline_or_of_experts_is_one_error(kind, tmp_path):
-    engine = start()[0]
-    folder = tmp_path / "global_step3"
-    folder.mkdir()
-    (tmp_path / "latest").write_text("global_step3")
-    torch.save({"module": {}}, folder / kind)
-    torch.save({"module": {}, "dp_world_size": 1, "mp_world_size": 1}, folder / "mp_rank_00_model_states.pt")
-    before = everything(engine)
-    with pytest.raises(CheckpointError, match="pipeline|MoE|expert"):
-        engine.load_checkpoint(tmp_path)
-    assert_all_same(everything(engine), before)
-    assert engine.global_steps == 0
 
 
 # --- a client's optimizer ------------------------------------------------------------------------------------------
@@ -1029,20 +992,6 @@ def test_arguments_of_methods_that_were_dropped_are_named():
         engine.compile(schedule=[])
 
 
-def test_what_backward_and_step_cannot_use_is_one_error_and_the_run_goes_on():
-    engine, other = start()[0], start()[0]
-    with pytest.raises(StateError, match=r"step\(\) without backward\(\)"):
-        engine.step()
-    with pytest.raises(GradientError, match=r"the loss is of shape \(8, 16\), expected a tensor of one element"):
-        engine.backward(engine(batch(0)))
-    with pytest.raises(GradientError, match="a float, expected a tensor"):
-        engine.backward(1.0)
-    assert (engine.micro_steps, engine.global_steps) == (0, 0)
-    train(engine, range(2))
-    train(other, range(2))
-    assert_all_same(everything(engine), everything(other))
-
-
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("numbers", [(2, 2), (2, 3), (3, 2), (3, 3)], ids=str)
 def test_a_second_engine_over_a_model_is_an_error_and_the_first_goes_on(numbers):
@@ -1288,49 +1237,6 @@ def test_what_one_rank_cannot_read_or_write_is_an_error_of_all_and_the_run_goes_
 
 
 # --- interrupts ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.long("an interrupt at a tenth of a step's lines, each in a new engine")
-def test_an_interrupt_of_a_step_leaves_counts_rates_and_states_together(drawn):
-    config = {**CONFIG, **WARMUP}
-
-    def begun():
-        engine = start(config=config)[0]
-        train(engine, [0])
-        return engine
-
-    def seen(engine):
-        """Three steps more, and all that there is then."""
-        train(engine, [7, 8, 9])
-        counts = engine.global_steps, engine.global_samples, engine.skipped_steps, engine.optimizer.updates
-        found = [t.detach().clone() for t in everything(engine)], counts, engine.get_lr()
-        engine.destroy()
-        return found
-
-    def same(found, expected):
-        return found[1:] == expected[1:] and all(map(same_bits, found[0], expected[0]))
-
-    whole, none = begun(), begun()
-    train(whole, [1])
-    allowed = [seen(none), seen(whole)]
-    assert [outcome[1] for outcome in allowed] == [(4, 32, 0, 4), (5, 40, 0, 5)]
-    counted = begun()
-    passes = first_passes(lambda: train(counted, [1]))
-    counted.destroy()
-    numbers = sorted(passes.values())
-    outcomes = set()
-    for number in drawn(numbers, sampling.least(len(numbers))):
-        engine = begun()
-        try:
-            interrupt_at(number, lambda engine=engine: train(engine, [1]))
-        except FewerLines:
-            continue
-        engine.optimizer.zero_grad()
-        found = seen(engine)
-        matching = [i for i, outcome in enumerate(allowed) if same(found, outcome)]
-        assert matching, f"line {number}, {[place for place, n in passes.items() if n == number]}: {found[1:]}"
-        outcomes.update(matching)
-    assert outcomes == {0, 1}
 
 
 @pytest.mark.filterwarnings("ignore:.*the run goes on with its hyperparameters")
