@@ -72,7 +72,7 @@ def _narrower_states(config: OffloadConfig, rules: Iterable[Rule], specs: Sequen
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that one process moves in a step."""
+    """Bytes that one process moves in a step."""
 
     update: float
     """The bytes that the kernel reads from host memory and writes to it."""

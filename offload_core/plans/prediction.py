@@ -12,14 +12,14 @@ _FLOPS_A_TOKEN_CHECKPOINTED = 8
 
 @dataclass(frozen=True)
 class Speeds:
-    """The speeds of a machine, in bytes or operations per second; None: unknown."""
+    """Speeds of a machine, in bytes and operations a second; None: unknown."""
 
     dram: float
     """The bandwidth of host memory in an update, shared by all processes of the machine."""
     link: float | None = None
     """The bandwidth of a device's link to the host, in each direction."""
     flops: float | None = None
-    """The operations per second that a device reaches in forward and backward."""
+    """Operations a second that a device reaches in forward and backward."""
     disk: float | None = None
     """The bandwidth of all disks of the machine, for reads and writes together, shared by all its processes."""
 
@@ -33,7 +33,7 @@ class StepTime:
     to_host: float | None
     to_device: float | None
     tail: float
-    """The seconds that the last bucket takes for the copy to the host, the update, and the copy back."""
+    """Seconds of the last bucket: the copy to the host, the update, and the copy back."""
     overlaps: bool
     """True if compute, the update and both copies run at the same time."""
     disk: float | None = 0.0
@@ -41,7 +41,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The seconds of the whole step, computed from the known parts."""
+        """Seconds of the whole step, from the known parts."""
         update = max(self.update, self.disk or 0.0)  # a store reads and writes during the update in any schedule
         parts = [part for part in (self.compute, update, self.to_host, self.to_device) if part is not None]
         return max(parts) + self.tail if self.overlaps else sum(parts)

@@ -55,7 +55,7 @@ class BucketTerms:
         self.host_shards = device.addressable or config.offload_param is not None
         """True if the shards of partitioned parameters are in host memory or on disk, not on the device."""
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
-        """The class of the worker, which runs the tasks of a step."""
+        """The class of the worker that runs the tasks of a step."""
         self.examines = _examines(config, device, scaled)
         """True if a step examines all gradients before it updates any state: for clipping, or for an inf or a NaN."""
         self.sends_early = config.update_in_backward and config.schedule == "overlap"

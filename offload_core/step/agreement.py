@@ -27,11 +27,11 @@ class Agreement(NamedTuple):
     order: Sequence[LocalBucket]
     """All buckets, in the order in which they filled on rank 0."""
     recalled: bool
-    """True if any rank has recalled parameters that it had sent early."""
+    """True if a rank has recalled parameters that it had sent early."""
     alike: bool
     """True if all ranks called :func:`agree` with the same ``terms``."""
     save_asked: bool
-    """True if any rank was asked to save."""
+    """True if a rank was asked to save."""
 
 
 def agree(

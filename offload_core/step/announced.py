@@ -57,7 +57,7 @@ class Announcement:
 
     @property
     def open(self) -> bool:
-        """True if a bucket whose gradients have arrived now is sent early."""
+        """True if a bucket whose gradients have arrived is sent early."""
         return not self._stopped and (self._until is None or not self._until.done())
 
 

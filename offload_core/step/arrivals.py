@@ -46,7 +46,7 @@ class SinceUpdate:
     """The gradients that came since the last update."""
 
     present: set[int] = field(default_factory=set)
-    """The parameters that had a gradient on this rank."""
+    """Parameters that had a gradient on this rank."""
     begun: bool = False
     """True if a gradient came or a bucket was launched. It stays true if gradients are dropped later."""
     backward: bool = False

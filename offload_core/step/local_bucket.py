@@ -71,7 +71,7 @@ class PieceTable:
         """The position of each piece's first element in the sequence of random numbers that round its parameter's
         states."""
         self.seeds = np.array([specs[piece.param].seed for piece in pieces], np.uint64)
-        """The seed of the random numbers that round each piece's states."""
+        """The seed of the random numbers of each piece's states."""
         self.counted = np.array([specs[piece.param].counted for piece in pieces], bool)
         """True for each piece whose gradient counts in the norm."""
         self.positions: dict[int, list[int]] = {}

@@ -125,7 +125,7 @@ class Parameters:
         """Record that parameters lose their memory on the device. Call :meth:`flush` immediately before.
 
         Args:
-            reason: the message of the :class:`StateError` that uses of parameters raise until :meth:`restore`.
+            reason: the message of the :class:`StateError` that each use of parameters raises until :meth:`restore`.
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         self._last_step.release(reason)

@@ -1,4 +1,4 @@
-"""A step's updates: one pass in C over each bucket's shards, and the send of the new parameters to the device."""
+"""A step's updates: one C pass over each bucket's shards, and the new parameters' way to the device."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
