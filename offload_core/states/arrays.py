@@ -117,7 +117,7 @@ class StateRun(ABC):
                 del replaced[start]  # last: an interrupt may stop the write
 
 
-class StateMemory:
+class StateBytes:
     """The host memory of a state, and the addresses by which the kernel knows it.
 
     Args:
@@ -137,7 +137,7 @@ class StateArray(StateRun):
     """A run of a state's elements in host memory, unencoded or encoded."""
 
     def __init__(
-        self, format: StateFormat, memory: StateMemory, *, threads: int = 1, first: int = 0, size: int | None = None
+        self, format: StateFormat, memory: StateBytes, *, threads: int = 1, first: int = 0, size: int | None = None
     ) -> None:
         self.format = format
         self._memory = memory
@@ -148,7 +148,7 @@ class StateArray(StateRun):
     @classmethod
     def of(cls, array: np.ndarray) -> "StateArray":
         """Return a run whose unencoded values are the elements of ``array``, without a copy."""
-        return cls(FORMATS[str(array.dtype)], StateMemory(array))
+        return cls(FORMATS[str(array.dtype)], StateBytes(array))
 
     @classmethod
     def allocate(
@@ -168,7 +168,7 @@ class StateArray(StateRun):
         """
         beside = allocate(-(-numel // format.block), np.dtype(np.uint8)) if format.encoded else None
         upper = None if format.upper is None else allocate_upper(numel, format.upper.numpy)
-        return cls(format, StateMemory(allocate(numel, format.stored), beside, upper), threads=threads)
+        return cls(format, StateBytes(allocate(numel, format.stored), beside, upper), threads=threads)
 
     def __getitem__(self, run: slice) -> "StateArray":
         start, stop, _ = run.indices(self.size)

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..config.state_formats import StateFormat
 from ..disk.scratch import ALIGNMENT, aligned
-from .arrays import StateArray, StateMemory
+from .arrays import StateArray, StateBytes
 
 _BYTE = np.dtype(np.uint8)
 
@@ -47,7 +47,7 @@ class StateLayout:
         assert data is not None
         if upper is not None and self.format.upper is not None:
             upper = upper.view(self.format.upper.numpy)
-        return StateArray(self.format, StateMemory(data.view(self.format.stored), beside, upper), threads=threads)
+        return StateArray(self.format, StateBytes(data.view(self.format.stored), beside, upper), threads=threads)
 
     def array_of(self, start: int, stop: int, read: Callable[[ByteRange], np.ndarray], threads: int) -> StateArray:
         """Return elements ``[start, stop)`` of the state.

@@ -1185,7 +1185,7 @@ CORE_CHANGES = [
         ("step.reduction", "Reduction._reduce", "bucket.give(", "(lambda task: None)("),
         ("step.reduction", "Reduction._reduce", "bucket.release()", "pass"),
         ("step.local_bucket", "BucketPublication.arrive", "self.written = None", "pass"),
-        ("step.gradient_memory", "_Slot.held", "self.holder.gradient.buffer is buffer", "False"),
+        ("step.gradient_memory", "_BufferSlot.held", "self.holder.gradient.buffer is buffer", "False"),
         (
             "step.update",
             "Updates.send_early",

@@ -13,11 +13,13 @@ from ..internals.private import no_read
 
 Named = tuple[str, torch.Tensor]
 _TRIED = 100_000
-"""The maximal steps of the exact search between two tensors with gaps. After these they count as overlapping."""
+"""The maximal number of steps of the exact search for elements that two tensors share. If the search needs more, the
+tensors count as overlapping."""
 
 
 def tensors_of(model: nn.Module | None) -> Iterator[Named]:
-    """Yield the model's parameters and buffers, and tensors that are plain attributes of its modules, with names."""
+    """Yield the name and the tensor of each parameter, each buffer and each plain tensor attribute of the model's
+    modules; nothing for ``None``."""
     for prefix, module in () if model is None else model.named_modules():
         own = {**module._parameters, **module._buffers, **module.__dict__}
         for name, tensor in own.items():
@@ -60,7 +62,8 @@ def _check_storage(tensors: list[tuple[int, str, torch.Tensor]], trained: Set[to
 
 
 def _storage_of(tensor: torch.Tensor) -> int | None:
-    """Return the address of the tensor's storage; None: it has no elements there."""
+    """Return the address of the tensor's storage. None: the tensor has no dense elements in memory (it is sparse, on
+    the meta device, empty, released, or a wrapper of other tensors)."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta" or tensor.numel() == 0:
         return None
     try:

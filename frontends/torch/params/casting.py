@@ -1,4 +1,5 @@
-"""The element types of a model's tensors: ``param_dtype``, ``buffer_dtype``, and layers that need one type for both."""
+"""Casts the tensors of a model to ``param_dtype`` and ``buffer_dtype``, except for parameters of layers that need
+float32."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -24,7 +25,8 @@ class Casts:
     """The element types that a configuration gives to the tensors of a model.
 
     Layers with running statistics in float32 (BatchNorm) keep their parameters in float32, too. Torch computes such a
-    layer for an input of any type. On the CPU it refuses a layer with statistics and parameters of different types.
+    layer for an input of any type. On the CPU, torch refuses a layer whose statistics and parameters have different
+    types.
 
     Args:
         model: None for an optimizer without a model.
@@ -44,7 +46,7 @@ class Casts:
         return BY_NAME.get(self._config.buffer_dtype or "")
 
     def of_param(self, param: torch.Tensor) -> ElementType | None:
-        """Return the element type that a parameter is cast to; None: it keeps its own."""
+        """Return the element type that a parameter is cast to; None: the parameter keeps its type."""
         return FLOAT32 if param in self._wide else self._config.target_dtype
 
     def n_bytes(self, tensor: torch.Tensor) -> int:
@@ -91,8 +93,8 @@ def built_as(dtype: torch.dtype, device: torch.device | str) -> Iterator[None]:
 
 
 def round_to_types(model: nn.Module, config: OffloadConfig) -> None:
-    """Round a model's parameters, in their own memory, to the types that they will be cast to, so that master weights
-    start from rounded values."""
+    """Round each parameter of a model in place to the element type that :class:`Casts` gives to it, so that master
+    weights start from rounded values."""
     casts = Casts(config, model)
     with grad_mode_kept(), torch.no_grad():
         for param in model.parameters():
@@ -117,7 +119,8 @@ _has_warned = False
 
 
 def warn_if_slow(config: OffloadConfig, model: nn.Module) -> None:
-    """Warn, once a process, if the model will compute in bf16 on a processor on which that takes many times as long."""
+    """Warn, at most once per process, if the model will compute in bf16 on a CPU that is many times slower in bf16 than
+    in fp32."""
     global _has_warned
     if _has_warned or config.target_dtype is not BFLOAT16 or next(model.parameters()).device.type != "cpu":
         return

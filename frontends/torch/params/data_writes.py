@@ -1,8 +1,9 @@
-"""In-place writes through ``p.data``, which torch does not count as changes of the parameter.
+"""Detects in-place writes through ``p.data``, which torch does not count as changes of the parameter.
 
-``p.data`` gives another tensor in the parameter's memory. This tensor has a separate version counter, which counts the
-writes through it and through its views. A tensor that is assigned to ``p.data`` becomes such a tensor, too. A watched
-parameter keeps these tensors until it is asked for writes, and longer if other code holds them.
+Each read of ``p.data`` returns a new tensor over the parameter's memory. This tensor has a separate version counter,
+which counts the writes through the tensor and through its views. A tensor that is assigned to ``p.data`` shares its
+memory with the parameter in the same way. ``DataWrites`` keeps these tensors until it next compares their versions. It
+goes on to watch the tensors that other code still holds.
 """
 
 import functools
@@ -18,15 +19,15 @@ from .managed import manage, managed
 
 _DATA: Any = torch.Tensor.data
 _MANY = 16
-"""At this number of tensors of one parameter, the tensors that no other code holds are released."""
+"""The number of watched tensors at which :meth:`DataWrites.add` first releases the tensors that no other code holds."""
 
 
 class DataWrites:
-    """Detects writes through ``param.data``, from now on. It keeps the parameter alive.
+    """Detects writes through ``param.data``, from now on. Its owner must keep ``param`` alive.
 
     Args:
-        used: this object is added to the set when ``param.data`` is used. :meth:`seen` removes it when no tensor is
-            left through which other code could write.
+        used: a set to which each use of ``param.data`` adds this object. :meth:`seen` removes this object if it has
+            seen no write and no other code holds a tensor from ``data``.
         replaced: called when the parameter gets other memory.
     """
 
@@ -40,14 +41,14 @@ class DataWrites:
         self._used = used
         self.replaced = replaced
         self._tensors: list[tuple[torch.Tensor, int]] = []
-        """The tensors that ``data`` gave or got, each with its version when it was last looked at."""
+        """Each tensor that was read from ``data`` or assigned to it, with its version at the last comparison."""
         self._many = _MANY
         self._written = False
         self._managed = manage(param)
         self._managed.data_writes = self
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Watch a tensor that the parameter's ``data`` gave or got."""
+        """Watch a tensor that was read from the parameter's ``data`` or assigned to it."""
         if tensor.is_inference():
             return  # the tensor has no version counter
         if len(self._tensors) >= self._many:
@@ -58,7 +59,7 @@ class DataWrites:
             self._used.add(self)
 
     def seen(self) -> bool:
-        """True if there was a write since :meth:`forget`."""
+        """True if a watched tensor was written to, until :meth:`forget`."""
         self.end()  # first: another thread may use the parameter while this one looks
         if self._tensors:
             self._look()
@@ -73,13 +74,14 @@ class DataWrites:
 
     @property
     def possible(self) -> bool:
-        """True if other code holds a tensor that ``data`` gave or got, and so can write to it at any time."""
+        """True if other code holds a tensor that was read from ``data`` or assigned to it, and can write to the
+        parameter through this tensor at any time."""
         if self._tensors:
             self._look()
         return bool(self._tensors)
 
     def forget(self) -> None:
-        """Treat the writes until now as handled."""
+        """Treat the writes that :meth:`seen` has reported as handled."""
         self._written = False
 
     def _look(self) -> None:
@@ -95,19 +97,19 @@ class DataWrites:
 
 
 def data_of(param: torch.Tensor) -> torch.Tensor:
-    """Return ``param.data``, for writes that do not count as changes from outside."""
+    """Return ``param.data`` without watching it: :class:`DataWrites` does not see writes through it."""
     return _DATA.__get__(param)
 
 
 def set_data(param: torch.Tensor, values: torch.Tensor) -> None:
-    """Set ``param.data = values``, without counting it as a change from outside."""
+    """Set ``param.data = values`` without reporting it to :class:`DataWrites`."""
     _DATA.__set__(param, values)
 
 
 @functools.cache
 def _watch(kind: Any) -> None:
-    """Replace ``data`` of a class of parameters (``nn.Parameter``, DTensor) by a property that reports its use. This is
-    done at the first parameter to watch."""
+    """Replace the attribute ``data`` of a class (``nn.Parameter``, DTensor) by a property that reports each use to
+    :class:`DataWrites`. The first watched parameter of each class causes this."""
     kind.data = property(_read, _assign)
 
 

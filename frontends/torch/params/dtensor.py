@@ -1,9 +1,10 @@
-"""Parameters that other code has placed on a mesh (DTensor): the part that this process holds, and the processes that
-decide updates together.
+"""DTensor parameters, which other code has placed on a mesh: the elements of each that this process has, and the
+processes that decide updates together.
 
 FSDP2 (``fully_shard``), tensor parallelism (``parallelize_module``) and expert parallelism make such parameters. Each
-process has master weights and states for its own part, its *local* tensor. Several processes may have the same part
-(``Replicate``, HSDP): each updates it, to the same bits, and one process counts it in the norm and saves it.
+process has master weights and states for the elements of its *local* tensor. Several processes may have the same
+elements (``Replicate``, HSDP). Then each of them updates these elements, to the same bits, and one process counts the
+elements in the norm and saves them.
 """
 
 import hashlib
@@ -31,7 +32,8 @@ _DIGEST_BYTES = 5
 
 
 def dtensor_class() -> Any:
-    """Return torch's class ``DTensor``; None: it was not imported, so no tensor is placed."""
+    """Return torch's class ``DTensor``; None: ``torch.distributed.tensor`` was not imported, so no tensor is a
+    DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return None if module is None else getattr(module, "DTensor", None)
 
@@ -65,7 +67,7 @@ def shards_to_come() -> bool:
 
 @dataclass(frozen=True)
 class Part(Box):
-    """The part of a parameter that this process holds, as the core's ``Elements``."""
+    """The elements of a DTensor parameter that this process has, as the core's ``Elements``."""
 
     shape: tuple[int, ...]
     box: tuple[tuple[int, int], ...]
@@ -73,33 +75,36 @@ class Part(Box):
 
 
 class Placement:
-    """The elements of a parameter that its tensor has on this process: here, all. For a DTensor see :class:`Placed`."""
+    """The elements of a parameter that its tensor has on this process. This class is for plain tensors, which have all
+    elements; :class:`Placed` is for DTensors."""
 
     is_cut = False
-    """True if processes may hold different elements. The value is the same on all processes."""
+    """True if different processes may have different elements of the parameter. The value is the same on all
+    processes."""
     can_grow = True
-    """True if the parameter may get more elements, and states for them."""
+    """True if the parameter may get more elements, which then get states."""
     read_on_other_streams = False
-    """True if it may be read on streams that wait for the caller's stream only when a forward begins, as FSDP2 does.
-    """
+    """True if code may read the parameter on streams that wait for the caller's stream only when a forward begins, as
+    FSDP2 does."""
 
     def __init__(self) -> None:
         self.part: Part | None = None
-        """The elements; None: all, in their order in memory."""
+        """The elements that the tensor has on this process; None: all elements, in the order of the tensor's memory."""
 
     def holds(self, param: Any) -> bool:
         """True if the parameter still has this placement."""
         return True
 
     def own(self, value: Any) -> Any:
-        """Return this process's part of a gradient or a state of the parameter."""
+        """Return this process's elements of a gradient or a state of the parameter."""
         return value
 
     def around(self, local: torch.Tensor, kind: Callable[[], Any] | None = None) -> torch.Tensor:
-        """Return a tensor, placed as the parameter, whose part on this process is ``local``.
+        """Return a tensor that has the parameter's placement, and ``local`` as this process's elements. For a plain
+        parameter this is ``local`` itself.
 
         Args:
-            kind: returns the class of the tensor, if it is not ``local`` itself.
+            kind: returns the class that a new DTensor gets; None: the class ``DTensor``.
         """
         return local
 
@@ -107,15 +112,16 @@ class Placement:
         """Raise :class:`ParameterError` if the parameter cannot be cast to another element type."""
 
     def fingerprints(self, rank: int) -> tuple[int, int]:
-        """Return two fingerprints: of the elements, and of the processes that have them according to the mesh."""
+        """Return two fingerprints: of this process's elements, and of the ranks on the parameter's mesh. For a plain
+        parameter return 0 and ``rank``."""
         return 0, rank
 
     def words(self, param: Any) -> str:
-        """Return the words for this placement, for errors."""
+        """Return a description of the parameter's placement, for errors."""
         return f"DTensor on {param.device_mesh}, which this process is not on" if is_dtensor(param) else "plain"
 
     among_others = "a plain tensor beside DTensors"
-    """The words for this parameter in an error, if other processes have other values."""
+    """A description of the parameter for the error that processes have different values of it."""
 
 
 UNDIVIDED = Placement()
@@ -126,9 +132,9 @@ class Placed(Placement):
     """The placement of a DTensor when its states were made.
 
     Attributes:
-        like: the parameter's placement on its mesh, in torch's words.
+        like: the DTensor itself, from which :meth:`around` takes the placement of new DTensors.
         part: this process's elements.
-        ranks: the ranks of torch's default group that have parts of the parameter.
+        ranks: the ranks of torch's default group on the parameter's mesh.
     """
 
     mesh: Any
@@ -145,11 +151,11 @@ class Placed(Placement):
         """Read the placement of a parameter.
 
         Args:
-            order: the memory order of its local tensor (``tensors.memory_order``).
+            order: the memory order of the parameter's local tensor (``tensors.memory_order``).
 
         Raises:
-            ParameterError: its elements are no box of the parameter, or are sums over processes, or this process is not
-                on its mesh.
+            ParameterError: this process's elements are no box of the parameter; or the parameter is a sum over
+                processes (``Partial``); or this process is not on the parameter's mesh.
         """
         mesh, placements = param.device_mesh, tuple(param.placements)
         if not is_here(param):
@@ -171,8 +177,9 @@ class Placed(Placement):
 
     @property
     def is_cut(self) -> bool:  # type: ignore[override]
-        """As ``Placement.is_cut``, unlike ``part.is_whole``. A value head of one row is whole on the process that has
-        the row, and the others have nothing."""
+        """True if a mesh dimension of several processes shards the parameter. The value is the same on all processes.
+        ``part.is_whole`` may differ: a value head of one row is whole on the process that has the row, and the other
+        processes have no elements."""
         sizes = zip(self.placements, self.mesh.shape, strict=True)
         return any(size > 1 and not placement.is_replicate() for placement, size in sizes)
 
@@ -184,10 +191,10 @@ class Placed(Placement):
         )
 
     def own(self, value: Any) -> Any:
-        """Return this process's part of a value that belongs to the parameter.
+        """Return this process's elements of a gradient or a state of the parameter.
 
-        ``value`` may be a DTensor, which is redistributed if its placement differs (a ``Partial`` gradient is summed),
-        or a whole tensor. Any other value is returned unchanged.
+        A DTensor with another placement is first redistributed (a ``Partial`` gradient is summed). A tensor of the
+        whole parameter's shape is sliced. Any other value is returned unchanged.
         """
         if is_dtensor(value):
             if not self.holds(value):
@@ -198,7 +205,8 @@ class Placed(Placement):
         return value
 
     def around(self, local: torch.Tensor, kind: Callable[[], Any] | None = None) -> torch.Tensor:
-        """Return a DTensor, placed as the parameter, with this local tensor, which may be in other memory."""
+        """Return a DTensor with the parameter's placement and the local tensor ``local``, which may be on another
+        device than the parameter."""
         placed = around(local, self.like)
         if kind is not None:
             placed.__class__ = kind()
@@ -267,10 +275,10 @@ def _box(name: str, shape: Sequence[int], mesh: Any, placements: Sequence[Any]) 
 
 def ranks_of(params: Iterable[torch.Tensor]) -> tuple[int, ...] | None:
     """Return the ranks of torch's default group on which these parameters are placed, including this process. None: no
-    parameter is placed.
+    parameter is a DTensor.
 
     Raises:
-        ParameterError: the parameters' meshes have no mesh in common, or do not include this process.
+        ParameterError: the parameters' meshes are not submeshes of one mesh, or do not include this process.
     """
     meshes = {id(param.device_mesh): param.device_mesh for param in params if is_dtensor(param)}  # type: ignore[attr-defined]
     if not meshes:
@@ -300,16 +308,18 @@ def _ranks_on(mesh: Any) -> frozenset[int]:
 
 
 def this_process() -> tuple[int, ...]:
-    """Return this process's rank in torch's default group, as a tuple; empty: there is no such group."""
+    """Return this process's rank in torch's default group, as a tuple; empty: ``torch.distributed`` is not
+    initialised."""
     return (dist.get_rank(),) if dist.is_available() and dist.is_initialized() else ()
 
 
 _GROUPS: dict[tuple[int, ...], Any] = {}
-"""Groups that were made for meshes; torch's registry owns them until ``destroy_process_group()``."""
+"""Maps the ranks of a mesh to the process group that was made for them. Torch's registry owns the groups until
+``destroy_process_group()``."""
 
 
 def group_of(ranks: Sequence[int]) -> Any:
-    """Return a process group of these ranks, which must all call this; None: only this process."""
+    """Return the process group of these ranks; None for a single rank. All these ranks must call this."""
     if len(ranks) == 1:
         return None
     if tuple(ranks) == tuple(range(dist.get_world_size())):
@@ -329,7 +339,8 @@ def _is_alive(group: Any) -> bool:
 
 
 def check_alone(params: Iterable[torch.Tensor], config: OffloadConfig, *, process_group: Any) -> None:
-    """Raise :class:`ConfigError` if an argument would partition or reduce placed parameters a second time."""
+    """Raise :class:`ConfigError` if one of the parameters is a DTensor and an argument would partition it, or reduce
+    its gradients, a second time."""
     if not any(map(is_dtensor, params)):
         return
     if not config.average_over_ranks:
@@ -350,10 +361,10 @@ def check_alone(params: Iterable[torch.Tensor], config: OffloadConfig, *, proces
 
 
 def check_within(name: str, param: torch.Tensor, members: Collection[int]) -> None:
-    """Raise :class:`ParameterError` if a parameter is placed on processes that do not decide the updates.
+    """Raise :class:`ParameterError` if a parameter is a DTensor on processes that do not decide the updates.
 
     Args:
-        members: the ranks of torch's default group that decide the updates, each for its own parts.
+        members: the ranks of torch's default group that decide the updates together.
     """
     if is_dtensor(param) and not (ranks := _ranks_on(param.device_mesh)) <= frozenset(members):  # type: ignore[attr-defined]
         raise ParameterError(
@@ -364,20 +375,19 @@ def check_within(name: str, param: torch.Tensor, members: Collection[int]) -> No
 
 
 def count_once(collectives: Collectives, held: Sequence[tuple[str, torch.Tensor, Placement]]) -> list[bool]:
-    """Agree which process counts the elements that several processes hold.
+    """Agree which process counts elements in the norm, and saves them, if several processes have the same elements.
 
     Args:
         held: the name, the tensor and the placement of each new parameter, in the same order on all processes. No
-            parameter is pending.
-            An undivided parameter is equal on all processes, and counts as a part that every process holds. Or it is a
-            DTensor on a mesh without this process, which is an error on all processes.
+            parameter is pending. A parameter with the placement ``UNDIVIDED`` is a plain tensor, which is equal on all
+            processes, or a DTensor whose mesh lacks this process, which is an error on all processes.
 
     Returns:
         True for each parameter whose elements this process counts.
 
     Raises (on all processes):
-        ParameterError: processes have different parameters; or a parameter is placed on one process and plain on
-            another; or processes have different values of the same elements, and no common mesh.
+        ParameterError: processes have different parameters; or a parameter is a DTensor on one process and plain on
+            another; or processes without a common mesh have different values of the same elements.
     """
     kinds, boxes, meshes = [], [], []
     for name, param, known in held:
@@ -422,8 +432,8 @@ def _check_copies(
     mesh_of: np.ndarray,
     what: str,
 ) -> None:
-    """Raise on all processes if some have different values of the same elements. This checks values that no mesh
-    replicates: plain parameters, and parameters of parallel submeshes.
+    """Raise :class:`ParameterError` on all processes if two processes have different values of the same elements. Only
+    parameters that no common mesh replicates are checked: plain parameters, and parameters of parallel submeshes.
 
     Args:
         box_of: int64[processes, parameters]: fingerprints of the elements that each process has.

@@ -1,5 +1,6 @@
-"""The engine's support for FSDP2 (``fully_shard``). FSDP2 gathers parameters through its own view of their memory, so
-torch shows no read. Therefore each gathering waits for the updates of its parameters."""
+"""The engine's support for FSDP2 (``fully_shard``). FSDP2 gathers parameters through separate views of their memory, so
+no torch function shows the read. Therefore each ``unshard`` first waits for the updates of the parameters that it
+gathers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -34,7 +35,8 @@ def have_gathering_wait(model: nn.Module) -> bool:
 
 
 def _groups(module: Any) -> list[Any] | None:
-    """The groups of parameters that a module gathers together."""
+    """Return the groups of parameters that a module gathers together; None: this version of torch gathers in an unknown
+    way."""
     try:
         state = module._get_fsdp_state()
         groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
@@ -70,7 +72,8 @@ def _waiting(group: Any, unshard: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def gradients_stay(modules: list[Any]) -> Iterator[None]:
-    """Keep gradients whole on each rank in backwards in the body. The next backward outside reduces all gradients."""
+    """A context in which a backward leaves each rank's gradients whole and unreduced. The next backward after the
+    context reduces all gradients."""
     for module in modules:
         module.set_requires_gradient_sync(False, recurse=False)
     try:

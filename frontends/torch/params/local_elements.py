@@ -1,8 +1,8 @@
-"""Access to the elements of a trained parameter that this process owns.
+"""Access to this process's elements of a trained parameter.
 
-These elements are the parameter's own memory, or the memory of a DTensor's local tensor (:class:`ElementsInPlace`). Or
-they are this rank's shards, separate from the tensor that modules read (``ElementsInShards`` in
-``stage3/parameters.py``). ``stage3/shards.py`` has shards on the device, on the host and on disk.
+:class:`ElementsInPlace`: the elements are in the memory of the parameter, or of a DTensor's local tensor.
+``ElementsInShards`` in ``stage3/parameters.py``: the elements are this rank's shards, separate from the tensor that
+modules read. ``stage3/shards.py`` has shards on the device, on the host and on disk.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ from .tensors import flat
 
 
 class LocalElements(ABC):
-    """Access to the elements of one trained parameter that this process owns.
+    """Access to this process's elements of one trained parameter.
 
     Attributes:
         param: the parameter.
@@ -37,30 +37,32 @@ class LocalElements(ABC):
 
     @abstractmethod
     def copy(self) -> torch.Tensor | None:
-        """Return a copy of the values if a load of states does not change them; None: they follow the states."""
+        """Return a copy of the values that the master weights adopt again after a load of states; None: they adopt
+        none."""
 
     # --- readers -------------------------------------------------------------------------------------
 
     @property
     @abstractmethod
     def readers_can_wait(self) -> bool:
-        """True if every reader and writer of the parameter can be made to wait for it."""
+        """True if every reader and writer of the parameter can be made to wait for the parameter's update."""
 
     @abstractmethod
     def have_readers_wait(self, wait: Wait) -> None:
-        """Call ``wait`` before the next read of the parameter, while an update may write it."""
+        """Have the next read of the parameter call ``wait``, because an update may be writing the parameter."""
 
     @abstractmethod
     def stay(self, leaving: Collection[int]) -> None:
-        """Clear the pending mark of a parameter that has been written, unless its memory is about to leave the device.
+        """Clear the pending mark of the parameter, which has been written, unless its memory is about to leave the
+        device.
 
         Args:
-            leaving: the numbers of the storages that will leave.
+            leaving: the storages that will leave the device, each as ``storage._cdata``.
         """
 
     @abstractmethod
     def unregister(self) -> None:
-        """Stop following the parameter, after waiting for an update that still writes it."""
+        """Wait for an update that still writes the parameter, then stop watching the parameter."""
 
     # --- writes by others ----------------------------------------------------------------------------
 
@@ -70,7 +72,7 @@ class LocalElements(ABC):
 
         Args:
             changed: True if torch counted a change of the parameter.
-            used: the watches that have seen uses of ``param.data``.
+            used: the ``DataWrites`` that have seen writes through the ``data`` of their parameters.
         """
 
     @abstractmethod
@@ -79,7 +81,7 @@ class LocalElements(ABC):
 
 
 class ElementsInPlace(LocalElements):
-    """The memory of the parameter itself, or of a DTensor's local tensor.
+    """Elements in the memory of the parameter itself, or of a DTensor's local tensor.
 
     Args:
         data_writes: watches writes through ``param.data``.

@@ -1,9 +1,9 @@
-"""The tensors that engines manage: one ``ManagedTensor`` for each, and the table of these objects.
+"""One ``ManagedTensor`` for each tensor that engines manage, and the table that finds it.
 
-An object exists as long as it records something. Code that trains a tensor, watches its ``data`` or has it in shards
-holds both the object and the tensor. A pending tensor, or one with shards from ``init()``, may have no such holder. Its
-object is kept here, with a weak reference to the tensor, until the tensor is deleted. At other times there is no weak
-reference, because torch cannot swap a tensor that has one (``Module.to()`` of a DTensor swaps).
+Code that trains a tensor, watches its ``data`` or has it in shards keeps both the tensor and its ``ManagedTensor``
+alive. A pending tensor, or a tensor with shards from ``init()``, may have no such code. This module then keeps the
+``ManagedTensor``, with a weak reference to the tensor, until the tensor is deleted. At other times there is no weak
+reference to the tensor, because torch cannot swap a tensor that has one (``Module.to()`` of a DTensor swaps).
 """
 
 import weakref
@@ -34,11 +34,12 @@ class _Weak:
 
 
 class ManagedTensor:
-    """The records that the engines of this process have of one tensor: a trained or frozen parameter, a buffer, or a
-    tensor inside a quantised parameter.
+    """The state of one tensor that engines of this process manage: a trained or frozen parameter, a buffer, or a tensor
+    inside a quantised parameter.
 
     Attributes:
-        residency: whether the tensor may be read now (``residency.py``). Only ``pending.py`` sets it and ``wait``.
+        residency: whether the tensor may be read now (``residency.py``). Only ``pending.py`` sets ``residency`` and
+            ``wait``.
         wait: called before a read; None: the tensor may be read.
         shards: the ``InitShards`` from ``init()``, until an engine takes them; else None.
     """
@@ -46,13 +47,14 @@ class ManagedTensor:
     __slots__ = ("__weakref__", "_data_writes", "_gathering", "_of", "_record", "_slot", "residency", "shards", "wait")
 
     slot = _Weak()
-    """The tensor's ``Slot``, if an open optimizer has its states; else None."""
+    """The parameter's ``Slot`` in the open optimizer that has its states; None: no open optimizer has them."""
     data_writes = _Weak()
-    """The ``DataWrites`` that watch the tensor's ``data``; else None."""
+    """The ``DataWrites`` that watches the tensor's ``data``; None: nothing watches it."""
     record = _Weak()
-    """The ``PartitionedParameter``, if an engine has the tensor, or the parameter around it, in shards; else None."""
+    """The ``PartitionedParameter`` of this tensor, or of the quantised parameter around it; None: no engine has the
+    tensor in shards."""
     gathering = _Weak()
-    """The ``Gathering`` of the stage 3 engine whose model has the tensor; else None."""
+    """The ``Gathering`` of the stage 3 engine whose model has the tensor; None: there is no such engine."""
 
     def __init__(self) -> None:
         self._of: weakref.ref[torch.Tensor] | None = None
@@ -68,14 +70,15 @@ class ManagedTensor:
             _KEPT.add(self)
 
     def end_keeping(self) -> None:
-        """Keep this object only while other code holds it, if the tensor is neither pending nor in shards."""
+        """End :meth:`keep`, unless the tensor is pending or has shards from ``init()``. Then only other code keeps this
+        object alive."""
         if self.wait is None and self.shards is None:
             _KEPT.discard(self)
             self._of = None
 
     @property
     def tensor(self) -> torch.Tensor | None:
-        """The tensor, if this object is kept; None once the tensor was deleted."""
+        """The tensor; None: this object is not kept (:meth:`keep`), or the tensor was deleted."""
         tensor = None if self._of is None else self._of()
         if tensor is not None:
             tensor._fix_weakref()  # type: ignore[attr-defined]  # C++ code alone may hold it
@@ -87,20 +90,22 @@ _MANAGED: "weakref.WeakValueDictionary[int, ManagedTensor]" = weakref.WeakValueD
 removes the entry before Python reuses the ``id``."""
 _KEPT: set[ManagedTensor] = set()
 AWAITED: set[ManagedTensor] = set()
-"""The tensors that an update writes, or that are released. A module with such a tensor waits before its forward."""
+"""The objects of tensors that an update writes, or that are released. A module with such a tensor waits before its
+forward."""
 WHEN_DELETED: list[Callable[[], None]] = []
 """Functions that are called when a tensor of :data:`AWAITED` was deleted."""
 _UNKNOWN = ManagedTensor()
 
 
 def manage(tensor: torch.Tensor) -> ManagedTensor:
-    """Return the tensor's object, or a new one, for a caller that records something in it and holds it."""
+    """Return the tensor's ``ManagedTensor``; make one if there is none. The caller must hold the object, or call its
+    :meth:`~ManagedTensor.keep`."""
     found = _MANAGED.get(id(tensor))
     return _MANAGED.setdefault(id(tensor), ManagedTensor()) if found is None else found
 
 
 def managed(tensor: torch.Tensor) -> ManagedTensor:
-    """Return the tensor's object, only for reading; an empty one if nothing is recorded."""
+    """Return the tensor's ``ManagedTensor`` for reading. If there is none, return an empty one."""
     return _MANAGED.get(id(tensor), _UNKNOWN)
 
 
@@ -112,7 +117,8 @@ def _forget(
     awaited: set[ManagedTensor] = AWAITED,
     then: list[Callable[[], None]] = WHEN_DELETED,
 ) -> None:
-    """Remove a deleted tensor. The arguments are defaults, because at exit this module's names may be gone before."""
+    """Remove the ``ManagedTensor`` of a deleted tensor from all tables. The tables are default arguments, because
+    Python may clear this module's names at exit before it calls this."""
     gone = known.pop(number, None)
     if gone is None:
         return

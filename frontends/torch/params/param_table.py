@@ -1,4 +1,4 @@
-"""The properties of all parameters that a step reads, in one list for each property.
+"""The properties of parameters that a step compares: one list for each property, over all parameters.
 
 A Python loop over thousands of parameters takes longer than their update. So each check first compares whole lists,
 which runs in C. Only if the lists differ does a loop look for the parameter.
@@ -32,7 +32,11 @@ class CheckedTensors:
         self._of: Sequence[int] = ()
 
     def learn(self, tensors: Collection[torch.Tensor], of: Sequence[int] = ()) -> None:
-        """Record that these tensors have passed the check; ``of``: the numbers of their parameters."""
+        """Record that these tensors have passed the check.
+
+        Args:
+            of: the indices of the tensors' parameters.
+        """
         guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         self.forget()  # so that an interrupt between the next two lines leaves no mixed fields
         self._of = of
@@ -43,7 +47,8 @@ class CheckedTensors:
         self._guards = None
 
     def holds(self, tensors: Collection[Any], of: Sequence[int] = ()) -> bool:
-        """True if these tensors, of the same parameters, have the properties of the tensors that passed."""
+        """True if these tensors have the properties of the tensors that passed, and ``of`` lists the same
+        parameters."""
         return self._guards is not None and self._of == of and self._guards.check(*tensors)
 
 
@@ -56,20 +61,21 @@ class ParamTable:
         self.taken: list[torch.Tensor] = []
         """The stand-in for each parameter's gradient."""
         self._placed: dict[int, Placement] = {}
-        """The placements of DTensors."""
+        """Maps the index of each DTensor to its placement."""
         self._dtypes: list[torch.dtype] = []
         self._shapes: list[torch.Size] = []
         self._orders: dict[int, list[int]] = {}
-        """The memory order of parameters that are not contiguous (``tensors.memory_order``)."""
+        """Maps the index of each parameter that is not contiguous to its memory order (``tensors.memory_order``)."""
         self._versions: list[float] = []
-        """The version of each parameter when it last matched its master weight; -inf: it may differ now."""
+        """The version of each parameter when it last matched its master weight; -inf: the parameter may differ from it
+        now."""
         self._addresses: list[int] = []
         self._unchanged = CheckedTensors()
-        """The parameters, when they were found unchanged."""
+        """The properties of the parameters when :meth:`unchanged` last compared all lists and returned True."""
         self._plain = CheckedTensors()
-        """Gradients that were plain."""
+        """The properties of the gradients that last passed :meth:`plain`."""
         self._plain_alone: list[CheckedTensors] = []
-        """For each parameter, a gradient that came alone and was plain."""
+        """For each parameter, the properties of the gradient that last passed :meth:`plain_alone`."""
 
     def add(self, param: torch.Tensor, taken: torch.Tensor, placed: Placement) -> None:
         values, index = local_of(param), len(self.params)
@@ -94,7 +100,7 @@ class ParamTable:
         return [*map(local_of, self.params)] if self._placed else self.params
 
     def own(self, given: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Return this process's parts of gradients, by the number of their parameter."""
+        """Return this process's elements of each gradient. Keys are the indices of the gradients' parameters."""
         placed = self._placed
         return {i: placed[i].own(g) if i in placed else g for i, g in given.items()} if placed else given
 
@@ -124,8 +130,9 @@ class ParamTable:
             return list(map(_GRADIENT, self.params))
 
     def plain(self, given: Mapping[int, torch.Tensor]) -> bool:
-        """True if the memory of these gradients holds their values, in the same layout as their unchanged parameters.
-        Other gradients may fit, too (:meth:`fit`)."""
+        """True if the core can read each gradient in place: the gradient fits its parameter (:meth:`fit`), is a
+        contiguous ``torch.Tensor``, and is no lazy negation. Always False if any parameter is not contiguous. Keys are
+        the parameters' indices."""
         of, gradients = [*given], given.values()
         if self._plain.holds(gradients, of):
             return True
@@ -141,17 +148,18 @@ class ParamTable:
         return plain
 
     def fit(self, given: Mapping[int, torch.Tensor]) -> bool:
-        """True if the gradients are dense and have the shape, type and device of their unchanged parameters."""
+        """True if each gradient is dense, and has the shape, type and device that its parameter had when its states
+        were made. Keys are the parameters' indices."""
         gradients = given.values()
         dtypes, shapes = [self._dtypes[i] for i in given], [self._shapes[i] for i in given]
         dense = list(map(_LAYOUT, gradients)).count(torch.strided) == len(gradients)
         return dense and self._alike(gradients, dtypes, shapes)
 
     def plain_alone(self, index: int, gradient: torch.Tensor) -> bool:
-        """True if this one gradient is plain, as :meth:`plain` defines it. For gradients that arrive one at a time.
+        """True if :meth:`plain` is true for this one gradient. For gradients that arrive one at a time.
 
         Args:
-            index: the number of the gradient's parameter.
+            index: the index of the gradient's parameter.
         """
         known = self._plain_alone[index]
         if known.holds((gradient,)):
@@ -200,11 +208,13 @@ class ParamTable:
         self._versions, self._addresses = self._as_they_are()
 
     def doubt(self, index: int) -> None:
-        """Record that the parameter may differ from its master weights: their next use compares them first."""
+        """Record that the parameter may differ from its master weights. The next use of the parameter compares them
+        first."""
         self._versions[index] = -inf
 
     def changed(self) -> list[int]:
-        """Return the parameters that other code wrote to since :meth:`mark_known`, as far as torch counts writes."""
+        """Return the indices of parameters whose version or address has changed since :meth:`mark_known`, because other
+        code wrote to them or replaced their memory, and of parameters that :meth:`doubt` has marked."""
         versions, addresses = self._as_they_are()
         if versions == self._versions and addresses == self._addresses:
             return []
@@ -218,13 +228,14 @@ class ParamTable:
             return list(map(_VERSION, self.params)), list(map(torch.Tensor.data_ptr, self.params))
 
     def _version(self, index: int) -> int:
-        """A number that grows with each write. Torch counts a write to a DTensor there, not at its local tensor."""
+        """Return a count that rises with each write to the parameter. Torch counts a write to a DTensor at the DTensor,
+        and not at its local tensor."""
         param = self.params[index]
         return param._version + (local_of(param)._version if index in self._placed else 0)
 
     def count_writes(self, indices: Iterable[int]) -> None:
-        """Tell autograd that the update wrote these parameters. The recorded versions rise, too, so that only writes by
-        others differ from them."""
+        """Tell autograd that the update wrote the parameters with these indices. The recorded versions rise as much, so
+        that :meth:`changed` finds only writes by other code."""
         written = [*indices]
         increment_version([self.params[i] for i in written])
         if self._placed:

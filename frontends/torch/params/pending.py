@@ -1,12 +1,13 @@
 """Tensors whose values are missing for now (``residency.py``), and the doors through which they are read.
 
-A module that is called first waits for its own pending parameters, because torch may not see how its code reads them:
-TorchScript, or an extension in C++. It does not wait for parameters of modules inside it, so the first layer of the
-next forward starts while the last layer is being updated. A compiled module also waits for the parameters inside it.
+Before its forward, a module waits for its own pending parameters, because its code may read them in a way that torch
+does not see (TorchScript, or an extension in C++). It does not wait for parameters of inner modules, so the first layer
+of the next forward starts while the last layer is being updated. A compiled module also waits for the parameters of
+inner modules.
 
 Outside of modules, a pending parameter has the class :class:`PendingParameter`. A torch function that could see its
-values first waits for this parameter, or gathers it, and restores its class. Functions that only see shape, gradient
-and the like do not wait. So state_dict(), evaluation and reads by hand also see finished values.
+values first waits for this parameter, or gathers it, and restores its class. Functions that only see its shape or its
+gradient (:data:`METADATA`) do not wait. So state_dict(), evaluation and reads by hand also see finished values.
 
 Every door calls :func:`await_values`. Calls during garbage collection use :func:`await_values_of_garbage`:
 
@@ -17,12 +18,12 @@ a torch function                                 ``_Pending.__torch_function__``
 a copy of the tensor or its model                ``_Pending.__deepcopy__``
 a module's forward, in Python, C++, TorchScript  ``_before_forward``
 a compiled module                                ``AwaitsInside``
-code that is being compiled                      ``await_for_compiled_code``, which leaves it pending
+code that is being compiled                      ``await_for_compiled_code``, which leaves the tensor pending
 methods of a DTensor                             ``_read_local``, ``_replace_local``
 FSDP2's ``unshard``                              ``fsdp.py``
-backward, of a tensor in shards that was saved   ``stage3/saved.py``, which gathers it
+a backward that saved a tensor in shards         ``stage3/saved.py``, which gathers the tensor
 a graph from before a release                    ``DeviceMemory.before_backward``
-a release of what another engine uses            ``DeviceMemory._await_others``
+a release of tensors that another engine uses    ``DeviceMemory._await_others``
 an optimizer that takes over or ends            ``Registration._new``, ``ElementsInPlace.unregister``
 ===============================================  ==========================================
 """
@@ -76,7 +77,7 @@ METADATA = _metadata()
 """Torch functions that do not see values."""
 
 _DIFFERENTIATE = (torch.autograd.grad, torch.autograd.backward)
-"""Torch functions that take parameters (``inputs``) as places in a graph, and do not read them."""
+"""Torch functions that take parameters (``inputs``) as nodes of a graph, and do not read their values."""
 
 
 def _edge(param: "_Pending") -> GradientEdge:
@@ -85,11 +86,11 @@ def _edge(param: "_Pending") -> GradientEdge:
 
 
 class _Pending:
-    """The base class of pending tensors. Their first read restores their own class."""
+    """The base class of pending tensors. The first read of a pending tensor restores its own class."""
 
     __slots__ = ()
     own_class: type = nn.Parameter
-    """The tensor's own class."""
+    """The class that the tensor has while it is not pending."""
     breaks_graphs = False
     """True if a graph that is being traced must break before it reads the tensor. A tensor in shards has values only
     for a time, and a finished graph does not recognise pending tensors that are not parameters."""
@@ -144,13 +145,14 @@ def _replace_local(param: Any, local: torch.Tensor) -> None:
 
 
 _WAITING_LOCAL = property(_read_local, _replace_local)
-"""The local tensor of a pending DTensor: ``to_local``, ``full_tensor`` and FSDP2 read it past torch's functions."""
+"""The attribute ``_local_tensor`` of a pending DTensor. Each read of it waits, because ``to_local``, ``full_tensor``
+and FSDP2 read it without a torch function."""
 _PENDING: dict[type, type] = {nn.Parameter: PendingParameter}
-"""The class that pending parameters have, by their own class."""
+"""Maps a parameter's own class to the class that it has while it is written or released."""
 
 
 _BREAKING: dict[type, type] = {}
-"""The class of pending tensors before whose read graphs break (``breaks_graphs``), by their own class."""
+"""Maps a tensor's own class to its pending class with ``breaks_graphs``."""
 
 
 def is_pending(tensor: torch.Tensor) -> bool:
@@ -164,13 +166,13 @@ def is_in_shards(tensor: torch.Tensor) -> bool:
 
 
 def own_class_of(tensor: torch.Tensor) -> type:
-    """Return the tensor's own class, pending or not."""
+    """Return the class that the tensor has while it is not pending."""
     return tensor.own_class if isinstance(tensor, _Pending) else type(tensor)
 
 
 _READ_WHAT_IS_INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerEncoder)
-"""Modules that in evaluation pass weights of modules inside them to one C++ function, if these are plain parameters.
-"""
+"""Modules that, in evaluation, pass the weights of inner modules to one C++ function if all these weights are plain
+parameters."""
 
 
 def _before_forward(module: nn.Module, args: Any) -> None:
@@ -190,8 +192,8 @@ def await_all(params: Iterable[torch.Tensor | None]) -> None:
 
 class AwaitsInside(Around):
     """Runs a compiled module after waiting for updates of parameters inside it ([Note: compiled modules] in
-    ``compiled.py``). While it runs there is no hook on all modules, for which torch would make another graph.
-    """
+    ``compiled.py``). While the module runs, the hook on all modules is removed, because torch would compile another
+    graph for it."""
 
     def needed(self) -> bool:
         return bool(AWAITED)
@@ -211,7 +213,8 @@ class AwaitsInside(Around):
 _in_compiled_code = 0
 """The number of forwards of compiled modules that are running."""
 _NUMBER = RemovableHandle(OrderedDict()).id
-"""The number of the hook on all modules. It is always the same, because torch makes a graph for a hook's number."""
+"""The id of the hook on all modules. The id never changes, because torch compiles another graph if the ids of hooks
+change."""
 
 
 def _watch_modules() -> None:
@@ -235,11 +238,13 @@ WHEN_DELETED.append(_watch_modules)
 
 @asked_once
 def await_for_compiled_code(param: torch.Tensor) -> bool:
-    """Wait for a parameter that a graph reads, while the graph is made. It stays pending: the graph is for its class.
+    """Wait for a parameter that a graph reads, while the graph is compiled. The parameter stays pending, because the
+    graph is compiled for its pending class.
 
-    The finished graph calls nothing before it reads. So :data:`compiled_code_reads` tells later steps to wait for their
-    updates. This does not await parameters of other models, because parameters that were sent early raise before their
-    step. Only if the compiler passes a tensor without values in place of the parameter, this waits for all parameters.
+    The finished graph calls no wait before it reads. So :data:`compiled_code_reads` tells later steps to wait for their
+    updates. Parameters of other models are not awaited here, because a parameter that was sent early raises before its
+    step. Only if ``param`` is a tensor without values, which the compiler passes in place of the parameter, all
+    parameters are awaited.
     """
     global compiled_code_reads
     compiled_code_reads = True
@@ -251,7 +256,7 @@ def await_for_compiled_code(param: torch.Tensor) -> bool:
 
 
 compiled_code_reads = False
-"""True if code was compiled that reads a parameter of a model that is not compiled itself."""
+"""True if compiled code reads a parameter of a model that is not compiled itself."""
 
 
 def can_wait(param: torch.Tensor) -> bool:
@@ -261,12 +266,12 @@ def can_wait(param: torch.Tensor) -> bool:
 
 
 def residency_of(tensor: torch.Tensor) -> Residency:
-    """Return the tensor's recorded residency: whether it may be read."""
+    """Return the tensor's residency, which says whether the tensor may be read now."""
     return managed(tensor).residency if isinstance(tensor, _Pending) else Residency.RESIDENT
 
 
 def where(tensors: Iterable[torch.Tensor]) -> str:
-    """Return the number of tensors in each residency, as a line for somebody who waits."""
+    """Return a line with the number of tensors in each residency, for a report of what a process waits for."""
     counts = Counter(residency_of(tensor).value for tensor in {id(tensor): tensor for tensor in tensors}.values())
     return f"tensors: {', '.join(f'{count} {residency}' for residency, count in counts.items()) or 'none'}"
 
@@ -283,20 +288,21 @@ def update(param: torch.Tensor, wait: Wait) -> None:
 
 
 def release(tensor: torch.Tensor, wait: Wait) -> None:
-    """Record that the tensor loses its memory: ``wait`` raises until it has values again. The tensor may be of any
-    class that holds values itself."""
+    """Record that the tensor loses its memory. Each read calls ``wait``, which raises until the tensor is restored. The
+    tensor may have any class that is no wrapper of other tensors."""
     _move(tensor, ResidencyEvent.RELEASE, wait)
 
 
 def restore(tensor: torch.Tensor, wait: Wait) -> None:
-    """Record that a tensor released with this ``wait`` gets its values back, unless another engine has released it."""
+    """Record that a restore fills a tensor that was released with this ``wait``. Do nothing if another engine has
+    released the tensor since."""
     if managed(tensor).wait is wait:
         _move(tensor, ResidencyEvent.RESTORE, wait)
 
 
 def shard(tensor: torch.Tensor, wait: Wait) -> None:
-    """Record that the tensor is in shards: call ``wait`` before its next read. The tensor may be of any class that
-    holds values itself."""
+    """Record that the tensor is in shards: call ``wait`` before its next read. The tensor may have any class that is no
+    wrapper of other tensors."""
     _move(tensor, ResidencyEvent.SHARD, wait)
 
 
@@ -312,8 +318,9 @@ def end_wait(tensor: torch.Tensor, wait: Wait) -> None:
 
 
 def _move(tensor: torch.Tensor, event: ResidencyEvent, wait: Wait | None) -> None:
-    """Move the tensor's residency by an event, or raise :class:`StateError` and change nothing. The class is set last,
-    because a signal handler may read the tensor before."""
+    """Change the tensor's residency as :data:`RESIDENCY` says for the event. If the event is not allowed, raise
+    :class:`StateError` and change nothing. The class is set last, because a signal handler may read the tensor
+    before."""
     before = residency_of(tensor)
     after = RESIDENCY.get((before, event))
     if after is None:
@@ -358,7 +365,7 @@ _CLASS_IN: dict[Residency, Callable[[type], type]] = {
     Residency.RELEASED: _class_awaited,
     Residency.SHARDED: _class_that_breaks_graphs,
 }
-"""For each state, a function that returns the pending class for a tensor's own class."""
+"""Maps a residency to a function that returns the pending class for a tensor's own class."""
 
 
 def _new_class(bases: tuple[type, ...], own: type, **members: Any) -> type:
@@ -374,7 +381,7 @@ def await_values(param: Any) -> None:  # waits
 
 
 def await_values_of_garbage(param: torch.Tensor) -> None:  # waits
-    """Wait for a pending parameter without importing the compiler: for calls while garbage is collected."""
+    """Wait for the parameter, if it is pending, without importing the compiler: for calls during garbage collection."""
     if isinstance(param, _Pending):
         wait = managed(param).wait
         if wait is not None:  # None: a signal handler has just waited for the parameter
@@ -393,6 +400,7 @@ def is_moving_model() -> bool:
 
 
 def have_been_written(params: Iterable[torch.Tensor]) -> None:
-    """Clear the pending mark of parameters that an update has written. New graphs are made for their own class."""
+    """Clear the pending mark of parameters that an update has written, so that new graphs are compiled for their own
+    class."""
     for param in [param for param in params if managed(param) in AWAITED] if AWAITED else ():
         arrive(param)

@@ -1,8 +1,8 @@
 """The residency of each tensor that an engine moves: one table of its states and of the allowed moves.
 
-Before a read, the tensor's function ``ManagedTensor.wait`` is called, which the last move has set: it waits, gathers or
-raises. For released tensors ``DeviceMemory.await_values`` raises as long as ``Health.released`` has a message.
-``restore()`` first clears that message, and then moves the tensors to WRITING.
+A read of a tensor that is not RESIDENT first calls ``ManagedTensor.wait``, a function that the last move has set. This
+function waits, gathers or raises. For released tensors it is ``DeviceMemory.await_values``, which raises as long as
+``Health.released`` has a message. ``restore()`` first clears that message, and then moves the tensors to WRITING.
 
 ===========  =========================  ===============================================  ==============================
 state        values on the device       a reader                                         where it is recorded
@@ -10,19 +10,19 @@ state        values on the device       a reader                                
 RESIDENT     of the last finished step  reads                                            the tensor has its own class
 WRITING      are on their way: an       waits for this one tensor                        in its ``ManagedTensor``
              update, or a restore
-SPECULATIVE  of a step that has not     on one rank it takes them back and waits; on     as WRITING, and its
-             come                       several it is an error                           bucket's publication is EARLY
-SHARDED      none                       gathers it in forward, backward and ``init()``;  in its ``ManagedTensor``
-                                        elsewhere it is an error
-UNSHARDED    whole for a while          reads                                            as RESIDENT, and its record
-                                                                                         counts who holds it
+SPECULATIVE  of a step that has not     on one rank recalls the values and waits; on     as WRITING, and its
+             come                       several ranks is an error                        bucket's publication is EARLY
+SHARDED      none                       gathers the tensor in forward, backward and      in its ``ManagedTensor``
+                                        ``init()``; elsewhere is an error
+UNSHARDED    whole for a while          reads                                            as RESIDENT; ``holds`` of its
+                                                                                         ``PartitionedParam`` is not 0
 RELEASED     none                       is an error                                      in its ``ManagedTensor``
 ===========  =========================  ===============================================  ==============================
 
 These methods move a tensor: ``LocalElements.have_readers_wait`` (UPDATE), ``DeviceMemory.release`` and ``restore``,
-``WholeParameters.guard`` and ``InitShards.release`` (SHARD), and code that has waited for or gathered it (ARRIVE). Each
-calls the function of ``pending.py`` with the event's name. Only ``pending.py`` changes a tensor's class and uses this
-table. Parameters of stage 3 stay SHARDED in a release: their shards leave the device.
+``WholeParameters.guard`` and ``InitShards.release`` (SHARD), and code that has waited for the tensor or gathered it
+(ARRIVE). Each calls the function of ``pending.py`` with the event's name. Only ``pending.py`` changes a tensor's class
+and uses this table. Parameters of stage 3 stay SHARDED in a release: their shards leave the device.
 """
 
 from offload_core.support.state_machine import Named

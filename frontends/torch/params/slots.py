@@ -1,4 +1,4 @@
-"""The parameters that optimizers train, each with its number, and the optimizer that owns it."""
+"""One ``Slot`` for each parameter that an open optimizer trains, and how to find a parameter's slot and optimizer."""
 
 import weakref
 from collections.abc import Mapping
@@ -18,19 +18,20 @@ class OwningOptimizer(Protocol):
 
     @property
     def names(self) -> Mapping[torch.Tensor, str]:
-        """The names of parameters whose groups have no names."""
+        """The names that this optimizer has for parameters of groups without ``param_names``."""
         ...
 
     def keeps_from(self, other: Any) -> str | None:
-        """The reason why another optimizer may not take over; None: it may."""
+        """Return the reason why the optimizer ``other`` may not take over this optimizer's parameters; None: it may."""
 
     def give_way(self) -> None:
-        """Flush and close. A later use raises an error with the reason."""
+        """Flush and close this optimizer, because another one takes over. A later use of this optimizer raises an error
+        with this reason."""
 
 
 @dataclass(eq=False)
 class Slot:
-    """A parameter that has states, and its number in the core and in :class:`ParamTable`."""
+    """A parameter that has optimizer states. ``index`` is its index in the core and in :class:`ParamTable`."""
 
     name: str
     param: torch.Tensor
@@ -40,10 +41,10 @@ class Slot:
     """The tensor in ``p.grad`` in place of a gradient on the host: ``taken``, or a DTensor with local tensor ``taken``.
     """
     order: list[int] | None
-    """The memory order of its states (``tensors.memory_order``)."""
+    """The memory order of the parameter's states (``tensors.memory_order``)."""
     owner: "weakref.ref[OwningOptimizer]"
     local: LocalElements
-    """Access to the elements that this process owns."""
+    """Access to this process's elements of the parameter."""
     placed: Placement
     """The elements of the parameter that its tensor has on this process."""
     managed: ManagedTensor
@@ -66,11 +67,11 @@ class Slot:
 
 
 def slot_of(param: torch.Tensor) -> Slot | None:
-    """Return the slot of a parameter in the open optimizer that has its states; None: there is none."""
+    """Return the parameter's slot in the open optimizer that has its states; None: no open optimizer has them."""
     return managed(param).slot
 
 
 def owner_of(param: torch.Tensor) -> OwningOptimizer | None:
-    """Return the open optimizer that has a parameter's states; None: there is none."""
+    """Return the open optimizer that has the parameter's states; None: no open optimizer has them."""
     slot = slot_of(param)
     return None if slot is None else slot.owner()

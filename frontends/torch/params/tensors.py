@@ -87,7 +87,8 @@ def shaped(run: torch.Tensor, elements: InMemory) -> torch.Tensor:
 
 
 _WRAPPERS = re.compile(rf"\b({COMPILED}|_checkpoint_wrapped_module)\.")
-"""Parts of names that ``torch.compile`` and ``checkpoint_wrapper`` add. Random numbers do not depend on them."""
+"""Parts of a parameter's name that ``torch.compile`` and ``checkpoint_wrapper`` add. They are removed from the name
+that seeds random numbers."""
 
 
 def spec_of(
@@ -102,7 +103,7 @@ def spec_of(
 
     Args:
         param: the tensor that holds the parameter's values on this process.
-        target: the element type that it will be cast to; None: its own.
+        target: the element type that the parameter will be cast to; None: the type of ``param``.
         elements: the elements that ``param`` has; None: all elements, in their order in memory.
     """
     dtype = target or ELEMENT_TYPES[param.dtype]
@@ -265,7 +266,7 @@ class TakenGradient(torch.Tensor):
         return taken
 
     def when_added(self, callback: Callable[[torch.Tensor], None] | None) -> None:
-        """Pass tensors that are added to this gradient to ``callback``; None: refuse additions."""
+        """Call ``callback`` with each tensor that is added to this gradient; None: refuse additions."""
         self._added = callback
 
     @classmethod
@@ -305,7 +306,7 @@ class TakenGradient(torch.Tensor):
 
 
 def _user() -> str | None:
-    """Return the words for a GradScaler or another optimizer that uses a gradient; None: neither does."""
+    """Return the error text for a ``GradScaler`` or an optimizer among the callers; None: there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         user = frame.f_locals.get("self")

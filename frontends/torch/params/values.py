@@ -1,8 +1,8 @@
 """The tensors that hold a parameter's values: the parameter itself, or all tensors of a frozen quantised one.
 
 A quantised parameter is packed elements and their scales. The scales are attributes of the parameter or of its module
-(bitsandbytes: ``quant_state``, ``SCB``), or tensors inside a wrapper subclass (torchao). In shards all tensors together
-are one run of bytes.
+(bitsandbytes: ``quant_state``, ``SCB``), or tensors inside a wrapper subclass (torchao). In shards, all tensors of a
+quantised parameter together are one range of bytes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,7 +23,8 @@ from .pending import own_class_of
 from .tensors import flat, is_offloadable, shaped_like, spec_of, tensors_in
 
 _SMALLEST = 2048
-"""Bytes of the smallest tensor beside packed elements that is moved. Smaller tensors are tables of the library."""
+"""The smallest storage, in bytes, that is moved beside the storage of packed elements. Smaller storages have tables of
+the library."""
 _ALIGNMENT = 64
 
 
@@ -38,15 +39,23 @@ class Values:
         """The tensors that hold the values."""
 
     def spec(self, name: str, target: ElementType | None) -> ParamSpec:
-        """Return the parameter's description; ``target``: the element type that it will be cast to."""
+        """Return the core's description of the parameter.
+
+        Args:
+            target: the element type that the parameter will be cast to; None: its own type.
+        """
         return spec_of(name, self.tensors[0], 0, target, partitioned=True)
 
     def run(self) -> torch.Tensor:
-        """Return the values as one dimension, in the memory of the parameter or in a copy."""
+        """Return the values as a one-dimensional tensor: a view of the parameter's memory, or a copy."""
         return flat(self.tensors[0])
 
     def point(self, run: torch.Tensor) -> None:
-        """Have the tensors refer to the memory of ``run``, which is one-dimensional and begins its storage."""
+        """Have the tensors refer to the memory of ``run``.
+
+        Args:
+            run: one-dimensional, as :meth:`run` returns it; its first element is the first element of its storage.
+        """
         [param] = self.tensors
         set_data(param, shaped_like(run, param))
 
@@ -68,7 +77,8 @@ class PackedValues(Values):
             known = extents.get(_storage(tensor), (start, end))
             extents[_storage(tensor)] = min(start, known[0]), max(end, known[1])
         self._at: dict[int, int] = {}
-        """For each storage, the offset of its byte 0 in the run. It is negative if the run begins later."""
+        """Maps a storage to the offset of its byte 0 in the run, in bytes. The offset is negative if the run leaves out
+        enough bytes at the storage's beginning."""
         self.n_bytes = 0
         for storage, (start, end) in extents.items():
             before = start % _ALIGNMENT
@@ -100,8 +110,8 @@ class PackedValues(Values):
 
 
 def named_memory(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return a model's parameters, under all their names. Each one is followed by the tensors inside it if it is a
-    wrapper, or beside it if it is quantised."""
+    """Return ``(name, tensor)`` of each parameter of a model, under each of its names. The tensors inside a wrapper, or
+    beside a quantised parameter, follow the parameter with the same name."""
     found = []
     with no_read():  # it may be in shards
         for prefix, module in model.named_modules(remove_duplicate=False):
@@ -116,7 +126,8 @@ def named_memory(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 
 def packed_values(model: nn.Module) -> dict[torch.Tensor, PackedValues]:
-    """Return the values of a model's frozen quantised parameters, without memory that several parameters share."""
+    """Return the values of each frozen quantised parameter of a model. Memory that several parameters share is left
+    out."""
     with no_read():  # it may be in shards
         return _packed_values(model)
 
@@ -142,7 +153,7 @@ def _packed_values(model: nn.Module) -> dict[torch.Tensor, PackedValues]:
 
 
 def is_quantised(param: torch.Tensor) -> bool:
-    """True if this is a frozen parameter of a library's own class, which holds packed elements."""
+    """True if this is a frozen parameter with packed elements, of a class that a library defines."""
     library = _library(param)
     if not isinstance(param, nn.Parameter) or param.requires_grad or param.is_meta or library == "torch":
         return False
@@ -170,7 +181,7 @@ def _library(param: torch.Tensor) -> str:
 
 
 def _beside(values: Iterable[Any], library: str, seen: set[int]) -> Iterator[torch.Tensor]:
-    """Yield the tensors among these values, and the tensors in the library's objects among them."""
+    """Yield the tensors among ``values``, and the tensors inside objects of ``library``'s classes among ``values``."""
     for value in values:
         if id(value) in seen:
             continue
@@ -192,7 +203,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the first byte of its storage that a tensor uses, and the end of the last."""
+    """Return where the tensor's elements begin and end in its storage, in bytes."""
     first, itemsize = int(tensor.storage_offset()), tensor.element_size()
     last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return first * itemsize, (last + 1) * itemsize

@@ -1,11 +1,11 @@
 """``init()`` builds a model in shards (stage 3), so that it may be larger than one rank's memory.
 
 [Note: what is whole while a model is built] A parameter becomes whole when a module registers it, or when a torch
-function reads it in shards. It stays whole until the next parameter becomes whole. Then it is cut into shards of rank
-0's values and its memory is freed, unless the running function has it as an argument, its module is still registering
-parameters, or another tensor refers to its memory (``w = layer.weight.data``). So constructors that change their
-children's weights, ``apply(fn)``, ``nn.init`` and ``load_state_dict`` work as on a whole model, in the memory of a few
-parameters. All ranks must run the same code, which they check before each exchange.
+function reads it while it is in shards. It stays whole until the next parameter becomes whole. Then this rank keeps a
+shard of rank 0's values and frees the parameter's memory, unless the running function has the parameter as an argument,
+its module is still registering parameters, or another tensor refers to its memory (``w = layer.weight.data``). So
+constructors that change their children's weights, ``apply(fn)``, ``nn.init`` and ``load_state_dict`` work as on a whole
+model, in the memory of a few parameters. All ranks must run the same code, and each exchange first checks that they do.
 """
 
 import threading
@@ -45,7 +45,7 @@ from .cut import Cut
 from .shards import MemoryShard, Shard, on_disk
 
 _LONE = 2
-"""References to a storage that nothing else uses (``storage_users``)."""
+"""The ``storage_users`` of a storage to which only one tensor refers."""
 _KEPT = 16 * 2**20
 """Bytes of freed parameters after which the allocator is asked to return memory to the system."""
 _RESETS = ("reset_parameters", "_reset_parameters")  # nn.MultiheadAttention has the second
@@ -63,16 +63,17 @@ def init(
 ) -> AbstractContextManager[Any]:
     """A context in which modules are built in shards: ``with init(): model = GPT()``, then ``wrap(model, stage=3)``.
 
-    Code inside may read and change parameters as usual. All ranks must run it, and rank 0's values are used. Changes on
-    only one rank belong in ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type in which
-    they are built. (``param_dtype`` is for ``wrap``, whose master weights start from them.) Parameters of fewer than
-    ``param_persistence_threshold`` elements stay whole. On one rank parameters are cut only with ``offload_param``.
+    Code inside may read and change parameters as usual. All ranks must run the same code, and rank 0's values are used.
+    Changes on only one rank belong in ``gathered_parameters(..., modifier_rank=...)``. Parameters keep the element type
+    in which they are built. (``param_dtype`` is for ``wrap``, whose master weights start from the parameters as built.)
+    Parameters of fewer than ``param_persistence_threshold`` elements stay whole. On one rank parameters are cut
+    only with ``offload_param``.
 
     Args:
         module: an existing module, to be cut now. Its tensors on the meta device are first given memory on torch's
             default device, one module at a time.
-        config: the configuration for ``wrap`` (``stage=3``); ``reduce_bucket_size`` and the formats of
-            states must be the same there.
+        config: the configuration for ``wrap`` (``stage=3``). ``wrap`` must get the same ``reduce_bucket_size`` and
+            formats of states.
         init_fn: a function of a module that was on the meta device, which sets the module's own parameters and buffers
             but not its children's; None: the module's ``reset_parameters()``.
         process_group: as in ``wrap``.
@@ -84,7 +85,8 @@ def init(
     Raises:
         ConfigError: the configuration is not one of stage 3; ``nvme_path`` is missing or cannot be used.
         ParameterError: a module on the meta device has no ``reset_parameters()``, and no ``init_fn`` is given.
-        StateError: inside an ``init()`` of another configuration; in the context, if ranks do not do the same.
+        StateError: another ``init()`` with a different configuration is running; or, inside the context, ranks run
+            different code.
     """
     if module is not None and not isinstance(module, nn.Module):
         raise ParameterError(f"init: got {kind_of(module)}, expected a torch.nn.Module, or init(config=...)")
@@ -110,9 +112,9 @@ def init(
 
 
 class InitShards(Cut):
-    """This rank's part of a parameter, in the element type in which it was built.
+    """This rank's shards of a parameter that no engine has yet, in the element type in which the parameter was built.
 
-    The constructor copies this part of one rank's values and leaves the parameter whole.
+    The constructor copies these shards from the values of rank ``source``, and leaves the parameter whole.
     """
 
     def __init__(self, param: torch.Tensor, name: str, made_by: "_Construction", source: int = 0) -> None:
@@ -126,7 +128,7 @@ class InitShards(Cut):
         """The number of ``gathered_parameters`` blocks in which the parameter is whole."""
 
     def release(self, param: torch.Tensor) -> None:
-        """Free the parameter's memory. Other tensors keep memory that they refer to."""
+        """Free the parameter's memory. If other tensors refer to the memory, they keep it."""
         if _refers_to_memory_of(param) or not param.untyped_storage().resizable():
             param.data = torch.empty_like(param.data)
         param.untyped_storage().resize_(0)
@@ -157,10 +159,11 @@ class InitShards(Cut):
         return self.device.host_array(values) if values.device.type == "cpu" else values
 
     def for_engine(self, cut: Cut, on: torch.device) -> Shard:
-        """Return the shard for an engine whose cut is the same, or differs only by matrices that it keeps whole. In the
-        second case this is collective.
+        """Return this rank's shards, cut as an engine needs them. Collective if the engine keeps matrices whole that
+        these shards have cut.
 
         Args:
+            cut: the engine's cut of the parameter.
             on: the device of the whole parameter.
 
         Raises:
@@ -195,14 +198,15 @@ def in_shards(param: torch.Tensor) -> bool:
 
 
 def hand_over(param: torch.Tensor) -> None:
-    """Discard the record of the parameter's shards, which an engine has taken."""
+    """Forget the parameter's ``InitShards``, because an engine has taken its shards."""
     this = manage(param)
     this.shards = None
     this.end_keeping()
 
 
 def check_takes_none(named: Iterable[tuple[str, torch.Tensor]], config: OffloadConfig) -> None:
-    """Raise :class:`StateError` if parameters are in shards. For an engine that does not partition parameters."""
+    """Raise :class:`StateError` if one of these parameters was built in shards. For an engine that keeps parameters
+    whole."""
     name = next((name for name, param in named if in_shards(param)), None)
     if name is not None:
         got = f"stage={config.stage}, offload_param={config.offload_param!r}"
@@ -220,7 +224,12 @@ def check_finished() -> None:
 
 @contextmanager
 def gathered_shards(params: Sequence[torch.Tensor], modifier_rank: int | None) -> Iterator[None]:
-    """Make parameters without an engine whole, as ``gathered_parameters`` does."""
+    """A context in which parameters that no engine has yet are whole. At its end, all ranks take the values of
+    ``modifier_rank``.
+
+    Raises:
+        StateError: a parameter was changed, and ``modifier_rank`` is None.
+    """
     active = _active()
     with grad_mode_kept(), torch.no_grad(), no_torch_function():
         if active is not None:
@@ -287,7 +296,7 @@ class _Whole:
     param: torch.Tensor
     name: str
     module: nn.Module | None = None
-    """The module that has registered it."""
+    """The module that has registered the parameter; None: a torch function has read it in shards."""
 
 
 class _Construction:
@@ -301,7 +310,7 @@ class _Construction:
         self._group = group
         self._devices: dict[torch.device, HostRanks] = {}
         self._freed = 0
-        """The bytes of freed parameters that the allocator may still hold."""
+        """The bytes of parameters that were freed since the allocator was last asked to return memory to the system."""
         self._memory = HostMemory(config.threads)
         self._disk = None
         if config.offload_param == "nvme":
@@ -317,7 +326,7 @@ class _Construction:
         return self._devices[device]
 
     def keep(self, cut: Cut, run: torch.Tensor) -> Shard:
-        """Copy this rank's part of a whole, one-dimensional parameter to new memory or disk space for its shards.
+        """Copy this rank's shards of ``run``, a whole one-dimensional parameter, to new memory or disk space.
 
         On the host this memory is a separate mapping, so that it does not fragment the heap.
         """
@@ -371,7 +380,7 @@ class _Construction:
         return self._cuts and fits and param.numel() >= max(self.config.param_persistence_threshold, 1)
 
     def make_whole(self, params: Sequence[torch.Tensor]) -> None:
-        """Gather a function's parameters that are in shards."""
+        """Gather the parameters among ``params`` that are in shards. First cut all other parameters that are whole."""
         with grad_mode_kept(), torch.no_grad(), no_torch_function():
             self.cut([entry for entry in self.whole if all(entry.param is not param for param in params)])
             for param in params:
@@ -404,7 +413,8 @@ class _Construction:
             self._freed = 0
 
     def agree(self, act: str, device: HostRanks) -> None:
-        """Raise :class:`StateError` on all ranks unless all are about to do the same thing."""
+        """Raise :class:`StateError` on all ranks unless ``act``, a description of the next action, is equal on all
+        ranks."""
         if not combine(device.collectives, "what init() does next", same=[fingerprint(act)]).alike.all():
             raise StateError(
                 f"ranks differ in what they do while a model is built by init(); here: {act}; expected all to run the "
@@ -412,7 +422,7 @@ class _Construction:
             )
 
     def spread(self, params: Sequence[torch.Tensor], source: int) -> None:
-        """Give all ranks the values of these whole parameters on rank ``source``."""
+        """Copy the values of these whole parameters from rank ``source`` to all ranks."""
         for param in params:
             before = shards_of(param)
             if before is None:
@@ -471,7 +481,7 @@ class _Reads(TorchFunctionMode):
 
 
 def _on_meta(module: nn.Module) -> dict[str, torch.Tensor]:
-    """A module's own parameters and buffers on the meta device, by name."""
+    """Return a module's own parameters and buffers that are on the meta device, by name."""
     own = {**module._parameters, **module._buffers}
     return {name: tensor for name, tensor in own.items() if tensor is not None and tensor.is_meta}
 
@@ -502,13 +512,14 @@ _THREAD = _ThreadState()
 
 
 def _active() -> _Construction | None:
-    """Return the ``init()`` that runs in this thread."""
+    """Return the ``init()`` that runs in this thread; None: no ``init()`` does."""
     return _THREAD.construction
 
 
 _COPIES = threading.Lock()
 _building = 0
-"""The number of running ``init()`` in all threads. While it is not 0, ``nn.Module.__setstate__`` is replaced."""
+"""The number of ``init()`` contexts that are open in all threads. While it is not 0, ``nn.Module.__setstate__`` is
+replaced."""
 _set_state = nn.Module.__setstate__
 
 

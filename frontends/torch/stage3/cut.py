@@ -32,23 +32,24 @@ class Cut:
 
     @property
     def runs(self) -> list[tuple[int, int, int]]:
-        """The runs of elements that this rank holds: ``(start in the parameter, start in the shards, elements)``."""
+        """The contiguous ranges of elements that this rank has, each as ``(start in the parameter, start in the shards,
+        number of elements)``."""
         return [run for bucket in self.buckets for run in self.runs_of(bucket)]
 
     def runs_of(self, bucket: Bucket) -> list[tuple[int, int, int]]:
-        """The elements of :attr:`runs` that are in this bucket."""
+        """Return the ranges of :attr:`runs` that are in this bucket."""
         pieces = [piece for other, piece in self._pieces if other is bucket]
         return [(piece.start, bucket.in_tensor(piece), piece.numel) for piece in pieces]
 
     def without_matrices(self) -> "Cut":
-        """Return the cut of the same parameter without the condition that matrices stay whole."""
+        """Return a cut of this parameter that may cut its matrices."""
         return Cut(replace(self.spec, matrix=None), *self._over)
 
     def alike(self, other: "Cut") -> bool:
-        """True if both give each rank the same elements."""
+        """True if ``other`` gives each rank the same elements as this cut."""
         return [(b.pieces, b.shard_numel) for b in self.buckets] == [(b.pieces, b.shard_numel) for b in other.buckets]
 
     def cut(self, run: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy this rank's part of the whole parameter to ``out``; both are one-dimensional."""
+        """Copy this rank's elements of ``run``, the whole parameter, to ``out``. Both are one-dimensional."""
         for start, at, numel in self.runs:
             out[at : at + numel].copy_(run[start : start + numel])

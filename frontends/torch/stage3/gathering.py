@@ -46,7 +46,7 @@ class Gathering:
             each.gathering = self
 
     def close(self) -> None:
-        """Release the partitioned parameters."""
+        """Remove this object from the partitioned parameters."""
         for param in self._parameters.records:
             managed(param).gathering = None
 
@@ -56,11 +56,11 @@ class Gathering:
 
     @property
     def is_open(self) -> bool:
-        """True inside ``gathered_parameters``."""
+        """True inside ``gathered_parameters`` or ``generating``."""
         return bool(self._open)
 
     def check_closed(self, what: str = "an update") -> None:
-        """Raise :class:`StateError` inside ``gathered_parameters``."""
+        """Raise :class:`StateError` inside ``gathered_parameters`` or ``generating``."""
         if self._open:
             raise StateError(
                 f"{what} inside gathered_parameters() or generating(); expected it after: what is written there is in "
@@ -118,8 +118,8 @@ class Gathering:
     def gathered_when_read(self) -> Iterator[None]:
         """A context in which a read outside forward and backward gathers its parameter, until the context ends.
 
-        All ranks must read the same parameters in the same order. Changes count if there is one rank, and are an error
-        with several.
+        All ranks must read the same parameters in the same order. With one rank, changes of these parameters are kept.
+        With several ranks, a change is an error.
         """
         source = 0 if self._world.world_size == 1 else None
         with ExitStack() as gathered:
@@ -137,7 +137,11 @@ class Gathering:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Keep all parameters whole, as ``Engine.generating`` says."""
+        """A context in which all parameters are whole.
+
+        Raises:
+            StateError: a parameter was changed inside; the change is lost.
+        """
         records = list(self._parameters.records.values())
         self.runs.whole.acquire(records)
         versions = _versions(records)
@@ -152,7 +156,8 @@ class Gathering:
             self.runs.whole.release(records, may_stay=False)
 
     def _refuse_resized(self, records: Sequence[PartitionedParameter]) -> None:
-        """Raise :class:`ParameterError` if code has changed a parameter's size or type, after restoring them."""
+        """If code has changed the size or type of parameters, restore these parameters and raise
+        :class:`ParameterError`."""
         resized = [record for record in records if not record.values.fixed and not record.fits]
         if not resized:
             return
@@ -167,7 +172,7 @@ class Gathering:
         )
 
     def _spread(self, params: Sequence[torch.Tensor], source: int) -> None:
-        """Give all ranks the values of these parameters on rank ``source``."""
+        """Copy the values of these parameters from rank ``source`` to all ranks and to their shards."""
         for param in params:
             record = self._parameters.record_of(param)
             name = self._parameters.name_of(param)
@@ -205,7 +210,7 @@ def _versions(records: Sequence[PartitionedParameter]) -> dict[PartitionedParame
 
 
 def _changed(versions: Mapping[PartitionedParameter, int]) -> list[PartitionedParameter]:
-    """Return the parameters that were changed since ``versions``, without changes that were sent to all ranks."""
+    """Return the parameters that were changed since ``versions``, except by :meth:`Gathering._spread`."""
     return [
         record
         for record, before in versions.items()
@@ -221,12 +226,12 @@ def gathered_parameters(params: torch.Tensor | Iterable[torch.Tensor], modifier_
     """A context in which partitioned parameters (stage 3) are whole: ``with gathered_parameters(layer.weight): ...``
 
     All ranks must enter it together, with the same parameters in the same order. Tensors taken from a parameter inside
-    (``state_dict()``, views) stay valid after it.
+    (``state_dict()``, views) stay valid after the context.
 
     Args:
         params: a parameter or several. Parameters that are not partitioned are ignored.
-        modifier_rank: the rank that changes the parameters. At the end all ranks, and their master weights, take its
-            values. None: no rank changes the parameters.
+        modifier_rank: the rank that changes the parameters. At the end, the parameters and master weights of all ranks
+            take this rank's values. None: no rank changes the parameters.
 
     Raises:
         StateError: a parameter was changed and no ``modifier_rank`` is given; the change is lost.
@@ -257,8 +262,8 @@ def _gathering_of(param: torch.Tensor) -> Gathering | None:
 def register_external_parameter(module: nn.Module, param: torch.Tensor) -> None:
     """Declare, before ``wrap`` or after, that a module's forward uses a parameter of another module.
 
-    In stage 3 the parameter is then whole while the module runs. Most such uses are found automatically, but their
-    first run gathers the parameter separately.
+    In stage 3 the parameter is then whole while the module runs. Without a declaration most such uses are found
+    automatically, but the module's first run gathers the parameter separately.
 
     Raises:
         ParameterError: ``module`` is not a module, or ``param`` not a parameter.

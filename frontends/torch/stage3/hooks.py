@@ -13,7 +13,8 @@ from ..internals.compiled import GraphHook, is_scripted
 
 
 class ModuleHooks:
-    """Adds a hook before and a hook after each module's forward. The hook after it also runs if the forward raises.
+    """Adds one hook before and one hook after each module's forward. The hook after the forward also runs if the
+    forward raises.
 
     All these hooks have one id, ``_number``. Torch guards a compiled graph on the ids of the module's hooks. With one
     id for all hooks, equal modules share a graph.
@@ -27,7 +28,8 @@ class ModuleHooks:
         return module in self._modules
 
     def add(self, module: nn.Module, before: GraphHook, after: GraphHook) -> None:
-        """Call ``before`` as the module's first hook before its forward, and ``after`` when it ends or raises."""
+        """Call ``before`` as the first hook before the module's forward, and ``after`` when the forward ends or
+        raises."""
         self._modules.add(module)
         module._forward_pre_hooks[self._number] = before
         cast("OrderedDict[int, Any]", module._forward_pre_hooks).move_to_end(self._number, last=False)

@@ -1,14 +1,14 @@
 """The leaf modules of a model, and the finalizing of their parameters.
 
-A leaf module's run keeps the parameters of all inner modules whole. The inner modules' own runs keep none, because each
-rank may run other inner modules, in another order (experts).
+A leaf module's run keeps the parameters of all inner modules whole. The inner modules' own runs keep none, because
+ranks may run different inner modules, in different orders (experts).
 
-[Note: when a leaf module's parameters are finalized] On each rank other parameters of a leaf module may have gradients,
-at other times. Parameters are finalized ([Note: finalized parameters] in ``arrivals.py``) where all ranks are at the
-same point: when the last leaf module's forward that recorded them has ended its backward, because then none of its
-nodes is left. The end of the whole backward finalizes the parameters of other runs: of a run inside a backward
-(checkpointing that computes forward again and runs a separate backward), of a run whose graph is kept for another
-backward, and of all runs where the backward of one has not come.
+[Note: when a leaf module's parameters are finalized] Ranks may have gradients of different parameters of a leaf module,
+at different times. Parameters are finalized ([Note: finalized parameters] in ``arrivals.py``) where all ranks are at
+the same point: when the backward of the last leaf-module forward that used them has ended, because then none of the
+forward's nodes is left. Other runs have no such point, and the end of the whole backward finalizes their parameters.
+These are a run inside a backward (checkpointing that computes forward again and runs a separate backward), a run whose
+graph is kept for another backward, and a run that shares a parameter with a run whose backward has not come.
 """
 
 import weakref
@@ -51,9 +51,10 @@ class LeafModules:
         self._method: weakref.WeakMethod[Callable[..., Collection[torch.Tensor]]] | None = None
         self._step = 0
         self._awaited: Counter[torch.Tensor] = Counter()
-        """For each parameter, the number of runs whose backward is expected in this step."""
+        """Maps a parameter to the number of runs whose backward is expected in this step."""
         self._unfinalized: dict[int, set[torch.Tensor]] = {}
-        """By backward, the parameters that it has reached and that are not finalized yet."""
+        """Maps a backward (``backward_number``) to the parameters that it has reached and that are not finalized
+        yet."""
 
     def __contains__(self, module: nn.Module) -> bool:
         return module in self._modules
@@ -62,11 +63,16 @@ class LeafModules:
         return iter(self._modules)
 
     def choose(self, module: nn.Module, leaf: bool) -> None:
-        """Make a module, which is not running, a leaf module, or (``leaf=False``) no longer one."""
+        """Make a module a leaf module. The module must not be running.
+
+        Args:
+            leaf: False: make it an ordinary module again.
+        """
         (self._modules.add if leaf else self._modules.discard)(module)
 
     def finalize_by(self, method: Callable[..., Collection[torch.Tensor]]) -> None:
-        """Set the method that finalizes parameters (``GradHooks.finalize``). Its object is not kept alive."""
+        """Set the method that finalizes parameters (``GradHooks.finalize``). The object of the method is not kept
+        alive."""
         self._method = weakref.WeakMethod(method) if self._several else None
 
     def _finalize(self, params: Iterable[torch.Tensor], *, ended: bool) -> Collection[torch.Tensor]:
@@ -74,7 +80,7 @@ class LeafModules:
         return () if finalize is None else finalize(params, ended=ended)
 
     def numbers(self) -> dict[torch.Tensor, int]:
-        """Return, on several ranks, a number for each outermost leaf module, by the parameters in it."""
+        """Return, for each parameter in a leaf module, a number of its outermost leaf module. Empty on one rank."""
         model, found = self._model(), dict[torch.Tensor, int]()
         if model is not None and self._several:
             leaves = (module for module in model.modules() if module in self._modules)
@@ -84,12 +90,12 @@ class LeafModules:
         return found
 
     def begin_run(self, module: nn.Module) -> LeafRun | None:
-        """Return the run of an outermost leaf module or unit; None: there are no parameters to finalize."""
+        """Return a new run of an outermost leaf module or unit; None: there are no parameters to finalize."""
         params = [*module.parameters()] if self._modules and self._method is not None else []
         return LeafRun(params) if params else None
 
     def expect_backward(self, run: LeafRun) -> None:
-        """Record that the run's forward recorded a graph."""
+        """Record that the run's forward recorded a graph, so that the run's backward is expected in this step."""
         if run.step is None and backward_number() == NO_BACKWARD:
             run.step = self._step
             self._awaited.update(run.params)
@@ -100,7 +106,8 @@ class LeafModules:
         self._unfinalized.setdefault(task, set()).update(run.params)
 
     def end_runs(self, runs: Iterable[LeafRun], task: int) -> None:
-        """Finalize the parameters of runs that ended in a backward, unless another run still uses them."""
+        """Finalize the parameters of runs whose nodes have all run in backward ``task``, except parameters for which
+        the backward of another run is expected."""
         finalized = [param for run in runs for param in self._last_of(run)]
         if finalized:
             stragglers = self._finalize(finalized, ended=False)
@@ -123,7 +130,11 @@ class LeafModules:
         return [param for param in run.params if not self._awaited[param]]
 
     def forget(self, *, graphs: bool) -> None:
-        """Discard all backwards, and with ``graphs`` also the runs whose backward is expected."""
+        """Forget all backwards.
+
+        Args:
+            graphs: True: also expect no backward of earlier runs.
+        """
         self._unfinalized = {}
         if graphs:
             self._step += 1
@@ -135,7 +146,11 @@ _MARK = "_offload_leaf"
 
 
 def mark_leaf(module: nn.Module, leaf: bool) -> None:
-    """Mark a module as a leaf module for engines that are made later, or (``leaf=False``) unmark it."""
+    """Mark a module as a leaf module for engines that are made later.
+
+    Args:
+        leaf: False: remove the mark.
+    """
     setattr(module, _MARK, leaf)
 
 
@@ -147,7 +162,8 @@ def is_marked_leaf(module: nn.Module) -> bool:
 def chosen_modules(
     model: nn.Module, wanted: Iterable[Any], fits: Callable[[str, nn.Module, Any], bool]
 ) -> tuple[list[nn.Module], list[Any]]:
-    """Return each module for which ``fits(name, module, wanted)`` is true, and the ``wanted`` entries without one."""
+    """Return the modules for which ``fits(name, module, entry)`` is true for an ``entry`` of ``wanted``, and the
+    entries that fit no module."""
     named = [*model.named_modules()]
     of_each = {each: [module for name, module in named if fits(name, module, each)] for each in wanted}
     missing = [each for each, found in of_each.items() if not found]
@@ -155,15 +171,21 @@ def chosen_modules(
 
 
 def is_of_one(name: str, module: nn.Module, classes: Iterable[type | str]) -> bool:
-    """Return True if a module's class is one of these classes, or has one of these names."""
+    """Return True if the module is an instance of one of these classes, or if its class has one of these names."""
     kind = type(module)
     names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
     return any(isinstance(module, each) if isinstance(each, type) else each in names for each in classes)
 
 
 def leaf_modules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
-    """Return the marked modules and the modules that ``OffloadConfig.leaf_modules`` names. Raise
-    :class:`ParameterError` if no module has a name."""
+    """Return the modules that :func:`mark_leaf` has marked, and the modules that ``names`` selects.
+
+    Args:
+        names: names of modules or of their classes (``OffloadConfig.leaf_modules``).
+
+    Raises:
+        ParameterError: a name selects no module.
+    """
 
     def fits(name: str, module: nn.Module, wanted: str) -> bool:
         return is_of_one(name, module, [wanted]) or f".{name}".endswith(f".{wanted}")

@@ -60,23 +60,24 @@ class PartitionedParameter(Cut):
         self.module = module
         """The type and name of the parameter's module, for errors."""
         self.shard: Shard = MemoryShard(torch.empty(0))
-        """This rank's shards, concatenated. Only this package writes to them: through :meth:`StateAccess.adopt` if the
-        parameter is trained."""
+        """This rank's shards, concatenated. Updates, ``gathered_parameters`` and loads of checkpoints write to them."""
         self.whole = torch.empty(0)
         """The whole parameter, one-dimensional, and its last bucket's padding."""
         self.storage = storage_of(self.whole)
-        """The number of the storage of ``whole`` (``storage_of``)."""
+        """The id of the storage of ``whole``, as ``storage_of`` returns it."""
         self.index: int | None = None
-        """The parameter's number in the core; None while it is not trained."""
+        """The parameter's index in the core; None while it is not trained."""
         self.data_writes = DataWrites(param)
         self.spread = -1
         """The parameter's version after ``gathered_parameters`` last gave all ranks one rank's values."""
         self.lasts = False
-        """True if other tensors may refer to the storage. They then keep it, and it is not freed."""
+        """True if other tensors may refer to the storage. Then :meth:`free` leaves the storage to these tensors, and
+        gives the parameter a new one."""
         self.of_model = live
         """The ``LiveParams`` of the parameter's model."""
         self.managed: list[ManagedTensor] = []
-        """The ``ManagedTensor`` of the parameter, and of each tensor with its values. They refer to this record."""
+        """The ``ManagedTensor`` of the parameter, and of each tensor with its values. Their ``record`` is this
+        object."""
         self.live: PartitionedParam = live.add(spec, self.buckets, ShardsInMemory(None), self)
 
     def empty(self) -> None:
@@ -110,10 +111,11 @@ class PartitionedParameter(Cut):
 
 
 class ElementsInShards(LocalElements):
-    """This rank's shards of a parameter. Readers gather the parameter, which waits for the shards. Only
-    ``gathered_parameters`` changes the shards.
+    """This rank's shards of a trained parameter. A read gathers the parameter, and the gathering waits for the update
+    of the shards. Besides updates, only ``gathered_parameters`` and loads change the shards.
 
-    It has only a weak reference to the record, because the record refers to the core: a parameter must not.
+    This object has only a weak reference to the ``PartitionedParameter``, which refers to the core: a parameter must
+    not keep the core alive.
     """
 
     def __init__(self, record: PartitionedParameter) -> None:
@@ -180,14 +182,14 @@ class PartitionedParameters:
         self.live = core.live_params(world)
         """Tracks which parameters are whole."""
         self.records: dict[torch.Tensor, PartitionedParameter] = {}
-        """The records by parameter. Module hooks use :meth:`among`, because hashing a tensor in shards calls its class.
-        """
+        """Maps a parameter to its record. Module hooks use :meth:`among`, because hashing a tensor in shards calls code
+        of the tensor's class."""
         self._owners: dict[torch.Tensor, tuple[str, str]] = {}
-        """The name of each parameter of the model, and the type and name of its module."""
+        """Maps each parameter of the model to its name, and the type and name of its module."""
         self._matrices = matrices
         self._tier = tier_for(config, device, core.memory)
         self.packed = packed_values(model)
-        """The values of frozen quantised parameters."""
+        """Maps each frozen quantised parameter to its values."""
         for name, module in model.named_modules():
             for own, param in module.named_parameters(recurse=False):
                 words = f"{type(module).__name__} {name!r}" if name else type(module).__name__
@@ -207,7 +209,7 @@ class PartitionedParameters:
         return self._owners[param][0]
 
     def among(self, params: Iterable[torch.Tensor | None]) -> list[PartitionedParameter]:
-        """Return the records of the partitioned parameters among these, each once."""
+        """Return the records of the parameters in ``params`` that are partitioned, each record once."""
         found = (managed(param).record for param in params if param is not None)
         return list(dict.fromkeys(filter(self._has, found)))
 
@@ -233,7 +235,8 @@ class PartitionedParameters:
         return (whole or param in self.packed) and param.numel() >= max(self._config.param_persistence_threshold, 1)
 
     def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
-        """Return the parameters to partition that are not trained, and their descriptions."""
+        """Return the specs and tensors of parameters that are not in ``trained`` and that are, or will be,
+        partitioned."""
         trains = {*trained}
         owned = [
             (name, param) for param, (name, _) in self._owners.items() if param not in trains and self.takes(param)
@@ -261,8 +264,11 @@ class PartitionedParameters:
         return self.packed.get(param) or Values(param)
 
     def plan_cut(self, *entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> PlanRow:
-        """Plan the bytes that :meth:`cut` takes, beside the whole parameters, until :meth:`keep_shard`. ``entries`` are
-        the arguments of several calls, one after the other."""
+        """Plan the bytes that :meth:`cut` takes until :meth:`keep_shard`, in addition to the whole parameters.
+
+        Args:
+            entries: the arguments of several calls of :meth:`cut`, one after the other.
+        """
         n_bytes = max(sum(self._given_bytes(spec, param) for spec, param in each) for each in entries)
         return PlanRow("shards as they were given", self._tier.where, n_bytes, "init()", passing=True)
 
@@ -275,9 +281,10 @@ class PartitionedParameters:
     def cut(self, entries: Sequence[tuple[ParamSpec, torch.Tensor]]) -> dict[torch.Tensor, PartitionedParameter]:
         """Cut the partitioned parameters among ``entries``. Return their records, with this rank's shards.
 
-        New parameters stay whole, with rank 0's values and their own element type, until :meth:`keep_shard`. This is
-        collective, with the same entries on all ranks, even if none is new. After the first check an error may come on
-        only one rank. The other ranks then wait until its process ends, or for the group's timeout.
+        A new parameter keeps its element type until :meth:`keep_shard`. If it was whole, it stays whole until then,
+        with rank 0's values. All ranks must call this together with the same entries, even if no parameter is new.
+        After the first check an error may come on only one rank. The other ranks then wait until its process ends, or
+        for the group's timeout.
         """
         found = {param: self.records.get(param) for spec, param in entries if spec.partitioned}
         new = [(spec, param) for spec, param in entries if spec.partitioned and found[param] is None]
@@ -304,11 +311,12 @@ class PartitionedParameters:
 
     @property
     def shards_device(self) -> torch.device:
-        """The device whose memory has the shards, or has them before they go to disk."""
+        """The device whose memory has the shards. Shards on disk are in this memory before they are written."""
         return self._tier.device
 
     def keep_shard(self, record: PartitionedParameter) -> None:
-        """Cast the record's shard to its final element type, move it to its place, and release the whole parameter."""
+        """Cast the record's shard to its final element type, move it to its final memory or disk space, and release the
+        whole parameter."""
         # If master weights hold the shard, they already have its values.
         self._place(record, self._in_states(record) or self._tier.keep(record, record.shard))
         hand_over(record.param)
@@ -321,13 +329,14 @@ class PartitionedParameters:
         self.records[record.param] = record
 
     def join_master(self, record: PartitionedParameter) -> None:
-        """Handle that a frozen parameter is now trained: if its master weight holds its shard, use that memory."""
+        """Handle that a frozen parameter is now trained: if its master weights contain its shard, use their memory."""
         if (shard := self._in_states(record)) is not None:
             self.live.device.synchronize()  # copies from the old memory may be in flight
             self._place(record, shard)
 
     def _in_states(self, record: PartitionedParameter) -> Shard | None:
-        """Return a trained parameter's shards if its master weights hold them, else None."""
+        """Return the shards of a trained parameter that its master weights contain; None: they contain none, or the
+        parameter is not trained."""
         if record.index is None:
             return None
         return self._tier.in_states(self._states, record.index, record.spec.dtype)
@@ -338,7 +347,7 @@ class PartitionedParameters:
         record.live.shards = shard.source(self._world.host_array if on_host else _itself)
 
     def train(self, record: PartitionedParameter, index: int) -> None:
-        """Connect the record with the parameter's number in the core."""
+        """Connect the record with ``index``, the parameter's index in the core."""
         record.index = index
         record.live.updated = partial(self._trained.update_of, index)
 
@@ -374,5 +383,5 @@ def note_external(module: nn.Module, param: torch.Tensor) -> None:
 
 
 def externals_of(module: nn.Module) -> list[torch.Tensor]:
-    """Return the parameters of other modules that the module's forward uses, as far as registered."""
+    """Return the parameters of other modules that were registered as used by the module's forward."""
     return module.__dict__.get(_EXTERNAL, [])

@@ -30,7 +30,8 @@ class PartitionedModel(Sharding):
 
     Args:
         device: the device of whole parameters.
-        group: as in ``device_for``. Gathers use a private group, and making it is collective.
+        group: the process group of the ranks (None: one rank). Gathers use a private group of these ranks, and making
+            it is collective.
         core: updates the trained parameters.
         casts: the element types of the model's tensors after casting.
         matrices: the matrices of frozen parameters, which must not be cut.

@@ -1,10 +1,11 @@
-"""Runs of modules, which make partitioned parameters whole for as long as they use them (stage 3).
+"""Makes partitioned parameters whole while modules that use them run (stage 3).
 
-[Note: who keeps a parameter whole] A module's forward keeps its own parameters whole, and parameters that are
-registered with it. Its backward does so from the first node of its outputs until a node runs that is older than the
-forward. Autograd runs the youngest ready node, so then none of the module's nodes is left. If a forward reads another
-parameter, the innermost running module keeps it, and it is registered with that module. If a backward reads another
-parameter, it is kept until the backward ends. Reading a released parameter anywhere else is an error (``pending.py``).
+[Note: who keeps a parameter whole] A module's forward keeps the module's own parameters whole, and parameters that are
+registered with the module. Its backward does so from the first node of the module's outputs until a node runs that is
+older than the forward. Autograd runs the youngest ready node, so then none of the module's nodes is left. If a forward
+reads another parameter, the innermost running module keeps this parameter whole, and it is registered with that module.
+If a backward reads another parameter, this parameter is kept until the backward ends. Reading a released parameter
+anywhere else is an error (``pending.py``).
 
 The run of a leaf module or of a unit ([Note: units] in ``compiled.py``) keeps the parameters of all inner modules, and
 the inner modules' runs keep none.
@@ -49,9 +50,10 @@ class _ModuleRun:
     began: int = -1
     """A lower bound on the sequence numbers of the nodes that the forward made; -1: unknown."""
     task: int = NO_BACKWARD
-    """The backward in which the run keeps parameters."""
+    """The backward (``backward_number``) in which the run keeps parameters whole."""
     in_backward: Sequence[PartitionedParameter] = ()
-    """The parameters that it keeps in ``task``: without updated ones, whose values no node may read."""
+    """The parameters that the run keeps whole in ``task``. Parameters that were already updated are left out, because
+    no node may read their new values."""
     differentiable: bool = False
     """True if ``task`` records a graph itself (``create_graph=True``)."""
     is_leaf: bool = False
@@ -83,7 +85,7 @@ class _Forwards(list[_ModuleRun]):
 class _Units(AwaitsInside):
     """Runs a model's compiled modules as units ([Note: units] in ``compiled.py``).
 
-    In copies of a module, and after :meth:`remove`, it only waits for pending parameters.
+    A copy of this object, and this object after :meth:`remove`, only waits for pending parameters.
     """
 
     def __init__(self, runs: "ModuleRuns | None" = None) -> None:
@@ -110,8 +112,8 @@ class _Units(AwaitsInside):
 class ModuleRuns:
     """The hooks on a model's modules, and the runs of modules that keep parameters whole.
 
-    Closing or deleting it removes the hooks. If it is deleted without :meth:`close`, parameters become whole on one
-    rank, and stay in shards with several.
+    Closing or deleting this object removes the hooks. If it is deleted without :meth:`close`, parameters become whole
+    on one rank, and stay in shards with several.
 
     Args:
         leaves: the leaf modules.
@@ -124,7 +126,7 @@ class ModuleRuns:
         self._parameters = parameters
         self.forwards = _Forwards()
         self._backwards: dict[int, list[_ModuleRun]] = {}
-        """By backward, the runs that keep their parameters."""
+        """Maps a backward (``backward_number``) to the runs that keep parameters whole in it."""
         self._saved = SavedTensors()
         self._hooks = ModuleHooks()
         self.whole = WholeParameters(parameters, core, self.touch)
@@ -158,7 +160,11 @@ class ModuleRuns:
             self._hooks.add(module, before, GraphHook(module, self._after_hook, self.forwards.has_ended))
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
-        """Make modules leaf modules, or (``leaf=False``) no longer."""
+        """Make modules leaf modules.
+
+        Args:
+            leaf: False: make them ordinary modules again.
+        """
         for module in modules:
             self.leaves.choose(module, leaf)
             if leaf:
@@ -167,7 +173,8 @@ class ModuleRuns:
     # --- forward -------------------------------------------------------------------------------------
 
     def run_unit(self, module: nn.Module, forward: Callable[[], Any]) -> Any:
-        """Run a compiled module: as a leaf module, around its hooks, which are in its graph."""
+        """Run a compiled module. The run is that of a leaf module. It begins before the module's own hooks and ends
+        after them, because they are in the module's graph."""
         self._before_forward(module, is_leaf=True, is_unit=True)
         output = None
         try:
@@ -222,7 +229,8 @@ class ModuleRuns:
             run.saving.__enter__()
 
     def _gather_of(self, storage: int | None) -> Gather | None:
-        """Return a function that begins the backward of the running forward that has gathered this storage."""
+        """Return a function that begins the backward of the running forward that has gathered this storage; None: no
+        running forward has."""
         for run in self.forwards:
             if any(record.storage == storage for record in run.params):
                 return partial(self._before_backward, run, None)
@@ -261,7 +269,7 @@ class ModuleRuns:
                 self._join(outer, record)
 
     def _join(self, run: _ModuleRun, record: PartitionedParameter) -> None:
-        """Add a parameter that a running module turned out to use."""
+        """Have a running module keep a parameter whole that it turned out to use."""
         self.whole.acquire([record])
         run.params.append(record)
         if run.saving is None and run is self.forwards[-1]:
@@ -288,7 +296,11 @@ class ModuleRuns:
     # --- reads of released parameters ----------------------------------------------------------------
 
     def touch(self, record: PartitionedParameter) -> None:
-        """Make a released parameter whole before it is read; raise outside a forward or backward."""
+        """Make a released parameter whole before it is read.
+
+        Raises:
+            StateError: no forward and no backward runs.
+        """
         self._parameters.live.check_present()
         if self.use(record):
             return
@@ -356,7 +368,8 @@ class ModuleRuns:
             self._parameters.live.release_idle()
 
     def forget(self, *, graphs: bool = True) -> None:
-        """Release parameters that an error or a forward without backward left whole, and kept parameters.
+        """Release parameters that an error or a forward without backward left whole, and parameters that stay whole
+        after their runs (:meth:`WholeParameters.keep`).
 
         Args:
             graphs: True: also release parameters that are kept because a graph may read them.
@@ -397,7 +410,7 @@ def _leaves(output: Any) -> Iterator[Any]:
 def _abandon(
     hooks: ModuleHooks, units: _Units, records: dict[torch.Tensor, PartitionedParameter], live: LiveParams
 ) -> None:
-    """Clean up after an engine that was deleted; on one rank, make its parameters whole."""
+    """Clean up after an engine that was deleted. On one rank, make the engine's parameters whole."""
     hooks.remove()
     units.remove()
     try:

@@ -1,10 +1,11 @@
 """Tensors that graphs save while modules run on gathered parameters.
 
-[Note: saved parameters] A module's graph may leave the module by another way than its output: in a list, or as an
-attribute of another module. While a module runs whose graph may save gathered parameters, hooks on saved tensors record
-them without memory. If such a graph runs while its parameters are released, it begins the saving run's backward.
-All other saved tensors go to the user's hooks, if there are any (``torch.autograd.graph.save_on_cpu``). ``torch.func``
-forbids such hooks: inside it the parameters stay whole until they change.
+[Note: saved parameters] A module's graph may leave the module by another way than the module's output: in a list, or as
+an attribute of another module. While a module runs whose graph may save gathered parameters, hooks on saved tensors
+record the parameters that the graph saves, without their memory. If a node then needs a recorded parameter that is
+released, the record begins the backward of the run that saved it, which gathers the parameter. All other saved tensors
+go to the user's hooks, if there are any (``torch.autograd.graph.save_on_cpu``). ``torch.func`` forbids such hooks:
+inside it the parameters stay whole until they change.
 """
 
 import weakref
@@ -23,12 +24,12 @@ _LEFT_ALONE = (None, "torch.utils.checkpoint")
 """Python modules whose hooks on saved tensors copy nothing: torch's own functions, and checkpointing."""
 
 Gather = Callable[[], None]
-"""Makes parameters whole."""
+"""A function that makes the saved parameter, and all others of the run that saved it, whole."""
 
 
 @dataclass(eq=False)
 class _Saved:
-    """A tensor that a graph has saved; of a gathered parameter, without its memory ([Note: saved parameters])."""
+    """A tensor that a graph has saved. A gathered parameter is saved without its memory ([Note: saved parameters])."""
 
     tensor: torch.Tensor
     """The tensor. It may share memory with a master weight, and is only read."""
@@ -50,7 +51,7 @@ class _Saved:
 
 
 class SavedTensors:
-    """The hooks on saved tensors of one model's runs. Each is registered inside the user's hooks."""
+    """The hooks on saved tensors of one model's runs. Each hook is registered inside the user's hooks."""
 
     def __init__(self) -> None:
         self._ours: weakref.WeakSet[Callable[[torch.Tensor], Any]] = weakref.WeakSet()
@@ -71,8 +72,8 @@ class SavedTensors:
         calls ``__enter__``, so that it can end them after an interrupt.
 
         Args:
-            gather_of: returns the function that makes the parameter in a storage whole again; None for storages of
-                other tensors.
+            gather_of: returns the function that makes the parameter in a storage whole again; None: no gathered
+                parameter is in this storage.
 
         Returns:
             The hooks, for :func:`end_noting`; None where torch forbids hooks on saved tensors.

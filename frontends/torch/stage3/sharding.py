@@ -33,23 +33,23 @@ class Sharding(ABC):
 
     @abstractmethod
     def record_of(self, param: torch.Tensor) -> PartitionedParameter | None:
-        """Return the parameter's record; None if it is not in shards."""
+        """Return the parameter's ``PartitionedParameter``; None: the parameter is not in shards."""
 
     @abstractmethod
     def record_with(self, tensor: torch.Tensor) -> PartitionedParameter | None:
-        """Return the record of the partitioned parameter that ``tensor`` is, or that has ``tensor`` inside (a quantised
-        parameter). None: there is no such parameter."""
+        """Return the ``PartitionedParameter`` of ``tensor``. ``tensor`` may be the parameter, or a tensor inside a
+        quantised parameter. None: ``tensor`` is in no partitioned parameter."""
 
     @property
     @abstractmethod
     def is_fixed(self) -> bool:
-        """True if the parameters are bound to their optimizer: it cannot be copied, be replaced by a later optimizer,
-        or make the states again."""
+        """True if the optimizer cannot be copied, cannot be replaced by a later optimizer and cannot make its states
+        again, because it has parameters in shards."""
 
     @property
     @abstractmethod
     def gathers(self) -> bool:
-        """True if a forward, and a read of the model's weights, gathers parameters from all ranks."""
+        """True if a forward gathers parameters from all ranks, and a read of the model's weights does, too."""
 
     # --- new parameters of an optimizer --------------------------------------------------------------
 
@@ -64,19 +64,21 @@ class Sharding(ABC):
 
     @abstractmethod
     def frozen(self, trained: Collection[torch.Tensor]) -> list[tuple[ParamSpec, torch.Tensor]]:
-        """Return the model's untrained parameters that are in shards, or will be, and their specs."""
+        """Return the specs and tensors of the model's parameters that are not in ``trained`` and that are, or will be,
+        in shards."""
 
     @abstractmethod
     def plan_rows(self, trained: Entries, frozen: Entries) -> list[PlanRow]:
-        """Plan the memory that :meth:`cut` and :meth:`keep_frozen` take for a time."""
+        """Plan the memory that :meth:`cut` and :meth:`keep_frozen` take temporarily."""
 
     @abstractmethod
     def cut(self, entries: Entries, first: int) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
-        """A context that returns this rank's shards of the entries whose specs are partitioned. In the body these
-        parameters are also whole, and get their states. At its end only the shards stay. Collective.
+        """A context that gives this rank's shards of the entries whose specs are partitioned, by parameter. In the
+        body, these parameters get their states, and parameters that were whole still are. At its end, this rank keeps
+        only the shards. Collective.
 
         Args:
-            first: the core's number for the first entry.
+            first: the core's index for the first entry.
         """
 
     @abstractmethod
@@ -87,7 +89,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def before_forward(self, model: nn.Module) -> None:
-        """Have newly compiled modules gather their parameters, too."""
+        """Have newly compiled modules gather their parameters before they run."""
 
     @property
     @abstractmethod
@@ -126,14 +128,18 @@ class Sharding(ABC):
 
     @abstractmethod
     def generating(self) -> AbstractContextManager[None]:
-        """Keep all parameters whole, as ``Engine.generating`` says."""
+        """A context in which all parameters are whole.
+
+        Raises:
+            StateError: a parameter was changed inside; the change is lost.
+        """
 
     @abstractmethod
     def gathered_when_read(self) -> AbstractContextManager[None]:
         """A context in which a read outside forward and backward gathers its parameter, until the context ends.
 
-        All ranks must read the same parameters in the same order. Changes count if there is one rank, and are an error
-        with several.
+        All ranks must read the same parameters in the same order. With one rank, changes of these parameters are kept.
+        With several ranks, a change is an error.
         """
 
     # --- leaf modules --------------------------------------------------------------------------------
@@ -145,9 +151,10 @@ class Sharding(ABC):
 
     @abstractmethod
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool, *, waiting: bool) -> Collection[torch.Tensor]:
-        """Make modules leaf modules, or (``leaf=False``) no longer.
+        """Make modules leaf modules.
 
         Args:
+            leaf: False: make them ordinary modules again.
             waiting: True if gradients wait for an update.
 
         Returns:

@@ -1,8 +1,9 @@
 """A rank's shards of one parameter, concatenated: in memory, or on disk.
 
-To add a kind of shard, add a :class:`Shard`, its source in the core from which it is gathered (``ShardSource``), and
-the :class:`DeviceTier` that makes it for a value of ``offload_param``. Two other modules distinguish kinds: the plan
-(``plans/terms.py``), and loads of checkpoints, which fill shards in memory in place (``weights/checkpoint.py``).
+To add a kind of shard, add a :class:`Shard`, a ``ShardSource`` in the core from which the parameter is gathered, and
+the :class:`DeviceTier` that makes such shards for a value of ``offload_param``. Two other modules distinguish kinds of
+shards: the plan (``plans/terms.py``), and loads of checkpoints, which fill shards in memory in place
+(``weights/checkpoint.py``).
 """
 
 from abc import ABC, abstractmethod
@@ -40,12 +41,12 @@ class Shard(ABC):
 
     @abstractmethod
     def read(self, start: int, numel: int) -> torch.Tensor:
-        """Return elements: a view of memory, or a copy from disk."""
+        """Return ``numel`` elements from element ``start`` on: a view of memory, or a copy from disk."""
 
     @abstractmethod
     def write(self, values: torch.Tensor, at: int = 0) -> None:
-        """Replace the shards of whole buckets, from element ``at`` on. If master weights hold the shards, they already
-        have the values."""
+        """Replace the elements from ``at`` on, which are the shards of one or more whole buckets. Shards that are
+        master weights on disk already have the values, and are not written."""
 
     @abstractmethod
     def source(self, lent: Callable[[torch.Tensor], Any]) -> ShardSource:
@@ -61,7 +62,7 @@ class Shard(ABC):
 
     @abstractmethod
     def near(self, device: torch.device) -> "Shard":
-        """Return the same shards, copied to this device's memory unless they are on disk."""
+        """Return these shards, copied to the memory of ``device`` unless they are on disk."""
 
 
 class MemoryShard(Shard):
@@ -129,11 +130,11 @@ class StatesShard(DiskShard):
 
 
 class DeviceTier:
-    """Shards in the memory of the device that parameters are gathered on.
+    """Shards in the memory of the device on which parameters are gathered.
 
     Attributes:
-        device: the device whose memory has the shards, or has them before they go to disk.
-        where: the name of this memory in plans.
+        device: the device whose memory has the shards. Shards on disk are in this memory before they are written.
+        where: the name of the shards' memory or disk space in plans.
     """
 
     def __init__(self, device: torch.device, memory: HostMemory) -> None:
@@ -150,7 +151,7 @@ class DeviceTier:
         return MemoryShard(given.read(0, cut.shard_numel).to(self.device, TORCH_DTYPES[cut.spec.dtype]))
 
     def in_states(self, states: StateAccess, index: int, dtype: ElementType) -> Shard | None:
-        """Return a trained parameter's shards if its master weights hold them, else None."""
+        """Return the shards of a trained parameter that its master weights contain; None: they contain none."""
         values = states.parameter_memory(index)
         return None if values is None else MemoryShard(as_torch(values))
 
@@ -209,7 +210,7 @@ def on_disk(disk: DiskShards, cut: Cut, shard: Shard, dtype: ElementType) -> Dis
 
 
 def tier_for(config: OffloadConfig, device: torch.device, memory: HostMemory) -> DeviceTier:
-    """Return the tier of ``offload_param``."""
+    """Return the tier for the configuration's ``offload_param``."""
     if config.offload_param == "nvme":
         return DiskTier(config.nvme_path or (), memory)
     return DeviceTier(device, memory) if config.offload_param is None else HostTier(memory)

@@ -1,4 +1,5 @@
-"""Gathers and releases partitioned parameters, and has a read of a released parameter call its engine."""
+"""Gathers and releases partitioned parameters, and has each read of a released parameter call the parameter's
+engine."""
 
 import gc
 import weakref
@@ -24,8 +25,8 @@ class WholeParameters:
 
     Args:
         core: updates the parameters.
-        touch: a method that gathers a released parameter before it is read, or raises :class:`StateError`. Its object
-            is not kept alive.
+        touch: a method that gathers a released parameter before it is read, or raises :class:`StateError`. The object
+            of the method is not kept alive.
     """
 
     def __init__(self, parameters: PartitionedParameters, core: Engine, touch: _Touch) -> None:
@@ -35,7 +36,8 @@ class WholeParameters:
         self._state_lock = core.state_lock
         self._touch = weakref.WeakMethod(touch)
         self._kept: dict[PartitionedParameter, bool] = {}
-        """Parameters that stay whole after their runs: until they change (True), or until the next forward (False)."""
+        """Maps a parameter that stays whole after its run to True if it stays whole until it changes, or to False if it
+        stays whole until the next forward."""
 
     def acquire(self, records: Sequence[PartitionedParameter]) -> None:
         """Make parameters whole, until :meth:`release`.
@@ -63,7 +65,11 @@ class WholeParameters:
         return record.index is not None and self._parameters.was_sent_early(record.index)
 
     def release(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
-        """End one :meth:`acquire` of these parameters. With ``may_stay`` they may stay whole for their next use."""
+        """End one :meth:`acquire` of these parameters.
+
+        Args:
+            may_stay: True: the parameters may stay whole for their next use.
+        """
         if records:
             self._live.release([record.live for record in records], may_stay=may_stay)
         for record in records:
@@ -78,9 +84,12 @@ class WholeParameters:
                 shard(tensor, touched)
 
     def keep(self, records: Sequence[PartitionedParameter], *, for_graph: bool) -> None:
-        """Keep parameters whole until the next forward, or with ``for_graph``, until they change.
+        """Keep parameters whole until the next forward.
 
         Parameters that were sent early have changed, and are not kept.
+
+        Args:
+            for_graph: True: keep them until they change, because a graph may read them.
         """
         records = [record for record in records if not self.was_sent_early(record)]
         self.acquire([record for record in records if record not in self._kept])
@@ -88,7 +97,11 @@ class WholeParameters:
             self._kept[record] = for_graph or self._kept.get(record, False)
 
     def end_keeping(self, *, graphs: bool) -> None:
-        """End :meth:`keep` of parameters until the next forward, and with ``graphs`` of those kept for a graph, too."""
+        """Release the parameters that :meth:`keep` keeps until the next forward.
+
+        Args:
+            graphs: True: also release the parameters that :meth:`keep` keeps until they change.
+        """
         kept = [record for record, for_graph in self._kept.items() if graphs or not for_graph]
         for record in kept:
             del self._kept[record]
@@ -100,7 +113,7 @@ class WholeParameters:
 
 
 def read_error(record: PartitionedParameter) -> StateError:
-    """Return the error of a read where the parameter is in shards."""
+    """Return the error for a read of a parameter that is in shards."""
     name = f"parameter {record.spec.name!r} of {record.module}"
     if is_moving_model():
         return StateError(

@@ -1,1 +1,2 @@
-"""Gradients in, updates out: the parameters that have states, the states themselves, and memory that is given back."""
+"""Gradients in, updates out: the parameters that have states, the states themselves, and the device memory that
+``release()`` frees."""

@@ -1,5 +1,5 @@
-"""Makes the components of an optimizer: the core's engine, and what maps torch's tensors into it. The one place where
-they are composed, for an optimizer alone and for that of an engine."""
+"""Makes and connects the components of an optimizer: the core's engine, and the classes that give torch's tensors to
+it. This is the only such place, for an optimizer used alone and for the optimizer of an engine."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -48,8 +48,8 @@ class Components:
         """Make states for these parameters, and take their gradients from now on.
 
         Args:
-            groups: the optimizer's parameter groups; each says which update rule its parameters have.
-            model: the plan includes the memory of its other tensors, too.
+            groups: the optimizer's parameter groups. Each group says which update rule its parameters have.
+            model: the memory plan includes the model's other tensors; None: there is no model.
         """
         config = self.core.config
         rules = [config.rule(group) for group in groups]
@@ -63,27 +63,39 @@ class Components:
         state_lock.change("the registration of parameters", register)
 
     def register_unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool = False) -> None:
-        """Make states for parameters that were frozen and can have a gradient now (``with_gradient``: have one)."""
+        """Make states for parameters of these groups that have none and require a gradient.
+
+        Args:
+            with_gradient: True: make states for the parameters that have a gradient instead.
+        """
         new = self.registration.unfrozen(groups, with_gradient=with_gradient)
         if new:
             self.registration.check_new(new)
             self.register(new, groups)
 
     def register_all(self, params: Iterable[torch.Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
-        """Make states for those of these parameters that have none."""
+        """Make states for each of these parameters that has none."""
         new = {param for param in params if param not in self.registration.slots}
         if new:
             self.register([entry for entry in self.registration.named(groups) if entry[1] in new], groups)
 
     def mark_leaves(self, modules: Iterable[nn.Module], leaf: bool) -> None:
-        """As ``OffloadedAdamW.mark_leaf_modules``."""
+        """Make modules leaf modules. All ranks must call this.
+
+        Args:
+            leaf: False: make them ordinary modules again.
+
+        Raises:
+            StateError: gradients wait for an update.
+        """
         waiting = self.grad_hooks.fresh or self.grad_hooks.has_deferred
         finalized, slots = self.sharding.mark_leaves(modules, leaf, waiting=waiting), self.registration.slots
         gradients = self.core.gradients
         gradients.defer_gradients_of([slots[param].index for param in finalized if param in slots])
 
     def unregister(self) -> None:
-        """Remove the hooks from the parameters, which other components may then register."""
+        """Remove the hooks from the parameters, and release the parameters, so that other components may register
+        them."""
         self.grad_hooks.close()
         self.registration.close()
 
@@ -95,7 +107,7 @@ class Components:
 
 @dataclass(frozen=True)
 class Foundation:
-    """The components of an optimizer that stay when its parameters start over.
+    """The components of an optimizer that stay when its states are made anew.
 
     Attributes:
         memory: the core's device.
@@ -103,7 +115,7 @@ class Foundation:
         sharding: the model's parameters in shards.
         device: the device of all trained parameters.
         early_copy: True if gradients are taken during backward.
-        members: the ranks of torch's default group that may have parts of placed parameters.
+        members: the ranks of torch's default group that may have elements of DTensor parameters.
     """
 
     core: Engine
@@ -128,16 +140,18 @@ class Foundation:
         scaler: LossScaler | None = None,
         casts: Casts | None = None,
     ) -> "Foundation":
-        """Check all parameters of the groups, and make what does not depend on their states.
+        """Check all parameters of the groups, and make the components that do not depend on the parameters' states.
 
         Args:
             groups: the optimizer's parameter groups.
-            model: an engine's; None: there is none.
-            scaler: the loss scaler of a copied or unpickled optimizer; an engine's follows from the configuration.
-            casts: likewise, the element types that its parameters got.
+            model: the model of an engine; None: the optimizer is used alone.
+            scaler: the loss scaler of a copied or unpickled optimizer. For an engine it follows from the configuration.
+            casts: the element types that the parameters of a copied or unpickled optimizer got; None: the configuration
+                says which.
 
         Raises:
-            ParameterError, StateError, ConfigError: nothing has changed.
+            ParameterError, StateError, ConfigError: the parameters or the configuration cannot be used; nothing has
+                changed.
         """
         params = [param for _, param, _ in trained(named)]
         if not params and model is None:  # an engine serves a frozen model, too
@@ -182,7 +196,7 @@ class Foundation:
         groups: Sequence[Mapping[str, Any]],
         model: nn.Module | None,
     ) -> Components:
-        """Make the other components, and register these parameters as the first ones.
+        """Make the components that depend on the parameters' states, and register these parameters as the first ones.
 
         Args:
             groups: the optimizer's parameter groups.

@@ -1,9 +1,10 @@
-"""A rank's part of a whole tensor, as ``state_dict()`` lists it and ``torch.distributed.checkpoint`` (DCP) has it.
+"""The tensor class by which ``state_dict()`` gives a rank's part of a whole tensor to ``torch.distributed.checkpoint``
+(DCP).
 
-Stages 1 to 3 cut parameters and states over ranks where buckets end, so that a rank's part is a run of elements: the
-end of one row, whole rows, the beginning of another. DCP stores boxes. Its protocol ``_Checkpointable`` asks a tensor
-for the boxes that this process has, and for the memory of each. A checkpoint then has the whole tensor, in boxes, as
-any number of processes of any other sharding save it.
+Stages 1 to 3 cut parameters and states over ranks where buckets end. So a rank's part is a contiguous range of
+elements: the end of one row, whole rows, the beginning of another row. DCP stores boxes. By its protocol
+``_Checkpointable``, DCP asks a tensor for the boxes that this process has, and for the memory of each box. A checkpoint
+then has the whole tensor in boxes, however many processes have saved it and however they were sharded.
 """
 
 import copy
@@ -24,13 +25,14 @@ ENDS = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class Held:
-    """The elements of a whole tensor that lie in this process's memory.
+    """Which elements of a whole tensor are in this process's memory, and where.
 
     Attributes:
-        shape: the whole tensor's.
-        regions: each after its place in the memory; together they fill it, but for padding.
-        check: called before the elements are saved; it raises :class:`StateError` if they are not of one step with
-            what others save.
+        shape: the shape of the whole tensor.
+        regions: ``(offset in the memory, region)`` for each region of elements. Together they fill the memory, except
+            for padding.
+        check: called before the elements are saved. It raises :class:`StateError` if the elements are not of the same
+            step as the parameters that are saved with them.
     """
 
     shape: tuple[int, ...]
@@ -39,14 +41,20 @@ class Held:
 
     @classmethod
     def of(cls, elements: Elements, runs: list[tuple[int, int, int]], check: Callable[[], object]) -> "Held":
-        """Return what these runs hold, each ``(start in the elements, place in the memory, elements)``."""
+        """Return the elements of these ranges.
+
+        Args:
+            elements: the parameter's elements, in the core's order.
+            runs: ``(start in elements, offset in the memory, number of elements)`` of each range.
+        """
         found = [(at + place, region) for start, at, n in runs for place, region in elements.regions(start, n)]
         return cls(tuple(elements.shape), tuple(found), check)
 
     @cached_property
     def boxes(self) -> dict[tuple[int, ...], tuple[int, ENDS, tuple[int, ...]]]:
-        """The boxes of the whole tensor, each under its first element: its place in the memory, its ends, and the order
-        of dimensions in which its elements lie there."""
+        """Maps the index of a box's first element in the whole tensor to ``(offset, ends, order)``: the box's offset in
+        the memory, its ``(begin, end)`` in each dimension, and the order of dimensions in which the memory lists its
+        elements."""
         every = tuple(range(len(self.shape)))
         return {
             tuple(low for low, _ in ends): (at + place, ends, region.order or every)
@@ -55,7 +63,12 @@ class Held:
         }
 
     def view(self, local: torch.Tensor, first: tuple[int, ...]) -> torch.Tensor:
-        """Return the memory of one box, shaped as the box."""
+        """Return the memory of one box, in the box's shape.
+
+        Args:
+            local: the whole memory, one-dimensional.
+            first: the index of the box's first element in the whole tensor.
+        """
         at, ends, order = self.boxes[first]
         sizes = [ends[d][1] - ends[d][0] for d in order]
         numel = 1
@@ -78,14 +91,15 @@ _SAME = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 
 
 class PartOfWhole(torch.Tensor):
-    """A rank's part of a tensor: it has the shape of the whole tensor, and memory for this rank's elements only.
+    """A rank's part of a tensor. It has the shape of the whole tensor, and memory for this rank's elements only.
 
-    DCP saves and loads it; ``load_state_dict`` takes it on the rank that it came from; ``clone()`` is another part with
-    the same values. ``copy.deepcopy`` gives the elements alone, a plain one-dimensional tensor. Anything else raises
-    :class:`StateError`.
+    DCP saves and loads it. ``load_state_dict`` takes it on the rank that it came from. ``clone()`` returns another part
+    with the same values. ``copy.deepcopy`` returns a plain one-dimensional tensor of this rank's elements. Any other
+    function raises :class:`StateError`.
 
     Args:
-        local: the elements, one-dimensional; the memory itself.
+        local: this rank's elements, one-dimensional. Their memory is shared, not copied.
+        held: which elements they are.
     """
 
     __torch_function__ = DISPATCH_ALONE  # type: ignore[assignment]
@@ -101,12 +115,13 @@ class PartOfWhole(torch.Tensor):
 
     @property
     def held(self) -> Held:
-        """The elements that it has."""
+        """Which elements of the whole tensor this part has."""
         return self._held
 
     @property
     def local(self) -> torch.Tensor:
-        """The elements, one-dimensional, in the order of the rank's memory: the memory itself."""
+        """This rank's elements, one-dimensional, in the order of the rank's memory. The memory is shared, not
+        copied."""
         return self._local
 
     @classmethod
@@ -131,7 +146,11 @@ class PartOfWhole(torch.Tensor):
         )
 
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return this part: it stays where it is, as other states on the host."""
+        """Return this part itself, which stays on the host as other states do, or with ``copy=True`` a copy.
+
+        Raises:
+            StateError: another element type is asked for.
+        """
         if parse_to(*args, **{k: v for k, v in kwargs.items() if k != "copy"})[1] in (None, self.dtype):
             return self.clone() if kwargs.get("copy") else self
         return super().to(*args, **kwargs)
@@ -144,7 +163,8 @@ class PartOfWhole(torch.Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise :class:`StateError`: other libraries pickle only rank 0's states, and no rank can go on from them."""
+        """Raise :class:`StateError`: other libraries pickle only rank 0's states, and no rank could continue from
+        them."""
         raise pickled()
 
     def __repr__(self) -> str:  # type: ignore[override]
@@ -153,7 +173,7 @@ class PartOfWhole(torch.Tensor):
     # --- torch.distributed._checkpointable._Checkpointable --------------------------------------------
 
     def __create_chunk_list__(self) -> list[Any]:
-        """Return the boxes that this rank has: DCP asks for them to load."""
+        """Return the boxes that this rank has. DCP calls this for a load."""
         from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
         boxes = self._held.boxes.values()
@@ -166,7 +186,7 @@ class PartOfWhole(torch.Tensor):
         """Return the boxes that this rank writes under this name.
 
         Raises:
-            StateError: they are not of one step with the parameters.
+            StateError: the elements are not of the same step as the parameters.
         """
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -183,14 +203,15 @@ class PartOfWhole(torch.Tensor):
         ]
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        """Return the memory of one of these boxes: DCP reads it to save, and writes it to load."""
+        """Return the memory of one box of :meth:`__create_chunk_list__`. DCP reads this memory to save, and writes to
+        it to load."""
         if not self.numel():
             return self._local.view(self._held.shape)
         return self._held.view(self._local, tuple(index.offset))
 
 
 def pickled() -> StateError:
-    """Return the error of pickling a rank's part of states."""
+    """Return the error for pickling a rank's part of states."""
     return StateError(
         "pickling (torch.save) of optimizer states of which each rank holds a part: a file for all ranks would "
         "lack the others' parts; expected engine.save_checkpoint(folder), dcp.save (torch.distributed.checkpoint), "

@@ -1,13 +1,14 @@
-"""A model's memory on the device, given back and taken again: ``release()`` and ``restore()``.
+"""Frees a model's memory on the device, and takes it again: ``release()`` and ``restore()``.
 
-[Note: released tensors] A released tensor keeps its identity, shape and element type, and whatever refers to its memory
-(views, tied weights, graphs) refers to it still: its storage has no bytes, like that of a partitioned parameter
-([Note: storages of partitioned parameters] in ``stage3/parameters.py``). To restore it, its storage is resized and
-filled. Where trained parameters, or this rank's shards of them, are all that lies in it, their master weights bring the
-values back. Other storages (frozen parameters, buffers) are first copied to pinned host memory. A read meanwhile is an
-error, because the tensor is pending until its first read after ``restore()``, which waits for that one.
+[Note: released tensors] A released tensor keeps its identity, shape, element type and storage, so views, tied weights
+and graphs still share this storage with it. The storage has no bytes, like the storage of a released partitioned
+parameter ([Note: storages of partitioned parameters] in ``stage3/parameters.py``). ``restore()`` resizes the storage
+and fills it. If a storage has only trained parameters, or only this rank's shards of trained parameters, the values
+come from their master weights. All other storages (frozen parameters, buffers) are copied to pinned host memory before
+the release. A read of a released tensor is an error. After ``restore()``, the first read of a tensor waits until this
+tensor has its values.
 
-On the CPU the device's memory is the host's, and stays. The rules for callers are the same.
+On the CPU, the device's memory is the host's, and stays. The rules for callers are the same.
 """
 
 import weakref
@@ -47,7 +48,7 @@ from .registration import Registration
 HOST_COPIES = "released values"
 """The label of host memory that has the values of released tensors."""
 _CHUNK = 64 * 2**20
-"""Bytes that cross at a time."""
+"""The bytes that are copied between device and host at a time."""
 _ALIGNMENT = 64
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
@@ -60,11 +61,11 @@ class ReleaseReport:
     released: int
     """Bytes of parameters and buffers that were given back."""
     copied: int
-    """Bytes of them that were copied to the host first: those without master weights."""
+    """The bytes among ``released`` that were copied to the host first, because no master weights have the values."""
     allocated: tuple[int, int] | None
-    """Bytes that torch's allocator has given out, by whatever of this process, before and after; None: unknown."""
+    """Bytes that torch's allocator has given to all code of this process, before and after; None: unknown."""
     reserved: tuple[int, int] | None
-    """Bytes that it holds, given out or kept, before and after; None: unknown."""
+    """Bytes that torch's allocator has reserved, in use or cached, before and after; None: unknown."""
 
     def __str__(self) -> str:
         rows = [("released", format_bytes(self.released), ""), ("copied to the host", format_bytes(self.copied), "")]
@@ -75,22 +76,22 @@ class ReleaseReport:
 
 @dataclass(eq=False)
 class _Memory:
-    """One storage, and the tensors in it. It stays where it is (:class:`_Stays`)."""
+    """One storage, and the tensors in it. A storage of this class stays on the device (:class:`_Stays`)."""
 
     storage: torch.UntypedStorage
     n_bytes: int
     kind: str
-    """Its contents, for reports."""
+    """A description of the storage's contents, for reports."""
     wait: Wait
-    """What readers of its tensors call."""
+    """The function that a read of one of its tensors calls."""
     tensors: list[torch.Tensor] = field(default_factory=list)
-    """Those that others may read."""
+    """The tensors in the storage that other code may read."""
     trained: dict[torch.Tensor, int] = field(default_factory=dict)
-    """Bytes of trained parameters, or shards of them."""
+    """Maps each trained parameter in the storage to the bytes of its values or shards."""
     frozen: list[PartitionedParameter] = field(default_factory=list)
-    """Frozen parameters of which it holds the shards."""
+    """The frozen parameters whose shards are in the storage."""
     at: int = 0
-    """The place of its copy on the host."""
+    """The offset of the storage's copy in the host memory, in bytes."""
     arrived: Event = field(default_factory=Done)
 
     given_back = 0
@@ -98,12 +99,12 @@ class _Memory:
 
     @property
     def to_copy(self) -> bool:
-        """True if its values must be copied to the host before it leaves."""
+        """True if the storage's values must be copied to the host before it leaves the device."""
         return False
 
     @property
     def leaving(self) -> Sequence[torch.Tensor]:
-        """The tensors that others may read, and whose values leave the device."""
+        """The tensors that other code may read and whose values leave the device."""
         return ()
 
     def values(self, tensor: torch.Tensor, host: np.ndarray) -> torch.Tensor:
@@ -111,28 +112,29 @@ class _Memory:
         return tensor.detach()
 
     def stand_in(self, host: np.ndarray) -> dict[PartitionedParameter, Shard]:
-        """Put copies in the place of frozen shards. Return the shards themselves."""
+        """Replace the frozen parameters' shards in this storage by their copies on the host. Return the replaced
+        shards."""
         return {}
 
     def free(self) -> None:
-        """Give the memory back."""
+        """Free the storage's memory."""
 
     def take(self) -> None:
-        """Have memory again, without values."""
+        """Allocate the storage's memory again, without values."""
 
     def end_waits(self) -> None:
-        """Record that readers need not wait for it. Those of what another engine has released since go on to wait."""
+        """Clear the pending mark of this storage's tensors, unless another engine has released them meanwhile."""
         for tensor in self.tensors:
             end_wait(tensor, self.wait)
 
     @property
     def copied(self) -> bool:
-        """True if the host has no master weights of all of it."""
+        """True if master weights do not have all values of the storage, so that the host needs a copy."""
         return sum(self.trained.values()) < self.n_bytes
 
     @property
     def bytes(self) -> torch.Tensor:
-        """All of its memory, as bytes."""
+        """The storage's whole memory, as a uint8 tensor."""
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
@@ -172,32 +174,32 @@ class _MovedMemory(_Memory):
 
 
 class _Stays:
-    """A device whose memory is the host's: release() leaves all where it is.
+    """A device whose memory is the host's: ``release()`` leaves all storages in place.
 
     Attributes:
-        kind: the class of its storages.
+        kind: the class that describes its storages.
     """
 
     kind = _Memory
 
     def may_leave(self, values: torch.Tensor) -> bool:
-        """True if the memory of these values can be given back."""
+        """True if the memory of these values can be freed."""
         return values.layout is torch.strided
 
     def synchronize(self) -> None:  # waits
         """Wait for all kernels on the device: one may still read memory that is about to be freed."""
 
     def allocator(self, *, emptied: bool = False) -> tuple[int | None, int | None]:
-        """Return the bytes that torch's allocator has given out, and that it holds; None: unknown.
+        """Return the bytes that torch's allocator has given out, and the bytes that it has reserved; None: unknown.
 
         Args:
-            emptied: it gives back first what it holds for later.
+            emptied: True: the allocator first frees its cached memory.
         """
         return None, None
 
 
 class _Leaves(_Stays):
-    """A device whose memory is not the host's: release() gives it back."""
+    """A device whose memory is not the host's: ``release()`` frees storages."""
 
     kind = _MovedMemory
 
@@ -222,9 +224,9 @@ class _Leaves(_Stays):
 
 
 class DeviceMemory:
-    """The device memory of an optimizer's parameters and of its model's other tensors.
+    """The device memory of an optimizer's parameters, and of the other tensors of the optimizer's model.
 
-    It lives as long as the core.
+    This object lives as long as the core.
 
     Args:
         memory: the core's device.
@@ -247,17 +249,17 @@ class DeviceMemory:
         self._device = registration.device
         self._place = _Stays() if memory.addressable else _Leaves(self._device)
         self._memories: dict[int, _Memory] = {}
-        """The storages that were released last, by their number; none once all have come back. They have memory again
-        unless the core says that parameters are released."""
+        """Maps ``storage._cdata`` to a storage of the last release; empty once all storages are restored. The storages
+        have no memory while the core says that parameters are released. Otherwise they have memory again."""
         self._on_device: dict[PartitionedParameter, Shard] = {}
-        """The shards on the device of parameters that are not trained; while they are released, a copy stands in their
-        place."""
+        """Maps each frozen parameter to its shards on the device, while a copy on the host replaces them."""
         self._host = np.empty(0, np.uint8)
-        """Values of released storages. It stays for the next time, because pinning takes long."""
+        """Host memory for values of released storages. It is kept for the next release, because pinning takes long."""
         weakref.finalize(self, clear_up, partial(_finish_all, self._memories)).atexit = False
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor, or while it is released its values on the host. Trained parameters may have none there."""
+        """Return the tensor, or, while it is released, its values on the host. Do not call this for a released trained
+        parameter, whose values may be only in its master weights."""
         if not self._parameters.released or tensor.layout is not torch.strided:
             return tensor
         with no_read():
@@ -269,7 +271,7 @@ class DeviceMemory:
     # --- release -------------------------------------------------------------------------------------
 
     def release(self, named: NamedTensors, keep: Collection[str] = ()) -> ReleaseReport:
-        """Give back the memory of these tensors and of this rank's shards. All ranks call this.
+        """Free the memory of these tensors and of this rank's shards. All ranks call this.
 
         Args:
             named: whole tensors, by name.
@@ -277,7 +279,7 @@ class DeviceMemory:
 
         Raises:
             StateError: gradients wait for an update, or a backward runs.
-            ParameterError: there is nothing of a name in ``keep``, or a tensor's memory cannot be given back.
+            ParameterError: no tensor or module has a name in ``keep``, or a tensor's memory cannot be freed.
             HostMemoryError: the host has no room for copies.
         """
         slots = self._registration.slots
@@ -322,13 +324,18 @@ class DeviceMemory:
         return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
-        """Order the copies to the host after all that another engine brings back of what both use."""
+        """Wait until other engines have restored the tensors in these storages that they use, too, because the copies
+        to the host read these tensors."""
         for memory in memories:
             for tensor in memory.leaving:
                 await_values(tensor)
 
     def _agreed(self, what: str) -> bool:
-        """True if parameters are released; :class:`StateError` on all ranks if that is so on some alone."""
+        """Return True if parameters are released.
+
+        Raises:
+            StateError: on all ranks, if parameters are released on only some ranks.
+        """
         released, collectives = self._parameters.released, self._core.collectives
         if not combine(collectives, what, same=[released]).alike.all():
             raise StateError(
@@ -344,7 +351,7 @@ class DeviceMemory:
         self._gradients.check_none("release()", waiting=self._grad_hooks.fresh or self._grad_hooks.has_deferred)
 
     def _to_release(self, named: Sequence[tuple[str, torch.Tensor]], keep: Collection[str]) -> list[_Memory]:
-        """The storages to release: those of these tensors and of shards, but of none that stays."""
+        """Return the storages of these tensors and of their shards, except storages of a tensor in ``keep``."""
         found: dict[int, _Memory] = {}
         kept, used = set[int](), set[str]()
         slots = self._registration.slots
@@ -392,7 +399,7 @@ class DeviceMemory:
         return [memory for number, memory in found.items() if number not in kept and memory.n_bytes]
 
     def _host_for(self, copied: Sequence[_Memory]) -> None:
-        """Have host memory for copies, and a place in it for each."""
+        """Allocate host memory for copies of these storages, and give each storage an offset in it."""
         end = 0
         for memory in copied:
             memory.at = end
@@ -402,7 +409,8 @@ class DeviceMemory:
             self._host = self._host_memory.allocate(HOST_COPIES, end, np.dtype(np.uint8), pinned=True)
 
     def _chunks(self, copied: Sequence[_Memory]) -> Iterator[tuple[list[Copy], np.ndarray]]:
-        """The copies of these storages, and their memory on the host, a bounded number of bytes at a time."""
+        """Yield the copies of these storages, at most about ``_CHUNK`` bytes at a time, each time with their range of
+        the host memory."""
         copies: list[Copy] = []
         begin = end = 0
         for memory in copied:
@@ -420,7 +428,8 @@ class DeviceMemory:
             yield copies, self._host[begin:end]
 
     def _refuse_reads(self, memory: _Memory) -> None:
-        """Have whoever reads the tensors in a storage wait for them from now on."""
+        """Have each read of the storage's tensors call ``memory.wait`` from now on, and replace shards in it by their
+        copies."""
         self._on_device.update(memory.stand_in(self._host))
         for tensor in memory.tensors:
             pending.release(tensor, memory.wait)
@@ -434,10 +443,11 @@ class DeviceMemory:
     # --- restore -------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Take memory again, and start to fill it. All ranks call this.
+        """Allocate the released memory again, and start to fill it. All ranks call this.
 
         Raises:
-            DeviceMemoryError: on all ranks, if one has no room. All is still released.
+            DeviceMemoryError: this rank's device has no room. All tensors are still released.
+            StateError: another rank's device has no room.
         """
         with self._together("restore()"):
             if not self._agreed("restore()"):
@@ -508,10 +518,13 @@ class DeviceMemory:
         )
 
     def await_values(self, storage: int, tensor: torch.Tensor) -> None:  # waits
-        """Wait for a tensor that was released; :class:`StateError` if it still is.
+        """Wait until a restored tensor has its values.
 
         Args:
-            storage: its number.
+            storage: the ``_cdata`` of the tensor's storage.
+
+        Raises:
+            StateError: the tensor is still released.
         """
         self._parameters.check_present()
         if (memory := self._memories.get(storage)) is not None:  # else it has arrived
@@ -520,8 +533,9 @@ class DeviceMemory:
         self._registration.await_values(tensor)
 
     def before_backward(self) -> None:
-        """Order a backward after all that :meth:`restore` brings back. Its graph may be older than the release, and C++
-        code reads what the graph has saved. Once all has arrived, keep none of it alive."""
+        """Have a backward follow the copies of :meth:`restore`. The backward's graph may be older than the release, and
+        C++ code reads the tensors that the graph has saved. Once all copies have ended, drop the references to the
+        restored storages."""
         if self._parameters.released or not self._memories:
             return
         arrived = all(memory.arrived.done() for memory in self._memories.values())
@@ -533,7 +547,8 @@ class DeviceMemory:
             self.finish_restore()
 
     def finish_restore(self) -> None:
-        """Wait for all that was restored. Readers no longer need to wait, and none of it is kept alive."""
+        """Wait until all restored storages are filled, clear the pending mark of their tensors, and drop the references
+        to the storages."""
         if not self._parameters.released:
             _finish_all(self._memories)
             self._memories.clear()

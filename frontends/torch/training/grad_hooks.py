@@ -24,24 +24,25 @@ from .registration import Registration
 
 @dataclass(eq=False)
 class _Backward:
-    """An engine's ``backward``."""
+    """One call of an engine's ``backward``."""
 
     thread: int = 0
     average: bool = False
-    """True if it averages over the accumulation steps."""
+    """True if its gradients are averaged over the accumulation steps."""
     scaled: bool = False
     runs: threading.Lock = field(default_factory=threading.Lock)
-    """Taken until it has ended. C code takes and frees it in ``with``, so that no interrupt leaves it taken."""
+    """Locked until the call has ended. C code locks and unlocks it in ``with``, so that no interrupt leaves it
+    locked."""
 
 
 _STARTED: list[_Backward] = []
-"""Backwards that run, and some that have ended."""
+"""The calls of ``backward`` that are running, in all engines, and some that have ended."""
 
 
 class GradHooks:
     """Hands the gradients of an optimizer's parameters to the core, and records which have arrived.
 
-    It lives as long as the core. Closing or deleting it removes its hooks from the parameters.
+    This object lives as long as the core. Closing or deleting it removes its hooks from the parameters.
 
     Args:
         registration: holds the parameters.
@@ -52,9 +53,10 @@ class GradHooks:
         self._core = core
         self._gradients, self._scaler = core.gradients, core.scaler
         self._state_lock = core.state_lock
-        """Hooks may run in a thread of autograd."""
+        """The lock for changes. Hooks need it, because they may run in a thread of autograd."""
         self._direct = self._gradients.are_read_in_place
-        """True if kernels read gradients where they are: plain ones are passed on without a copy."""
+        """True if kernels read gradients in place. Plain gradients (:meth:`ParamTable.plain`) are then passed on
+        without a copy."""
         self._registration = registration
         self._slots = registration.slots
         self._param_table = registration.param_table
@@ -62,25 +64,26 @@ class GradHooks:
         config = core.config
         self._averages = config.average_plain_backward
         self._meets = early and core.world_size > 1
-        """True if ranks meet for the gradients of each backward."""
+        """True if ranks exchange gradients during each backward."""
         self._arrived: dict[int, int] = {}
-        """The number of gradients taken in backwards since the last update, by parameter."""
+        """Maps a parameter's index to the number of its gradients that backwards have given since the last update."""
         self._averaged: dict[int, int] = {}
-        """The number of these that are averaged over the accumulation steps, by parameter."""
+        """Maps a parameter's index to the number of its gradients in ``_arrived`` that are averaged over the
+        accumulation steps."""
         self._counted = 0
         """The number of backwards in earlier micro-steps of this update."""
         self._deferred: dict[int, torch.Tensor] = {}
-        """The ``p.grad`` that the core gets later, in addition to earlier gradients, by parameter."""
+        """Maps a parameter's index to a ``p.grad`` that the core gets later and adds to earlier gradients."""
         self.fresh = False
-        """True if a gradient has arrived in this micro-step, or FSDP2 keeps it."""
+        """True if a gradient has arrived in this micro-step, or FSDP2 keeps a gradient."""
         self._discarded = False
         """True if the gradients of this micro-step were discarded: a step may follow, and has nothing to update."""
         self._reduces = False
         """True if a gradient was handed to the core in this micro-step, so that ranks must reduce."""
         self._backward = _Backward()
-        """The last one of the engine."""
+        """The engine's last call of ``backward``."""
         self._keeps = False
-        """True if its gradients stay in ``p.grad``."""
+        """True if the gradients of the engine's last ``backward`` stay in ``p.grad``."""
         self._deferrals = OpenBlocks()
         """Blocks of ``Engine.no_sync``: gradients stay in ``p.grad`` while one runs."""
         self._handles: list[Any] = []
@@ -95,8 +98,8 @@ class GradHooks:
     def hook(self, slot: Slot) -> None:
         """With ``early``, take the parameter's gradient in each backward as soon as it is complete.
 
-        The stand-in replaces the first gradient in ``p.grad``. Autograd adds later ones to the stand-in, which passes
-        them on.
+        The stand-in replaces the first gradient in ``p.grad``. Autograd adds later gradients to the stand-in, which
+        passes them to the core.
         """
         if not self._early:
             return
@@ -155,13 +158,14 @@ class GradHooks:
             self._averaged[i] = self._averaged.get(i, 0) + 1
 
     def _averages_plain(self, slot: Slot) -> bool:
-        """Return True if a gradient is averaged that comes from no ``backward`` of this engine.
+        """Return True if a gradient that no ``backward`` of this engine has computed is averaged over the accumulation
+        steps.
 
-        For one loss of two engines the other engine's ``backward`` decides. For a plain ``loss.backward()`` the
-        configuration does.
+        If one loss uses two engines, the other engine's ``backward`` decides. For a plain ``loss.backward()`` the
+        configuration decides.
 
         Raises:
-            GradientError: that loss is scaled.
+            GradientError: the other engine's ``backward`` scales the loss.
         """
         here = threading.get_ident()  # on an accelerator, autograd has threads of its own
         others = [
@@ -180,13 +184,19 @@ class GradHooks:
         return any(other.average for other in others)
 
     _arrive_untraced = untraced(_arrive)
-    """``_arrive``, where calls in a backward are compiled. It is not compiled, and costs 1 us more."""
+    """``_arrive`` for backwards whose calls are compiled. The compiler skips this method, which costs 1 us more."""
 
     @untraced
     @changes("backward()")
     def finalize(self, params: Iterable[torch.Tensor], *, ended: bool) -> set[torch.Tensor]:
-        """Record that no gradient of these parameters is to come in this backward. Return those that are finalized only
-        when it has ``ended``."""
+        """Record that no gradient of these parameters is to come in this backward.
+
+        Args:
+            ended: True: the backward has ended.
+
+        Returns:
+            The stragglers among these parameters, which are finalized only when the backward has ended.
+        """
         indices = {self._slots[param].index for param in params if param in self._slots}
         if not self._early or not (indices or ended):
             return set()
@@ -195,7 +205,8 @@ class GradHooks:
         return {self._param_table.params[i] for i in stragglers}
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
-        """Pass gradients that fit to the core. With ``early``, put stand-ins in their places."""
+        """Pass gradients that fit their parameters to the core. With ``early``, put stand-ins in their place in
+        ``p.grad``."""
         self._gradients.add(given)
         if self._early:
             for i in given:
@@ -204,7 +215,8 @@ class GradHooks:
             self.fresh = self._reduces = True
 
     def _continues(self, i: int, gradient: torch.Tensor | None) -> bool:
-        """Return True if this ``p.grad`` is the deferred gradient. ``create_graph`` has autograd replace the tensor."""
+        """Return True if ``gradient``, which is in ``p.grad``, is the deferred gradient. With ``create_graph`` autograd
+        adds to this gradient by replacing the tensor."""
         deferred = self._deferred.get(i)
         return gradient is not None and deferred is not None and (gradient is deferred or gradient.requires_grad)
 
@@ -236,7 +248,7 @@ class GradHooks:
 
     @changes("backward()")
     def _begin(self) -> None:
-        """Have the ranks exchange the gradients of the last backward. Do nothing inside ``no_sync``."""
+        """Tell the core that a backward begins whose gradients the ranks exchange. Do nothing inside ``no_sync``."""
         self._keeps = bool(self._deferrals)
         if not self._keeps:
             self._gradients.begin_backward()
@@ -247,36 +259,38 @@ class GradHooks:
             self._gradients.end_backward()
 
     def deferring(self) -> AbstractContextManager[Any]:
-        """Return a context that keeps the gradients that arrive inside in ``p.grad``, until the first one arrives
-        outside.
-        """
+        """Return a context in which arriving gradients stay in ``p.grad``. Each stays there until another gradient of
+        its parameter arrives outside the context, or until the boundary."""
         return self._deferrals.block()
 
     # --- gradients that have arrived -----------------------------------------------------------------
 
     @property
     def backwards(self) -> int:
-        """The number of backwards since the last micro-step ended: each parameter has had as many gradients or more."""
+        """The number of backwards since the last micro-step ended. Each parameter that has a gradient has got at least
+        one gradient for each of these backwards."""
         return min(self._arrived.values(), default=0) - self._counted
 
     @property
     def divisor(self) -> float:
-        """The divisor of the summed gradients (:meth:`Gradients.divisor`)."""
+        """The divisor of gradients that are averages over ranks: the accumulation steps, if gradients are averaged over
+        them, else 1. With ``average_over_ranks=False`` it is further divided by the number of ranks, so that gradients
+        become sums over ranks."""
         return self._gradients.divisor(average=bool(self._averaged))
 
     @property
     def has_deferred(self) -> bool:
-        """True if gradients wait in ``p.grad`` that the core has not been given."""
+        """True if ``p.grad`` of some parameter has a deferred gradient, which the core has not got yet."""
         return bool(self._deferred)
 
     # --- at a step -----------------------------------------------------------------------------------
 
     def check_taken(self, slot: Slot) -> None:
-        """Check that a parameter's gradients are in the core, as far as there are any. Forget those that
-        ``p.grad = None`` has discarded.
+        """Check that the core has all gradients of a parameter. If ``p.grad`` is None, discard the gradients that the
+        core has.
 
         Raises:
-            StateError: ``p.grad`` has one that the core gets later.
+            StateError: ``p.grad`` has a gradient that the core gets later.
         """
         with no_read():
             gradient = slot.param.grad
@@ -290,16 +304,17 @@ class GradHooks:
             )
 
     def take_present(self, left_out: frozenset[int], *, boundary: bool) -> None:
-        """Take the gradients in ``p.grad``. There None, or another tensor, replaces gradients that have arrived.
+        """Take the gradients in ``p.grad``. None, or another tensor than the stand-in, in ``p.grad`` replaces the
+        parameter's gradients that have arrived.
 
-        The parameters are unchanged (:meth:`Registration.check_unchanged`).
+        The caller has checked that the parameters are unchanged (:meth:`Registration.check_unchanged`).
 
         Args:
-            left_out: parameters that are in no group. Their gradients are not taken.
+            left_out: the indices of parameters that are in no group. Their gradients are not taken.
             boundary: True takes deferred gradients, too.
 
         Raises:
-            GradientError: one does not fit its parameter; none was taken.
+            GradientError: a gradient does not fit its parameter; none was taken.
         """
         table = self._param_table
         asked = dict(enumerate(table.gradients()))
@@ -328,16 +343,16 @@ class GradHooks:
                 self._take({i: flat_like(gradient, local_of(table.params[i]))})
 
     def end_micro_step(self, arguments: StepArguments | None, *, may_be_empty: bool) -> StepReport | None:
-        """End an engine's micro-step in the core. Return its report; None if an update follows.
+        """End an engine's micro-step in the core. Return the core's report; None if an update follows.
 
         Args:
-            arguments: those of the update that follows; None: none does.
+            arguments: the arguments of the update that follows; None: no update follows.
             may_be_empty: True if gradients of earlier micro-steps are enough.
 
         Raises:
             StateError: no gradient arrived since the last call.
             GradientError: averaged and summed gradients are mixed.
-            CollectiveError: an exchange between ranks failed before.
+            CollectiveError: an earlier exchange between ranks has failed.
         """
         elsewhere = self._gradients.had_backward or (may_be_empty and self._gradients.are_waiting)
         if not (self.fresh or self._discarded or elsewhere):
@@ -368,7 +383,7 @@ class GradHooks:
             record.clear()
 
     def discard(self) -> None:
-        """Forget all gradients, those on the host included."""
+        """Discard all gradients, also the gradients on the host."""
         if self._gradients.discard_all():
             self._registration.flush()
         came = self.fresh or self._discarded
@@ -376,7 +391,7 @@ class GradHooks:
         self._discarded = came
 
     def _drop(self, indices: Iterable[int]) -> None:
-        """Forget the gradients of these parameters that have arrived."""
+        """Discard the gradients that have arrived for the parameters with these indices."""
         self._gradients.drop([*indices])
         if self._arrived or self._deferred:
             for i in indices:

@@ -1,4 +1,4 @@
-"""Gradients that have left for the host, in torch's terms: read and overwritten between ``backward`` and ``step``."""
+"""Reads and overwrites gradients on the host as torch tensors, between ``backward`` and ``step``."""
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from .state_io import TorchStates
 class TorchGradients:
     """Reads and overwrites the gradients of an optimizer's parameters.
 
-    It lives as long as the core, which holds the gradients themselves.
+    This object lives as long as the core, which holds the gradients themselves.
     """
 
     def __init__(self, core: Engine, registration: Registration, grad_hooks: GradHooks, states: TorchStates) -> None:
@@ -30,7 +30,16 @@ class TorchGradients:
         self._states = states
 
     def whole(self, param: torch.Tensor) -> torch.Tensor | None:
-        """As ``OffloadedAdamW.whole_gradient``."""
+        """Return a copy of the whole gradient of a parameter that the next update would use. Collective.
+
+        Returns:
+            fp32 on the host, in the shape and memory order of the parameter (of a cut DTensor, in the whole shape).
+            None: no rank has a gradient of the parameter, or the parameter has no states.
+
+        Raises:
+            StateError: ``update_in_backward`` has used the gradient; it is still in ``p.grad``; or a backward is
+                running.
+        """
         slot = self._slot(param)
         if slot is None:
             return None
@@ -40,7 +49,15 @@ class TorchGradients:
         return None if run is None else shaped_like(as_torch(run), slot.values)
 
     def own(self, param: torch.Tensor) -> torch.Tensor | None:
-        """As ``OffloadedAdamW.own_gradient``."""
+        """Return a copy of this rank's elements of the gradient that the next update would use.
+
+        Returns:
+            One-dimensional, fp32, on the host. None: no rank has a gradient of the parameter, or the parameter has no
+            states.
+
+        Raises:
+            StateError: as :meth:`whole`.
+        """
         slot = self._slot(param)
         runs = None if slot is None else self._access.own(slot.index, divisor=self._grad_hooks.divisor)
         if runs is None:
@@ -48,7 +65,17 @@ class TorchGradients:
         return as_torch(np.concatenate([np.empty(0, np.float32), *(values for _, values in runs)]))
 
     def load(self, param: torch.Tensor, values: torch.Tensor, *, own: bool) -> None:
-        """As ``OffloadedAdamW.load_gradient``."""
+        """Overwrite the gradient of a parameter that the next update uses. All ranks must call this.
+
+        Args:
+            values: the whole gradient, in the parameter's shape and equal on all ranks; or this rank's elements of it,
+                as :meth:`own` returns them.
+            own: True: ``values`` are this rank's elements.
+
+        Raises:
+            StateError: as :meth:`whole`; or no rank has a gradient of the parameter.
+            GradientError, ParameterError: the values do not fit the parameter, or the parameter has no states.
+        """
         slot = self._slot(param)
         if slot is None:
             raise ParameterError(
@@ -75,7 +102,11 @@ class TorchGradients:
         return slot
 
     def _joined(self, slot: Slot, run: np.ndarray | None) -> torch.Tensor | None:
-        """The gradient of a placed parameter, put together of all processes' parts."""
+        """Return the whole gradient of a DTensor, merged from all processes' elements; None: no process has a gradient.
+
+        Args:
+            run: this process's elements, one-dimensional; None: this process has no gradient.
+        """
         collectives = self._core.collectives
         what = f"parameter {slot.name!r}: has a gradient"
         flags = [int(run is not None)]

@@ -30,10 +30,10 @@ class OptimizerSettings(SettingsButLr, total=False):
 
 
 def number(name: str, value: Any) -> Any:
-    """The Python number in a tensor of one element; any other value as it is.
+    """Return the Python number in a tensor of one element. Return any other value unchanged.
 
     Raises:
-        ConfigError: a tensor of more or fewer elements.
+        ConfigError: the tensor has more or fewer elements.
     """
     if not isinstance(value, torch.Tensor):
         return value
@@ -43,15 +43,15 @@ def number(name: str, value: Any) -> Any:
 
 
 def numbers(name: str, value: Any) -> Any:
-    """Apply :func:`number` to each element of a pair; any other value stays as it is."""
+    """Apply :func:`number` to each element of a tuple or list. Return any other value unchanged."""
     return tuple(number(f"{name}[{i}]", x) for i, x in enumerate(value)) if isinstance(value, tuple | list) else value
 
 
 def without_torchs_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords without those options of torch's own optimizers that have no effect here.
+    """Return the keywords without the options of torch's own optimizers, which have no effect here.
 
     Raises:
-        ConfigError: one of them asks for something that this optimizer does not do.
+        ConfigError: an option asks for something that this optimizer does not do.
     """
     _refuse("", options)
     return {name: value for name, value in options.items() if name not in OPTIONS}
@@ -59,17 +59,18 @@ def without_torchs_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 def defaults_of(config: OffloadConfig) -> dict[str, Any]:
     """Return the default values of a parameter group: hyperparameters, and the options that torch's own optimizer needs
-    to continue from this one's state."""
+    to continue from this optimizer's state."""
     values = config.values(0)
     words = WORDS[config.optimizer]
     return {**{name: values[name] for name in NAMES[config.optimizer]}, **words.options, **words.kind(config)}
 
 
 def with_own_defaults(where: str, group: Mapping[str, Any], optimizer: str) -> dict[str, Any]:
-    """A parameter group with the defaults of its own optimizer, if that is another one than ``optimizer``.
+    """Return a parameter group. If it names another optimizer than ``optimizer``, it gets the defaults of that
+    optimizer.
 
     Raises:
-        ConfigError: there is no such optimizer, or a hyperparameter has a wrong name.
+        ConfigError: the optimizer that the group names does not exist, or a hyperparameter has a wrong name.
     """
     name = _checked_name(where, group.get("optimizer", optimizer))
     check_group_keys(where, group, NAMES[name])
@@ -96,10 +97,11 @@ def _checked_name(where: str, optimizer: Any) -> str:
 
 
 def all_or_given(model: nn.Module, params: Iterable[Any] | None) -> list[Any] | None:
-    """Parameters or groups as a list; None if they are all of a model's that require a gradient, in no groups.
+    """Return parameters or groups as a list. Return None if ``params`` is None, or has no groups and includes all
+    parameters of the model that require a gradient.
 
     Raises:
-        ParameterError: there are none, or one is not the model's.
+        ParameterError: ``params`` is empty, or a parameter is not the model's.
     """
     if params is not None and not isinstance(params, Iterable):
         raise ParameterError(f"params: got {kind_of(params)}, expected parameters or groups")
@@ -115,11 +117,11 @@ def all_or_given(model: nn.Module, params: Iterable[Any] | None) -> list[Any] | 
 
 
 def in_model(model: nn.Module, params: Iterable[Any]) -> tuple[list[Any], bool]:
-    """Parameters or groups, as torch's optimizers take them, with the names that they have in the model; True if some
-    came with names.
+    """Return parameters or groups with the names that the parameters have in the model, as torch's optimizers take
+    them. Also return True if some were given with names.
 
     Raises:
-        ParameterError: one is not the model's.
+        ParameterError: a parameter is not the model's.
     """
     if not isinstance(params, Iterable):
         raise ParameterError(f"params: got {kind_of(params)}, expected parameters or groups")
@@ -129,7 +131,7 @@ def in_model(model: nn.Module, params: Iterable[Any]) -> tuple[list[Any], bool]:
 
 
 def _listed(entry: Any) -> Any:
-    """An entry that can be read twice."""
+    """Return a parameter, or a group whose parameters can be iterated more than once."""
     if not isinstance(entry, dict):
         return entry
     params = entry["params"]
@@ -143,7 +145,7 @@ def _has_names(entry: Any) -> bool:
 
 
 def without_names(params: Iterable[Any]) -> tuple[list[Any], dict[torch.Tensor, str]]:
-    """Parameters or groups as torch's optimizers take them without names, and the names."""
+    """Return parameters or groups without names, as torch's optimizers take them, and the names by parameter."""
     bare: list[Any] = []
     names: dict[torch.Tensor, str] = {}
     for entry in params:
@@ -159,7 +161,7 @@ def without_names(params: Iterable[Any]) -> tuple[list[Any], dict[torch.Tensor, 
 
 
 def names_in(model: nn.Module) -> dict[torch.Tensor, str]:
-    """The names of a model's parameters."""
+    """Return the name of each parameter of a model."""
     return {param: name for name, param in model.named_parameters()}
 
 
@@ -178,7 +180,7 @@ def _named(names: Mapping[torch.Tensor, str], entry: Any) -> Any:
 
 
 def hyper_of(g: int, group: Mapping[str, Any], optimizer: str) -> Hyper:
-    """The hyperparameters of group ``g``, checked.
+    """Check and return the hyperparameters of group ``g``.
 
     Args:
         optimizer: the optimizer of a group that names none.
@@ -206,12 +208,13 @@ def hypers_of(
     updates: int,
     note: Callable[[dict[str, Any]], object] = lambda values: None,
 ) -> list[Hyper]:
-    """The hyperparameters of each group, checked, for the update that follows ``updates`` others. Those that are
-    functions of the number of updates are written to the groups first.
+    """Check and return the hyperparameters of each group for the next update. Hyperparameters that are functions of the
+    number of updates are first evaluated and written to the groups.
 
     Args:
-        note: called before, with these values by name. Not for a schedule that knows groups: that is DeepSpeed's, whose
-            schedulers write to groups, too.
+        updates: the number of updates made so far.
+        note: called with the functions' values, by name, before they are written. Not called for a
+            :class:`GroupSchedule`, which is DeepSpeed's: DeepSpeed's schedulers write to groups, too.
 
     Raises:
         ConfigError: as :func:`hyper_of`.
@@ -229,7 +232,8 @@ def hypers_of(
 
 
 def scheduled(config: OffloadConfig, updates: int) -> dict[str, Any]:
-    """The values of those hyperparameters that are functions, for the update that follows ``updates`` others."""
+    """Return the values of the hyperparameters that are functions, by name, for the update after ``updates``
+    updates."""
     names = [name for name in ("lr", "betas") if callable(getattr(config, name))]
     if not names:
         return {}
@@ -238,11 +242,11 @@ def scheduled(config: OffloadConfig, updates: int) -> dict[str, Any]:
 
 
 def under_schedules(config: OffloadConfig, group: dict[str, Any]) -> dict[str, Any]:
-    """A group that is to be added, without values that a schedule sets. A schedule that knows groups has the group's
-    own rate as ``initial_lr``.
+    """Return a new group without the values that a schedule sets. Under a :class:`GroupSchedule`, the new group's
+    ``lr`` becomes its ``initial_lr``.
 
     Raises:
-        ConfigError: the group has a value of its own, and a schedule sets that of all groups.
+        ConfigError: the group has a value that a function sets for all groups.
     """
     names = [name for name in ("lr", "betas") if callable(getattr(config, name))]
     if isinstance(config.lr, GroupSchedule):
@@ -258,7 +262,7 @@ def under_schedules(config: OffloadConfig, group: dict[str, Any]) -> dict[str, A
 
 
 def groups_of_params(groups: Sequence[Mapping[str, Any]]) -> dict[torch.Tensor, int]:
-    """The number of each parameter's group."""
+    """Return the index of each parameter's group."""
     return {param: g for g, group in enumerate(groups) for param in group["params"]}
 
 
@@ -303,15 +307,16 @@ def _refuse(where: str, options: Mapping[str, Any]) -> None:
 
 
 def paired(theirs: Mapping[str, int], mine: Mapping[str, int], n_groups: int) -> list[int]:
-    """The number in a checkpoint of each of this optimizer's groups: the one with the same parameters.
+    """Return, for each of this optimizer's groups, the index of the checkpoint's group with the same parameters.
 
-    Groups without a parameter in the checkpoint keep their order.
+    Groups without a parameter in the checkpoint get the checkpoint's other groups, in order.
 
     Args:
-        theirs, mine: the number of each parameter's group, by the parameter's name in the checkpoint.
+        theirs: maps a parameter's name in the checkpoint to the index of its group there.
+        mine: maps a parameter's name in the checkpoint to the index of its group in this optimizer.
 
     Raises:
-        ConfigError: parameters that are in one group there are in two here, or the other way round.
+        ConfigError: two parameters are in one group in the checkpoint and in two groups here, or the other way round.
     """
     shared = sorted(mine.keys() & theirs.keys())
     there = {mine[name]: theirs[name] for name in shared}
@@ -329,11 +334,12 @@ def paired(theirs: Mapping[str, int], mine: Mapping[str, int], n_groups: int) ->
 
 
 def checked_values(g: int, group: Mapping[str, Any], saved: Any, optimizer: str) -> dict[str, Any]:
-    """The values of a saved group, as group ``g`` can take them.
+    """Check the values of a saved group, and return them. If group ``g`` has a tensor for a value, the value is
+    returned as a float.
 
     Raises:
         ConfigError: a value is out of range, or asks for something that this optimizer does not do.
-        TypeError, ValueError: it is no group of values.
+        TypeError, ValueError: ``saved`` is no group of values.
     """
     if not isinstance(saved, dict) or not saved.keys().isdisjoint(("params", "param_names")):
         raise TypeError(f"parameter group {g}: got {shown(saved)}, expected values by name")
@@ -347,14 +353,15 @@ def checked_values(g: int, group: Mapping[str, Any], saved: Any, optimizer: str)
 def differing(
     group: Mapping[str, Any], saved: Mapping[str, Any], config: OffloadConfig, firsts: Sequence[Any]
 ) -> list[tuple[str, Any, Any]]:
-    """Return the hyperparameters of a saved group that differ from the group's: each name with the two values.
+    """Return the hyperparameters whose values differ between a saved group and ``group``, as ``(name, saved value,
+    group's value)``.
 
-    Of a rate that a scheduler of torch's changes, the values that it began with are compared. A rate that is no longer
-    the one that its optimizer began with, because a loop or ``ReduceLROnPlateau`` has set it, is not compared, nor are
-    values that a function gives, or a scheduler of momenta.
+    If one of torch's schedulers changes a rate, the rates before the scheduler (``initial_lr``) are compared. A rate is
+    not compared if a loop or ``ReduceLROnPlateau`` has set it to another value than its optimizer began with. Values
+    that a function or a scheduler of momenta gives are not compared either.
 
     Args:
-        firsts: the rates that this optimizer and the saved one began with.
+        firsts: the rate that this optimizer began with, and the rate that the saved optimizer began with.
     """
     names = {*NAMES.get(group.get("optimizer", config.optimizer), ())} - {*scheduled(config, 0)}
     if {"base_momentum", "max_momentum"} & saved.keys():
@@ -372,7 +379,7 @@ def differing(
 
 
 def _are_close(one: Any, other: Any) -> bool:
-    """True if two values are equal, or as far apart as a tensor of float32 and the number that it was made of."""
+    """True if two values are equal, or differ by no more than a float and its rounding to float32."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-6)
     return bool(one == other)
@@ -382,7 +389,7 @@ def check_unwritten(written: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]
     """Raise :class:`ConfigError` if other code has set a value that a function gives.
 
     Args:
-        written: groups, each with the values that may be in it, by name.
+        written: groups, each with the allowed values of each hyperparameter, by name.
     """
     for g, (group, values) in enumerate(written):
         for name, value in values.items():
@@ -395,7 +402,8 @@ def check_unwritten(written: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]
 
 
 def set_values(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, Any]]) -> None:
-    """Give each group its values. A number that is a tensor stays that tensor: schedulers may hold it."""
+    """Write each group's values to the group. A tensor in the group is filled in place, because schedulers may hold
+    it."""
     for group, saved in zip(groups, values, strict=False):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor):
@@ -405,6 +413,6 @@ def set_values(groups: Sequence[dict[str, Any]], values: Sequence[Mapping[str, A
 
 
 def loaded(group: Mapping[str, Any], defaults: Mapping[str, Any], config: OffloadConfig) -> dict[str, Any]:
-    """A group of a state dict, with defaults for options that an older one lacks. Its kind stays this optimizer's own,
-    as in torch, whichever class saved the states."""
+    """Return a group of a state dict, with ``defaults`` for options that older state dicts lack. The entries of
+    ``TorchWords.kind`` stay this optimizer's own, as in torch, whichever class saved the states."""
     return {**defaults, **group, **WORDS[config.optimizer].kind(config)}

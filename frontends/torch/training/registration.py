@@ -52,10 +52,11 @@ from ..stage3.sharding import Sharding
 
 
 def check_is_free(model: nn.Module, *, but: Any = None) -> None:
-    """Raise an error if a model cannot be wrapped as it is: one that wraps it would take over what is in use.
+    """Raise an error if a model cannot be wrapped, because another optimizer still uses its parameters or they have no
+    values.
 
     Args:
-        but: an optimizer that may have states of its parameters.
+        but: an optimizer that may have states of the model's parameters.
 
     Raises:
         ParameterError: a parameter has no values.
@@ -76,7 +77,7 @@ def check_is_free(model: nn.Module, *, but: Any = None) -> None:
 _NOWHERE = torch.empty(0, device="cpu")
 
 NamedParam = tuple[str, torch.Tensor, int]
-"""A parameter's name, the parameter, and the number of its group."""
+"""A parameter's name, the parameter, and the index of its group."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,35 +88,36 @@ class _New:
     param: torch.Tensor
     group: int
     target: ElementType | None
-    """The element type that it is cast to; None: it keeps its own."""
+    """The element type that the parameter is cast to; None: the parameter keeps its type."""
     placed: Placement
     counted: bool = True
-    """False: another process counts its elements in the norm, and saves them."""
+    """False: another process counts the parameter's elements in the norm, and saves them."""
 
     @property
     def values(self) -> torch.Tensor:
-        """As :attr:`Slot.values`."""
+        """The tensor that holds this process's values: the parameter, or a DTensor's local tensor."""
         return local_of(self.param)
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """An optimizer's groups, as they were when this was made, and the parameters that have states."""
+    """A snapshot of an optimizer's groups, and of the parameters that have states."""
 
     members: list[list[torch.Tensor]]
     """The parameters of each group."""
     groups: list[int]
-    """The group of each parameter that has states."""
+    """The index of each parameter's group, for the parameters with states in the core's order; 0 for parameters in
+    ``left_out``."""
     rules: frozenset[tuple[int, Rule]]
-    """Each group's number with the update rules that its parameters were registered with: one, unless some were
-    moved."""
+    """Pairs of a group's index and the update rule with which parameters of the group were registered. A group has
+    several pairs only if parameters were moved between groups."""
     left_out: frozenset[int]
-    """The numbers of parameters with states that are in no group; ``groups`` has 0 for them."""
+    """The indices of parameters with states that are in no group."""
     without_states: list[torch.Tensor]
     """Parameters in a group that have no states."""
 
     def holds(self, groups: Sequence[Mapping[str, Any]], n_slots: int) -> bool:
-        """True if the groups have the same parameters still, and ``n_slots`` of them have states."""
+        """True if these groups still have the same parameters, and ``n_slots`` parameters have states."""
         return (
             len(self.groups) == n_slots
             and [len(group["params"]) for group in groups] == [len(params) for params in self.members]
@@ -126,14 +128,14 @@ class Grouping:
 class Registration:
     """The parameters that an optimizer has registered, in the core's order.
 
-    It lives as long as the core. Closing or deleting it releases the parameters for another optimizer.
+    This object lives as long as the core. Closing or deleting it releases the parameters for another optimizer.
 
     Args:
         owner: the optimizer, which is not kept alive.
         device: the device of all parameters.
         sharding: the model's parameters in shards.
         casts: the element types that parameters get.
-        members: the ranks of torch's default group that may have parts of placed parameters.
+        members: the ranks of torch's default group that may have elements of DTensor parameters.
         gradients_leave: True if gradients are taken during backward, so that the plan has no room for them.
     """
 
@@ -151,17 +153,18 @@ class Registration:
         self.slots: dict[torch.Tensor, Slot] = {}
         self.param_table = ParamTable(device)
         self._flat: list[torch.Tensor | OnDisk] = []
-        """The memory of all parameters when it was last asked for."""
+        """The memory of each parameter when :meth:`current_tensors` last asked for it."""
         self._replaced: set[int] = set()
-        """The numbers of parameters that have got other memory since then; their old memory is not kept alive."""
+        """The indices of parameters that have got other memory since then; their old memory is not kept alive."""
         self._used: set[DataWrites] = set()
-        """The watches of parameters whose ``data`` was used."""
+        """The ``DataWrites`` of parameters whose ``data`` was used."""
         self._grouping = Grouping([], [], frozenset(), frozenset(), [])
         self._owner = weakref.ref(owner)
         self._core = core
         self._config, self._parameters, self._states = core.config, core.parameters, core.states
         self._wait: Wait = partial(_await, self.slots, core.state_lock, core.parameters)
-        """What readers of parameters call that an update writes. It does not keep this object alive."""
+        """The function that a read of a parameter calls while an update writes the parameter. It does not keep this
+        object alive."""
         self.device = device
         """The device of all parameters."""
         self._sharding = sharding
@@ -175,18 +178,19 @@ class Registration:
         unregister(self.slots)
 
     def named(self, groups: Sequence[Mapping[str, Any]]) -> list[NamedParam]:
-        """The parameters of an optimizer's groups, with the names that it knows."""
+        """Return the parameters of these groups, with names from the groups or from the optimizer."""
         owner = self._owner()
         return named_in(groups, {} if owner is None else owner.names)
 
     # --- taking parameters on ------------------------------------------------------------------------
 
     def check_new(self, named: Iterable[NamedParam]) -> None:
-        """As the function :func:`check_new`, for parameters to be added to those of this optimizer."""
+        """Call the function :func:`check_new` for parameters that this optimizer is to register in addition."""
         check_new(named, self.device, self._owner(), self.slots)
 
     def grouping(self, groups: Sequence[Mapping[str, Any]]) -> Grouping:
-        """These groups and the parameters that have states, made anew where one of the two has changed."""
+        """Return the snapshot of these groups and of the parameters that have states. It is made anew only if one of
+        the two has changed."""
         if not self._grouping.holds(groups, len(self.slots)):
             members = [list(group["params"]) for group in groups]
             group_of = {param: g for g, params in enumerate(members) for param in params}
@@ -205,7 +209,11 @@ class Registration:
         return self._grouping
 
     def unfrozen(self, groups: Sequence[Mapping[str, Any]], *, with_gradient: bool) -> list[NamedParam]:
-        """Parameters of these groups without states that require a gradient (``with_gradient``: have one)."""
+        """Return the parameters of these groups that have no states and require a gradient.
+
+        Args:
+            with_gradient: True: return the ones that have a gradient instead.
+        """
         unknown = self.grouping(groups).without_states
         new = {param for param in unknown if (param.grad is not None if with_gradient else param.requires_grad)}
         if not new:
@@ -215,12 +223,12 @@ class Registration:
     def register(
         self, named: Sequence[NamedParam], rules: Sequence[Rule], model: nn.Module | None = None
     ) -> list[Slot]:
-        """Allocate states for these parameters; cast them as ``casts`` says. Earlier optimizers that have states of
-        them give way.
+        """Allocate states for these parameters, and cast the parameters. Earlier optimizers that have states of these
+        parameters give way.
 
         Args:
             rules: the update rule of each group.
-            model: the plan includes the memory of its other tensors, too.
+            model: the memory plan includes the model's other tensors; None: there is no model.
         """
         for name, param, _ in named:
             check_param(name, param)
@@ -244,7 +252,8 @@ class Registration:
         return [self._hold(new, spec, first + i) for i, (new, spec) in enumerate(zip(news, specs, strict=True))]
 
     def _new(self, named: Sequence[NamedParam]) -> list["_New"]:
-        """These parameters with their placements. All processes agree on which of them counts each one's elements."""
+        """Return these parameters with their placements. All processes agree which process counts each parameter's
+        elements."""
         news = []
         for name, param, group in named:
             check_within(name, param, self._members)
@@ -266,7 +275,7 @@ class Registration:
         return replace(spec, rule=rule, matrix=_matrix(rule, new.name, new.param, new.placed), counted=new.counted)
 
     def _hold(self, new: "_New", spec: ParamSpec, index: int) -> Slot:
-        """Hold a parameter that the core has added."""
+        """Make the slot of a parameter that the core has added, and cast the parameter."""
         local: LocalElements
         if (record := self._sharding.record_of(new.param)) is not None:
             local = ElementsInShards(record)
@@ -286,7 +295,11 @@ class Registration:
         return slot
 
     def _take_over(self, named: Sequence[NamedParam]) -> None:
-        """Have earlier optimizers give way that have states of these parameters."""
+        """Have the earlier optimizers that have states of these parameters give way.
+
+        Raises:
+            StateError: earlier optimizers have states of these parameters on only some ranks; or one does not give way.
+        """
         earlier = earlier_owners(named, self._owner(), self.slots)
         device = self._core.device
         if device.collectives.world_size > 1:
@@ -304,11 +317,16 @@ class Registration:
     # --- what the core reads and writes ----------------------------------------------------------
 
     def tensors(self) -> list[torch.Tensor | OnDisk]:
-        """The memory of all parameters, or this rank's shards of them."""
+        """Return the memory of all parameters, or this rank's shards of them."""
         return [slot.local.memory() for slot in self.slots.values()]
 
     def current_tensors(self, slots: Collection[Slot] | None = None) -> list[torch.Tensor | OnDisk]:
-        """Return the memory of all parameters, or of these, after master weights have followed changes from outside."""
+        """Return the memory of parameters. First have the master weights take over the values that other code wrote to
+        these parameters.
+
+        Args:
+            slots: the slots of these parameters; None: all parameters.
+        """
         written = self._written_from_outside()
         if self._parameters.released:  # parameters without values are as they were; others may have been kept
             written = [slot for slot in written if not is_pending(slot.param)]
@@ -327,7 +345,8 @@ class Registration:
         return [*self._flat] if slots is None else [self._flat[slot.index] for slot in slots]
 
     def _written_from_outside(self) -> list[Slot]:
-        """Whole parameters that somebody else wrote to since :meth:`mark_known`, as far as can be told."""
+        """Return the slots of parameters that other code has written to since :meth:`mark_known`, as far as can be
+        told. Parameters in shards are not among them."""
         changed = {*self.param_table.changed()}
         used = {writes for writes in [*self._used] if writes.seen()}
         if not changed and not used:
@@ -340,16 +359,19 @@ class Registration:
         self.param_table.mark_known(slot.index)
 
     def doubt(self, slot: Slot) -> None:
-        """Record that the parameter may differ from its master weights: their next use compares them first."""
+        """Record that the parameter may differ from its master weights. The next use of the parameter compares them
+        first."""
         self.param_table.doubt(slot.index)
 
     def have_other_states(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """True if groups have values by now with which their rules would have other states: SGD with a momentum."""
+        """True if the rule of a group would now have other states than the rule with which its parameters were
+        registered, because the group's values have changed: SGD that has got a momentum."""
         rules, of = self.grouping(groups).rules, self._config.rule
         return any(type(new := of(groups[g])) is type(rule) and new != rule for g, rule in rules)
 
     def grown(self) -> bool:
-        """True if parameters are larger than when their states were made, and all are the same otherwise."""
+        """True if some parameters are larger than when their states were made, and all other properties are
+        unchanged."""
         if self.param_table.unchanged():
             return False
         grown = False
@@ -366,7 +388,8 @@ class Registration:
         return grown
 
     def check_unchanged(self) -> None:
-        """Raise :class:`ParameterError` if a parameter has another size, type, device or order than its states."""
+        """Raise :class:`ParameterError` if a parameter's size, type, device, memory order or placement has changed
+        since its states were made."""
         if self.param_table.unchanged():
             return
         for slot in self.slots.values():
@@ -391,7 +414,8 @@ class Registration:
     # --- after the core has written --------------------------------------------------------------
 
     def flush(self) -> None:  # waits
-        """As ``OffloadedAdamW.flush``."""
+        """Write the result of the last step to all parameters, also under ``schedule="delayed"``, and wait until it is
+        written. Do nothing while parameters are released."""
         if self._parameters.released:  # :meth:`DeviceMemory.release` has flushed
             return
         if self._config.schedule == "delayed":
@@ -401,10 +425,10 @@ class Registration:
         self._parameters.flush(tensors)
 
     def follow_update(self, *, broken: bool = False) -> None:
-        """Tell autograd of the parameters that a begun step writes, and have their readers wait for them.
+        """Tell autograd which parameters a begun step writes, and have readers of these parameters wait.
 
         Args:
-            broken: an interrupt may have come between a write and its count.
+            broken: True: an interrupt may have come between a write to a parameter and autograd's count of the write.
         """
         written = [*self._parameters.written]
         self.param_table.count_writes(written)
@@ -420,16 +444,20 @@ class Registration:
             have_been_written([self.param_table.params[index] for index in written])
 
     def have_readers_wait(self) -> None:
-        """Have the readers of all whole parameters wait for them."""
+        """Have each read of a whole parameter wait for this parameter's update."""
         for slot in self.slots.values():
             slot.local.have_readers_wait(self._wait)
 
     def await_values(self, param: torch.Tensor) -> None:  # waits
-        """Wait until a whole parameter has been written; others are left alone."""
+        """Wait until a whole parameter has been written. Do nothing for a tensor without states in this optimizer."""
         self._wait(param)
 
     def follow_replaced(self, tensors: Sequence[torch.Tensor | OnDisk]) -> None:
-        """Write replaced master weights to the parameters."""
+        """Write the master weights, which were replaced, to the parameters.
+
+        Args:
+            tensors: the memory of all parameters.
+        """
         self._parameters.flush(tensors)
         self.param_table.count_writes(range(len(self.slots)))
         for slot in self.slots.values():
@@ -441,8 +469,12 @@ class Registration:
         return all(slot.local.readers_can_wait for slot in self.slots.values())
 
     def before_send(self, params: Collection[int]) -> None:
-        """Tell autograd that the core is about to write parameters during backward, and have their readers wait.
-        Readers of those in shards do so anyway (``WholeParameters.acquire``)."""
+        """Tell autograd that the core is about to write parameters during backward, and have readers of these
+        parameters wait. Readers of parameters in shards wait without this (``WholeParameters.acquire``).
+
+        Args:
+            params: the indices of the parameters.
+        """
         slots = list(self.slots.values())
         self.param_table.count_writes(params)
         for slot in (slots[param] for param in params):
@@ -452,10 +484,11 @@ class Registration:
     # --- memory --------------------------------------------------------------------------------------
 
     def memory_report(self, given: Iterable[torch.Tensor], model: nn.Module | None) -> MemoryReport:
-        """As ``OffloadedAdamW.memory_report``.
+        """Return planned and measured bytes.
 
         Args:
             given: the tensors in the optimizer's groups.
+            model: the trained model, whose other tensors (frozen parameters, buffers) are counted, too.
         """
         core, sharding = self._core, self._sharding
         trained = [(core.params[slot.index], slot.param) for slot in self.slots.values()]
@@ -475,7 +508,7 @@ class Registration:
         frozen: Sequence[tuple[ParamSpec, torch.Tensor]],
         tensors: Iterable[torch.Tensor],
     ) -> list[torch.Tensor]:
-        """The tensors on the device that are neither trained nor partitioned, each once."""
+        """Return the tensors on the device that are neither trained nor partitioned, each once."""
         known = {param for _, param in (*trained, *frozen)}
         return list(dict.fromkeys(t for t in tensors if t not in known and t.device == self.device))
 
@@ -505,7 +538,7 @@ def _drop_memory(memory: list[torch.Tensor | OnDisk], replaced: set[int], index:
 
 
 def named_params(g: int, group: Mapping[str, Any], own: Mapping[torch.Tensor, str]) -> list[NamedParam]:
-    """The parameters of group ``g``, each once.
+    """Return the parameters of group ``g``, each once.
 
     Args:
         own: names that the optimizer has given to parameters of groups without names.
@@ -519,12 +552,16 @@ def named_params(g: int, group: Mapping[str, Any], own: Mapping[torch.Tensor, st
 
 
 def named_in(groups: Sequence[Mapping[str, Any]], own: Mapping[torch.Tensor, str]) -> list[NamedParam]:
-    """The parameters of all groups, as :func:`named_params`."""
+    """Return the parameters of all groups, as :func:`named_params` returns the parameters of one group."""
     return [entry for g, group in enumerate(groups) for entry in named_params(g, group, own)]
 
 
 def matrices_of_frozen(named: Iterable[NamedParam], rules: Sequence[Rule]) -> dict[torch.Tensor, Matrix]:
-    """The matrices that frozen parameters consist of, for the rule of each group."""
+    """Return the matrices of each frozen parameter whose update rule needs whole matrices.
+
+    Args:
+        rules: the update rule of each group.
+    """
     found = {}
     for name, param, g in named:
         if not param.requires_grad and is_offloadable(param):
@@ -550,12 +587,12 @@ def check_new(
     taker: OwningOptimizer | None,
     known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any] = (),
 ) -> list[OwningOptimizer]:
-    """Check that an optimizer can register these parameters. Return those that will give way to it.
+    """Check that an optimizer can register these parameters. Return the earlier optimizers that will give way to it.
 
     Args:
-        device: the device that all of them must be on.
-        taker: the optimizer.
-        known: parameters that it already has.
+        device: the device that all parameters must be on.
+        taker: the optimizer that registers the parameters.
+        known: parameters that ``taker`` already has.
 
     Raises:
         ParameterError: a parameter cannot train, or is on another device.
@@ -576,10 +613,10 @@ def earlier_owners(
     taker: OwningOptimizer | None,
     known: Collection[torch.Tensor] | Mapping[torch.Tensor, Any],
 ) -> list[OwningOptimizer]:
-    """The optimizers that have states of these parameters, and let this one take over.
+    """Return the other optimizers that have states of these parameters. All of them let ``taker`` take over.
 
     Raises:
-        StateError: one does not.
+        StateError: one of them does not let ``taker`` take over.
     """
     others = [(name, param) for name, param, _ in named if slot_of(param) is not None and param not in known]
     if others:

@@ -1,4 +1,5 @@
-"""Each update rule in torch's words: the optimizer that torch has of it, and what its groups and states have there."""
+"""Each update rule in torch's words: torch's own optimizer for the rule, and the entries of that optimizer's groups and
+states."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -15,28 +16,33 @@ REFUSED = {
     "capturable": "the update runs on the host, outside CUDA graphs",
     "differentiable": "the update runs outside autograd",
 }
-"""Options of torch's optimizers that this one does not have, with the reason."""
+"""Options of torch's optimizers that must be False here, with the reason."""
 _EVERY = {"maximize": False, "differentiable": False, "foreach": None, "fused": None}
-"""Options of torch's optimizers that have a fused implementation, with torch's own defaults: torch's SGD and Adagrad
-refuse ``fused=True`` over DTensors. The last two have no effect here."""
+"""Options of those optimizers of torch's that have a fused implementation, with torch's own defaults. ``fused`` is not
+True, because torch's SGD and Adagrad refuse ``fused=True`` over DTensors. ``foreach`` and ``fused`` have no effect
+here."""
 
 
 @dataclass(frozen=True)
 class TorchWords:
-    """A rule in torch's words."""
+    """One update rule in torch's words."""
 
     optimizer: Callable[[OffloadConfig], type[torch.optim.Optimizer]] | None
-    """Return torch's own optimizer of this rule. None: torch has none."""
+    """Returns torch's own optimizer class for this rule. None: torch has none."""
     options: Mapping[str, Any] = field(default_factory=lambda: _EVERY)
-    """The options in its groups that are no hyperparameters here, with the values that match this optimizer."""
+    """The options in the groups of torch's optimizer that are no hyperparameters here, with the values that match this
+    optimizer."""
     kind: Callable[[OffloadConfig], Mapping[str, Any]] = lambda _: {}
-    """Return the entries of its groups that say which of torch's classes has made them."""
+    """Returns the group entries by which torch tells which of its classes has made a group."""
     counted_by: str | None = None
-    """The state without which a parameter has had no update, if torch's optimizer (or the one that its users take)
-    keeps no count. At most a parameter's first update differs from the others then. None: torch counts.
+    """For a rule whose optimizer in torch (or in the library that its users take) keeps no ``step``: a state that a
+    parameter has only after its first update. This says enough, because at most a parameter's first update differs from
+    later ones. None: torch's optimizer keeps ``step``.
 
-    Torch's tools load each state that they find in an entry, and add no other. So an entry lists ``step`` only where
-    torch counts; else it may be read and assigned by name, and ``state_dict()`` has it beside the entries."""
+    Torch's tools load each state that they find in an entry, and add no other. So an entry lists ``step`` only if
+    torch's optimizer keeps it. Otherwise ``step`` can be read and assigned by name, and ``state_dict()`` has it beside
+    the entries.
+    """
     hidden: tuple[str, ...] = ()
     """Hyperparameters that torch's optimizer lacks."""
 
@@ -53,20 +59,21 @@ WORDS: dict[str, TorchWords] = {
     "adagrad": TorchWords(lambda _: torch.optim.Adagrad),
     "muon": TorchWords(lambda _: torch.optim.Muon, {}, counted_by="momentum_buffer"),
 }
-"""By the value of ``OffloadConfig.optimizer``."""
+"""Maps a value of ``OffloadConfig.optimizer`` to its rule in torch's words."""
 NAMES = {
     name: tuple(field for field in names_of(rule) if field not in WORDS[name].hidden) for name, rule in RULES.items()
 }
-"""The hyperparameters in torch's groups, by optimizer."""
+"""Maps an optimizer's name to its hyperparameters in torch's groups."""
 OPTIONS = frozenset(option for words in WORDS.values() for option in words.options)
 """The options of all optimizers that are no hyperparameters here."""
 
 
 def counted(entry: Mapping[str, Any], rule: Rule) -> Mapping[str, Any]:
-    """Return a parameter's states with a number of updates: 1 where there have been some that nobody counted. Of SGD
-    without momentum a master weight says so.
+    """Return a parameter's states with ``step``, the number of its updates.
 
-    A state that is an empty dict is left out: that is how torch's tools say that a flattened checkpoint lacks it.
+    If ``step`` is missing, it becomes 1 if the entry has the state that ``TorchWords.counted_by`` names, or, for SGD
+    without momentum, a master weight. Otherwise the parameter had no update, and the result is empty. A state that is
+    an empty dict is left out, because torch's tools write one for a state that a flattened checkpoint lacks.
     """
     entry = {name: value for name, value in entry.items() if not (isinstance(value, dict) and not value)}
     first = WORDS[rule.name].counted_by

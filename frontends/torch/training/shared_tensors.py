@@ -1,8 +1,8 @@
-"""Tensors that models of several engines share: those that can be, and one error for each that cannot.
+"""Checks which tensors the models of several engines can share, with one error for each kind that they cannot.
 
-Engines whose parameters are whole may share frozen parameters and buffers, and one may train what is fixed for another:
-an update is made in place, and all readers wait for it. No engine can use a parameter that is in shards of another one,
-or has been given another element type.
+Engines that keep parameters whole may share frozen parameters and buffers. One engine may train a parameter that
+another engine keeps frozen, because updates write parameters in place and all readers wait for them. No engine can use
+a parameter that another engine has in shards. No engine can cast a tensor that another engine uses.
 """
 
 import gc
@@ -22,11 +22,11 @@ from ..params.slots import OwningOptimizer
 from ..params.tensors import is_offloadable
 
 _OPTIMIZERS: Living[Any] = Living()
-"""The optimizers of this process, of engines and others. They are hashed by identity."""
+"""All optimizers of this process that are alive, used alone or by an engine. They are hashed by identity."""
 
 
 def note_optimizer(optimizer: Any) -> None:
-    """Let later engines know that this optimizer has parameters."""
+    """Record an optimizer, so that later engines check which tensors they share with it."""
     _OPTIMIZERS.add(optimizer)
 
 
@@ -37,11 +37,11 @@ def owners_of_shards(model: nn.Module) -> list[Any]:
 
 
 def end_earlier(owners: Collection[Any]) -> None:
-    """End the engines of these optimizers, so that another one may have their models. Collective: it makes parameters
-    whole.
+    """End the engines of these optimizers, so that another engine may have their models. Collective, because parameters
+    become whole.
 
     Raises:
-        StateError: one is not idle; none has ended.
+        StateError: an engine is not idle. Then no engine has ended.
     """
     for owner in owners:
         if owner.is_open and (reason := owner.occupied()) is not None:
@@ -57,14 +57,14 @@ def end_earlier(owners: Collection[Any]) -> None:
 def check_shared(
     model: nn.Module, config: OffloadConfig, casts: Casts, *, shards_params: bool, give_way: Collection[OwningOptimizer]
 ) -> None:
-    """Check that a new engine can have what its model shares with those of other optimizers.
+    """Check that a new engine can use the tensors that its model shares with other optimizers.
 
     Args:
         shards_params: True if the new engine holds large parameters in shards.
         give_way: the optimizers that will be closed for this engine.
 
     Raises:
-        StateError, ParameterError: it cannot. Nothing has changed.
+        StateError, ParameterError: the engine cannot use one of these tensors. Nothing has changed.
     """
     error = _conflict(model, config, casts, shards_params, give_way)
     if error is not None:

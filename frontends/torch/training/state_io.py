@@ -1,4 +1,4 @@
-"""An optimizer's states in torch's terms: views of host memory, read, assigned and loaded."""
+"""Reads, assigns and loads an optimizer's states as torch tensors over host memory."""
 
 import weakref
 from collections import defaultdict
@@ -29,11 +29,11 @@ from .state_views import ProtectedDict, Views, plain_entries, state_views
 
 
 class States(ProtectedDict, defaultdict):
-    """States by parameter. Reading an entry waits for the last update to end.
+    """``optimizer.state``, which maps a parameter to its states. Reading an entry waits for the last update to end.
 
     Args:
-        finish: waits for it.
-        replace: gives a parameter other states, by name; with no names it resets them.
+        finish: a method that waits for the last update.
+        replace: a method that gives a parameter new states, by name. Without names it resets the parameter's states.
     """
 
     def __init__(self, finish: Callable[[], None], replace: Callable[[torch.Tensor, Mapping[str, Any]], None]) -> None:
@@ -42,11 +42,11 @@ class States(ProtectedDict, defaultdict):
         self._replace = weakref.WeakMethod(replace)
 
     def hold(self, param: torch.Tensor, views: Views) -> None:
-        """Add an entry that stays."""
+        """Add a parameter's entry. Later assignments and deletions change the entry's values, and do not remove it."""
         super().__setitem__(param, views)
 
     def held(self, param: torch.Tensor) -> Views:
-        """The entry that stays, without a wait: for one that changes states."""
+        """Return a parameter's entry without waiting for an update, for code that changes states."""
         return cast(Views, super().__getitem__(param))
 
     def _wait(self) -> None:  # waits
@@ -55,7 +55,8 @@ class States(ProtectedDict, defaultdict):
             finish()
 
     def _replaces(self, param: Any, entry: Mapping[str, Any]) -> bool:
-        """Return True if the entry stays, with the values of ``entry`` from now on."""
+        """Replace the values of the parameter's entry by the values of ``entry``, and return True. Return False if the
+        parameter has no :class:`Views`, which :meth:`hold` adds."""
         replace = self._replace()
         if replace is None or not isinstance(super().get(param), Views):
             return False
@@ -98,7 +99,7 @@ class States(ProtectedDict, defaultdict):
 class TorchStates:
     """Reads, assigns and loads the states of an optimizer's parameters, as torch does.
 
-    It lives as long as the core, which holds the states themselves.
+    This object lives as long as the core, which holds the states themselves.
     """
 
     def __init__(self, core: Engine, registration: Registration) -> None:
@@ -119,19 +120,22 @@ class TorchStates:
         self.views.hold(slot.param, state_views(self._core, slot.index, slot.values, slot.placed))
 
     def count_written(self) -> None:
-        """Before the first update: count one for each parameter whose momentum other code has written in place."""
+        """Before the first update, set ``step`` to 1 for each parameter whose momentum other code has written in
+        place."""
         for slot in self._registration.slots.values():
             self.views.held(slot.param).count_written()
 
     def assign(self, states: Mapping[Any, Any]) -> None:
-        """As ``optimizer.state = states``."""
+        """Set ``optimizer.state = states``: replace the states of the parameters in ``states``, and reset all
+        others."""
         if states is not self.views:
             for key in self.views.keys() - states.keys():
                 del self.views[key]
             self.views.update(states)
 
     def replace(self, param: torch.Tensor, entry: Mapping[str, Any]) -> None:
-        """Give a parameter these states. With an empty ``entry`` it begins anew, but keeps its master weight."""
+        """Give a parameter the states in ``entry``, which may lack the master weight. If ``entry`` is empty, reset all
+        other states."""
         slot, held = self._registration.slots[param], self.views[param]
         rule = self._states.rule(slot.index)
         if entry := counted(entry, rule):
@@ -144,13 +148,13 @@ class TorchStates:
     def checked(
         self, entries: Mapping[torch.Tensor, Mapping[str, Any]], rules: Mapping[torch.Tensor, Rule]
     ) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """This rank's part of the given states, by parameter.
+        """Check the given states, and return this rank's elements of them, by parameter.
 
         Args:
-            rules: the update rules of parameters.
+            rules: the update rule of each parameter.
 
         Raises:
-            StateError: they do not fit their parameters.
+            StateError: states do not fit their parameter.
         """
         own = {}
         for param, given in entries.items():
@@ -173,10 +177,10 @@ class TorchStates:
         before: Callable[[], object] = lambda: None,
         after: Callable[[], object] = lambda: None,
     ) -> None:
-        """Take these states, by parameter; a parameter without an entry starts again.
+        """Replace all states by these entries. A parameter without an entry starts anew.
 
         Args:
-            before, after: called before and after; an interrupt does not separate them from the replacement.
+            before, after: called before and after the replacement. An interrupt cannot come between the three.
         """
 
         def load() -> None:
@@ -209,7 +213,15 @@ class TorchStates:
     def whole(
         self, param: torch.Tensor, names: Collection[str] | None = None, dtype: torch.dtype = torch.float32
     ) -> dict[str, torch.Tensor]:
-        """As ``OffloadedAdamW.whole_states``, rounded to this element type."""
+        """Return a copy of a parameter's whole states, by name, gathered from all ranks. All ranks must call this.
+
+        Args:
+            names: the states to return; None: all.
+            dtype: the element type to which the copies are rounded.
+
+        Returns:
+            Host tensors in the shape and memory order of the parameter (of a cut DTensor, in the whole shape).
+        """
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
         found = self._states.whole_states(slot.index, names, tensor=tensor, dtype=ELEMENT_TYPES[dtype])
@@ -219,7 +231,12 @@ class TorchStates:
         return {name: self.joined(slot, name, state) for name, state in states.items()}
 
     def joined(self, slot: Slot, name: str, state: torch.Tensor) -> torch.Tensor:
-        """A state of a placed parameter, put together of all processes' parts."""
+        """Return a whole state, or gradient, of a DTensor, merged from all processes' elements.
+
+        Args:
+            name: what is merged, for errors.
+            state: this process's elements, in the shape of the local tensor.
+        """
         part = slot.placed.part
         assert part is not None  # the parameter is cut
         own = memory(state.contiguous().view(-1)).reshape(tuple(state.shape))
@@ -229,7 +246,11 @@ class TorchStates:
         return as_torch(whole.reshape(-1)).view(part.shape)
 
     def own(self, param: torch.Tensor, names: Collection[str] | None = None) -> dict[str, torch.Tensor]:
-        """As ``OffloadedAdamW.own_states``."""
+        """Return a copy of this rank's elements of a parameter's states, by name: one-dimensional, fp32, on the host.
+
+        Args:
+            names: the states to return; None: all.
+        """
         slot = self._registration.slots[param]
         [tensor] = self._registration.current_tensors([slot])
         runs = self._states.runs(slot.index, tensor)
@@ -243,11 +264,11 @@ class TorchStates:
         return {name: as_torch(own) for name, own in found.items()}
 
     def spread(self, slot: Slot, values: torch.Tensor) -> np.ndarray:
-        """Return a whole fp32 array, in the core's order, that has these values where this process's part of the
-        parameter is, and zeros elsewhere.
+        """Return an fp32 array of all the parameter's elements, in the core's order. This rank's elements have these
+        values, and all others are zero.
 
         Raises:
-            StateError: they are not as many elements as the part has.
+            StateError: there are more or fewer values than this rank has elements of the parameter.
         """
         extents = self._states.extents(slot.index)
         own = values.detach().to("cpu", torch.float32).reshape(-1).numpy()
@@ -263,7 +284,17 @@ class TorchStates:
         return whole
 
     def load_state(self, param: torch.Tensor, name: str, values: torch.Tensor, *, own: bool) -> None:
-        """As ``OffloadedAdamW.load_state``."""
+        """Overwrite one state of a parameter, rounded to nearest if the state is kept in a narrower format. All ranks
+        must call this. ``"master"`` also changes the parameter, as :meth:`load_master` does.
+
+        Args:
+            values: the whole state, in the parameter's shape and equal on all ranks; or this rank's elements, as
+                :meth:`own` returns them.
+            own: True: ``values`` are this rank's elements.
+
+        Raises:
+            StateError: there is no such state, or the values do not fit it; nothing has changed.
+        """
         slot = self._registration.slots[param]
         names = self._states.rule(slot.index).state_names
         if name not in names:
@@ -285,7 +316,11 @@ class TorchStates:
         views[name] = own_part(self._core, slot, views.of_whole, {name: values})[name]
 
     def _merged(self, slot: Slot, name: str, run: np.ndarray) -> np.ndarray:
-        """The whole array of which each rank has its own part, and zeros elsewhere."""
+        """Return an array merged from all ranks' elements.
+
+        Args:
+            run: this rank's elements at their places in the whole array, and zeros elsewhere.
+        """
         device, n = self._core.device, run.size
         if device.world_size == 1:
             return run
@@ -294,8 +329,8 @@ class TorchStates:
         return merged(self._core.collectives, (n,), run.dtype, parts, what)
 
     def masters(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Return a copy of all master weights that do not share memory with their parameters, in fp32, in the shapes
-        that they had when they were made."""
+        """Return a copy of all master weights that do not share memory with their parameters. The copies are in fp32,
+        in the shapes that the parameters had when their states were made."""
         found = {}
         for param, slot in self._registration.slots.items():
             if param.dtype is not torch.float32 and not self._states.own_masters(slot.index, flat(slot.values)):
@@ -304,7 +339,8 @@ class TorchStates:
         return found
 
     def keep_masters(self, masters: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Give parameters that have grown their former master weights, except for elements that have changed."""
+        """Give back to parameters, which may have grown, the master weights of their former elements, except for
+        elements whose value in the parameter has changed since."""
         for param, before in masters.items():
             values = param.detach().to("cpu", torch.float32, copy=True)
             part = values[tuple(slice(0, n) for n in before.shape)]
@@ -312,7 +348,12 @@ class TorchStates:
             self.load_master(param, values)
 
     def load_master(self, param: torch.Tensor, values: torch.Tensor) -> None:
-        """As ``OffloadedAdamW.load_master``."""
+        """Set a parameter's master weights to ``values``, and the parameter to the rounded values. All ranks must call
+        this.
+
+        Args:
+            values: in the parameter's shape, and equal on all ranks.
+        """
         self._parameters.check_present()
         slot = self._registration.slots[param]
         own = slot.placed.own(values)
@@ -324,10 +365,13 @@ class TorchStates:
 
 
 def own_part(core: Engine, slot: Slot, held: Held | None, entry: Mapping[str, Any]) -> Mapping[str, Any]:
-    """This rank's part of whole states; parts are returned as they are.
+    """Return this rank's elements of the states in ``entry``. Values that are not whole are returned unchanged.
+
+    Args:
+        held: which elements this rank's states have; None: all, or the local elements of a DTensor.
 
     Raises:
-        StateError: a part is another rank's.
+        StateError: a value is a :class:`PartOfWhole` with other elements.
     """
     index, param = slot.index, slot.param
     entry = {name: _elements(slot.name, held, value) for name, value in entry.items()}
@@ -346,7 +390,8 @@ def own_part(core: Engine, slot: Slot, held: Held | None, entry: Mapping[str, An
 
 
 def _elements(name: str, held: Held | None, value: Any) -> Any:
-    """The elements of a part that says of which tensor; other values are returned as they are."""
+    """Return the elements of a :class:`PartOfWhole`. Raise :class:`StateError` unless they are the elements ``held``.
+    Return any other value unchanged."""
     if not isinstance(value, PartOfWhole):
         return value
     if held is None or value.held != held:
@@ -360,7 +405,12 @@ def _elements(name: str, held: Held | None, value: Any) -> Any:
 
 
 def check_entry(name: str, expected: torch.Size, entry: Mapping[str, Any], states: Sequence[str]) -> None:
-    """Raise :class:`StateError` unless an entry has these states and a step count; it may lack the master weight."""
+    """Raise :class:`StateError` unless an entry has all states and a step count. The master weight may be missing.
+
+    Args:
+        expected: the shape that each state must have.
+        states: the names of the states, the master weight first.
+    """
     others = [key for key in STATE_NAMES if key not in states and isinstance(entry.get(key), torch.Tensor)]
     if others:
         raise StateError(

@@ -1,4 +1,4 @@
-"""A parameter's optimizer states as torch tensors over host memory: what ``optimizer.state[p]`` holds."""
+"""A parameter's optimizer states as torch tensors over host memory: the entry ``optimizer.state[p]``."""
 
 import copy
 import weakref
@@ -20,11 +20,11 @@ from .dcp_tensors import Held, PartOfWhole, pickled
 from .rule_words import WORDS
 
 STEP = "step"
-"""The name of a parameter's number of updates."""
+"""The name of the entry with a parameter's number of updates."""
 
 
 class ProtectedDict(dict):
-    """A dict of which some entries stay: every write goes through ``__setitem__`` and ``__delitem__``."""
+    """A dict in which some entries cannot be removed: every write goes through ``__setitem__`` and ``__delitem__``."""
 
     popitem: Any = None  # an entry that stays would be popped forever
     update = MutableMapping.update
@@ -69,14 +69,16 @@ class HostState(torch.Tensor):
 
 
 class StatePart(HostState):
-    """A rank's part of a state; copies are plain tensors."""
+    """A rank's elements of a state, one-dimensional. Copies are plain tensors."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Raise :class:`StateError`: other libraries pickle only rank 0's states, and no rank can go on from them."""
+        """Raise :class:`StateError`: other libraries pickle only rank 0's states, and no rank could continue from
+        them."""
         raise pickled()
 
     def __create_write_items__(self, name: str, value: object) -> list[Any]:
-        """Raise :class:`StateError`: a part that does not say of which tensor would be saved as a whole one."""
+        """Raise :class:`StateError`: DCP would save this part as a whole tensor, because the part does not say which
+        elements it has."""
         raise StateError(
             f"torch.distributed.checkpoint of {name!r}, of which this rank holds a part, in the order of its memory; "
             "expected get_optimizer_state_dict(model, optimizer) or optimizer.state_dict(), whose tensors say which "
@@ -89,7 +91,7 @@ _IN_PLACE = {"__setitem__", *(f"__i{name}__" for name in _OPERATORS)}
 
 
 def _flat(values: Any) -> Iterator[Any]:
-    """The values, and those in lists and tuples among them."""
+    """Yield the values. In place of a list or tuple, yield the values in it, also in nested ones."""
     for value in values:
         if isinstance(value, tuple | list):
             yield from _flat(value)
@@ -147,8 +149,8 @@ class DecodedPart(_Decoded, StatePart):  # type: ignore[misc]
 
 @cache
 def _decoded_placed() -> Any:
-    """The class of a copy of a DTensor's state. Its local tensor is a :class:`DecodedState`, which a DTensor's own
-    functions write to unseen."""
+    """Return the class for a copy of a DTensor's state. The local tensor of the copy is a :class:`DecodedState`, but a
+    DTensor's own functions write to the local tensor without calling its ``__torch_function__``."""
 
     class DecodedPlaced(_ReadOnly, dtensor_class()):  # type: ignore[misc]
         def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -161,13 +163,14 @@ def _decoded_placed() -> Any:
 
 
 class Encoded:
-    """A state whose values lie in no memory that torch could share. Reading it makes a copy; writing replaces it.
+    """A state whose values are on disk, or in a format that torch has no tensors of. :meth:`read` copies the values,
+    and :meth:`write` replaces them.
 
     Args:
-        own: this process's part of the state.
-        param: the parameter, or a DTensor's local tensor, if this is its whole state; None: it is a part,
-            one-dimensional.
-        placed: which elements of the parameter ``param`` has here.
+        own: this process's elements of the state.
+        param: the tensor that gives the state its shape: the parameter, or a DTensor's local tensor. None: the state is
+            a part, one-dimensional.
+        placed: the parameter's placement.
     """
 
     def __init__(self, own: StateRun, param: torch.Tensor | None, placed: Placement) -> None:
@@ -177,7 +180,7 @@ class Encoded:
         self.shape = torch.Size([own.size]) if param is None else param.shape
 
     def read(self) -> torch.Tensor:
-        """The values, exactly, in the narrowest type that holds them."""
+        """Return a copy of the values, without rounding, in the narrowest type that holds them."""
         run = torch.empty(self._own.size, dtype=TORCH_DTYPES[self._own.format.values])
         self._own.read(0, memory(run))
         if self._param is None:
@@ -186,25 +189,25 @@ class Encoded:
         return self._placed.around(values, _decoded_placed)
 
     def write(self, value: torch.Tensor) -> None:
-        """Take these values, each rounded to nearest."""
+        """Replace the values of the state, each rounded to nearest."""
         run = value.detach().to("cpu", torch.float32)
         self._own.write((run.contiguous() if self._param is None else flat_like(run, self._param)).numpy())
 
 
 class Views(ProtectedDict):
-    """A parameter's states by name, in host memory: assigning copies the value there, and deleting sets the state to
-    its first value, but leaves a master weight as it is.
+    """A parameter's states by name, in host memory. Assigning to a name copies the value to this memory. Deleting a
+    name sets the state to its first value, but leaves a master weight unchanged.
 
     The number of updates is listed only if torch's optimizer counts them. ``["step"]`` reads and sets it in any case.
 
     Args:
-        shape: of each state.
+        shape: the shape of each state.
         step: the number of updates.
         encoded: states that have no view. Each read makes a copy.
         changing: called before states change.
         rule: the parameter's update rule.
         placed: the parameter's placement; a DTensor's states are DTensors, too.
-        held: the elements of the parameter that this rank's part of its states has; None: all, or a DTensor's.
+        held: which elements of the parameter this rank's states have; None: all, or the local elements of a DTensor.
     """
 
     def __init__(
@@ -220,11 +223,11 @@ class Views(ProtectedDict):
     ) -> None:
         self._counted_by = WORDS[rule.name].counted_by
         self.unlisted = {} if self._counted_by is None else {STEP: step}
-        """The number of updates, if torch's optimizer has none."""
+        """Has ``step`` if torch's optimizer keeps no ``step``; else empty."""
         super().__init__({**({STEP: step} if self._counted_by is None else {}), **views, **encoded})
         self._placed = placed
         self.of_whole = held
-        """The elements of the parameter that this rank's part of its states has; None: all, or a DTensor's."""
+        """Which elements of the parameter this rank's states have; None: all, or the local elements of a DTensor."""
         self.shape = shape
         self.held = frozenset((*self, STEP))
         """The names of the optimizer's states; other entries are the user's."""
@@ -270,21 +273,21 @@ class Views(ProtectedDict):
             self._count()
 
     def _count(self) -> None:
-        """Count one update, if none is counted: an update at 0 would take the gradient in place of the momentum."""
+        """Set ``step`` to 1 if it is 0, because an update at 0 would take the gradient in place of the momentum."""
         if not super().__getitem__(STEP):
             self.put(STEP, 1.0)
 
     def count_written(self) -> None:
-        """Count one update, if none is counted and the momentum was written in place, as ``dcp.load`` writes it."""
+        """Set ``step`` to 1 if it is 0 and the momentum was written in place, as ``dcp.load`` writes it."""
         momentum = super().get(self._counted_by)
         if isinstance(momentum, torch.Tensor) and not super().__getitem__(STEP) and bool(local_of(momentum).any()):
             self.put(STEP, 1.0)
 
     def take(self, entry: Mapping[str, Any], master: Callable[[], object]) -> None:
-        """Take these states, and begin those anew that the entry lacks.
+        """Set the states to the values in ``entry``. States that ``entry`` lacks get their first values.
 
         Args:
-            master: called if the entry has no master weight.
+            master: called if ``entry`` has no master weight.
         """
         for name in (*(self.held - {STEP}), STEP):  # the count last: a momentum that begins anew sets it to 0
             if name in entry:
@@ -324,11 +327,11 @@ class Views(ProtectedDict):
         return not any(isinstance(value, Encoded) for value in super().values())
 
     def for_state_dict(self, *, live: bool) -> dict[str, Any]:
-        """The states as ``state_dict()`` lists them.
+        """Return the states as ``state_dict()`` lists them.
 
         Args:
-            live: False lists copies that may be written to: a load in place fills them, and ``load_state_dict`` assigns
-                them.
+            live: True lists the memory that updates write. False lists copies, which may be written to: a load in place
+                fills the copies, and ``load_state_dict`` assigns them.
         """
         return {
             name: self._listed(name, value, live=live) if name in self.held else value for name, value in self.items()
@@ -358,11 +361,11 @@ class Views(ProtectedDict):
 
 
 def state_views(core: Engine, index: int, param: torch.Tensor, placed: Placement = UNDIVIDED) -> Views:
-    """The states of a parameter, and the number of its updates.
+    """Return the states of a parameter, and the number of its updates.
 
     Args:
-        param: the tensor that holds its values here.
-        placed: which elements of the parameter it has.
+        param: the tensor that holds the parameter's values on this process.
+        placed: the parameter's placement.
     """
     views = dict[str, torch.Tensor]()
     encoded: dict[str, Encoded] = {}
@@ -387,7 +390,7 @@ def state_views(core: Engine, index: int, param: torch.Tensor, placed: Placement
 
 
 def _held(core: Engine, access: StateAccess, index: int) -> Held:
-    """The elements of a parameter that this rank's part of its states has."""
+    """Return which elements of a parameter this rank's states have."""
 
     known = weakref.ref(core)  # a state dict keeps only its own memory
 
@@ -411,5 +414,6 @@ def _held(core: Engine, access: StateAccess, index: int) -> Held:
 
 
 def plain_entries(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The same states with plain dicts as entries, for files. Each has the number of updates."""
+    """Return ``states`` with plain dicts as entries, for files. The entry of each parameter has its number of
+    updates."""
     return {key: {**entry.unlisted, **entry} if isinstance(entry, Views) else entry for key, entry in states.items()}

@@ -1,5 +1,5 @@
-"""An optimizer's steps: what an update needs is checked and given to the core, for a ``step()`` of the optimizer
-alone and for the micro-steps of an engine."""
+"""Checks all that a step of an optimizer needs and gives it to the core, for ``step()`` of an optimizer used alone and
+for the micro-steps of an engine."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -21,11 +21,11 @@ Groups = Sequence[dict[str, Any]]
 
 @dataclass(frozen=True)
 class _MicroStep:
-    """An engine's micro-step, which the next update ends first.
+    """An engine's micro-step. The next update first ends it.
 
     Attributes:
         may_be_empty: True if gradients of earlier micro-steps are enough.
-        reads_wait: True if the update may still be running when it returns; readers of a parameter then wait for it.
+        reads_wait: True if ``update`` may return while the core still updates. Readers of a parameter then wait for it.
     """
 
     may_be_empty: bool
@@ -33,7 +33,7 @@ class _MicroStep:
 
 
 class Steps:
-    """The steps of an open optimizer. Its methods are given the optimizer's ``param_groups``, as they are now."""
+    """The steps of an open optimizer. Callers of its methods pass the optimizer's ``param_groups``, as they are now."""
 
     def __init__(self, components: Components) -> None:
         self.components = components
@@ -45,13 +45,15 @@ class Steps:
         self._micro_step: _MicroStep | None = None
         """The engine's micro-step that the next update ends; None: there is none."""
         self._written: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        """Each group that functions set: the values that may be in it, the last ones and those that are being set."""
+        """Each group that functions set, with the values that it may have, by name: the last value and the value that
+        is being set."""
 
     def hypers(self, groups: Groups) -> list[Hyper]:
-        """Return the hyperparameters of each group for the next update; those that are functions are set first.
+        """Return the hyperparameters of each group for the next update. First set the hyperparameters that are
+        functions.
 
         Raises:
-            ConfigError: a value is out of range, or other code has set one that a function gives.
+            ConfigError: a value is out of range, or other code has set a value that a function gives.
         """
         check_unwritten(self._written)
 
@@ -61,7 +63,8 @@ class Steps:
         return hypers_of(groups, self._config, self._core.update_count, note)
 
     def set_updates(self, count: int) -> None:
-        """Set the number of updates made. Groups may have got other values with it, in a load."""
+        """Set the number of updates made, in a load. The load may also have given other values to groups, so forget the
+        values that functions have set."""
         self._core.update_count = count
         self._written = []
 
@@ -74,7 +77,10 @@ class Steps:
     def accumulate(self, groups: Groups, *, may_be_empty: bool) -> StepReport:
         """End an engine's micro-step that no update follows: take its gradients.
 
-        Raises as ``Engine.step`` does; nothing has changed then.
+        Raises:
+            StateError: no gradient arrived since the last micro-step.
+            ParameterError, GradientError, ConfigError: a parameter, a gradient or a hyperparameter does not fit. In all
+                these cases nothing has changed.
         """
         return self.or_break_off(partial(self._accumulate, groups, may_be_empty=may_be_empty))
 
@@ -88,11 +94,14 @@ class Steps:
         """End an engine's micro-step and update.
 
         Args:
-            step: the optimizer's method, which calls :meth:`update`. Hooks and learning-rate schedulers watch it.
+            step: the optimizer's method, which calls :meth:`update`. Hooks and learning-rate schedulers watch this
+                method.
             may_be_empty: True if gradients of earlier micro-steps are enough.
-            reads_wait: True if the update may still be running when this returns; readers of a parameter then wait.
+            reads_wait: True if the core may still update when this returns. Readers of a parameter then wait for it.
 
-        Raises as :meth:`update` and ``Engine.step`` do; nothing has changed then.
+        Raises:
+            StateError: no gradient arrived since the last micro-step; nothing has changed.
+            ParameterError, GradientError, ConfigError: as :meth:`update`.
         """
         self._micro_step = _MicroStep(may_be_empty, reads_wait)
         try:
@@ -105,7 +114,8 @@ class Steps:
         """Update every parameter that has a gradient.
 
         Raises:
-            ParameterError, GradientError, ConfigError: something does not fit; no parameter and no state changed.
+            ParameterError, GradientError, ConfigError: a parameter, a gradient or a hyperparameter does not fit; no
+                parameter and no state changed.
         """
         return self.or_break_off(partial(self._update, groups))
 
@@ -130,10 +140,11 @@ class Steps:
         return report
 
     def or_break_off(self, act: Callable[[], T]) -> T:
-        """Make a call of a backward or a step, and return its result.
+        """Call ``act``, which makes a backward or a step, and return its result.
 
-        If an interrupt cuts it short after ``update_in_backward`` has updated states, the step ends here, and counts. A
-        gradient may have been used without a stand-in in its place, so that no later ``step()`` could end it.
+        If an interrupt ends ``act`` after ``update_in_backward`` has updated states, the step ends here, and counts. No
+        later ``step()`` could end it, because an update may have used a gradient that no stand-in has replaced in
+        ``p.grad``.
         """
         try:
             return act()
@@ -148,7 +159,8 @@ class Steps:
             self._end_broken_step()
 
     def _end_broken_step(self) -> None:
-        """After an error or an interrupt in a step: its gradients are gone, and no reader waits for parameters."""
+        """After an error or an interrupt in a step, discard the step's gradients, and have no reader wait for
+        parameters any longer."""
         components = self.components
         components.registration.follow_update(broken=True)  # first: further interrupts may end the waits below
         with suppress(Exception):  # the one that is being raised
@@ -163,9 +175,8 @@ class Steps:
         """Check everything that an update needs, take the gradients that are in ``p.grad``, and return the
         hyperparameters of each group and the group of each parameter.
 
-        Deferred ones are taken at the boundary only.
-
-        Raises as ``step`` does; nothing has changed then.
+        Deferred gradients are taken only at the boundary. Raises the errors of :meth:`update`; then nothing has
+        changed.
         """
         self._parameters.check_present()
         components, hypers = self.components, self.hypers(groups)
@@ -193,9 +204,10 @@ class Steps:
 
     @changes("backward()")
     def expect(self, groups: Groups, *, average: bool) -> None:
-        """Announce that an update follows the backward that now begins, so that parameters may be written during it.
+        """Announce that an update follows the backward that now begins, so that the core may write parameters during
+        the backward.
 
-        Autograd then raises if it would read a parameter that was written; other readers wait.
+        If autograd would read a parameter that was written, autograd raises. Other readers wait.
         """
         core, registration = self._core, self.components.registration
         by_hand = self.components.sharding.is_open  # what a block has whole stays as it is
