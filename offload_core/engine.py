@@ -1,9 +1,10 @@
-"""The core as a front end sees it. A front end imports this module, errors, configuration and the protocols of devices,
-ranks and update rules, and none of the modules that do the work.
+"""The core as a front end sees it. A front end imports no module of ``checkpoint/``, ``plans/``, ``states/`` or
+``step/``: this module exports all that a front end needs of these folders.
 
-:class:`Engine` trains one process's parameters. Its parts are named by what they hold: ``gradients`` (between two
-updates), ``parameters`` (on the device), ``states`` (master weights and moments), ``checkpoints``. The other names here
-are those of the values that its methods take and return.
+:class:`Engine` trains one process's parameters. Its attributes are ``gradients`` (since the last update),
+``parameters`` (on the device), ``states`` (master weights and moments) and ``checkpoints``. The other names that this
+module exports are the classes of these attributes and of the arguments and results of their methods, and functions that
+read and write checkpoints.
 """
 
 import os
@@ -89,14 +90,15 @@ class Engine:
     """Trains the parameters of one process.
 
     Parameters are numbered in the order in which they were added. Tensors are passed in and out in the device's form:
-    one-dimensional and contiguous. The next method that waits for the last step's updates raises their error. Methods
-    that change anything are called while ``state_lock`` is held for a change (:meth:`StateLock.change`).
+    one-dimensional and contiguous. If an update of the last step fails, the next method that waits for the updates
+    raises the error. The caller holds ``state_lock`` for a change (:meth:`StateLock.change`) when it calls a method
+    that changes anything.
     """
 
     gradients: Gradients
     """The gradients since the last update."""
     gradient_access: GradientAccess
-    """Reads and writes the values of these gradients."""
+    """Reads and writes the values of the gradients since the last update."""
     parameters: Parameters
     """The parameters on the device."""
     params: Sequence[ParamSpec]
@@ -110,24 +112,25 @@ class Engine:
     ) -> None:
         """
         Args:
-            rule: the rule of parameters that name none; None: the configuration's rule.
+            rule: the update rule of parameters whose ``ParamSpec.rule`` is None; None: the configuration's rule.
         """
         self._pipeline = pipeline = Pipeline(config, device, scaler, rule)
         self._process = os.getpid()
         self.device = device
         self.scaler = scaler
         self.state_lock = pipeline.state_lock
-        """Held while anything changes or is saved."""
+        """The lock that a thread holds while it changes or saves states or parameters."""
         self.changes = pipeline.changes
-        """The last change of each parameter."""
+        """Records the last change of each parameter."""
         self.collectives = OrderedCollectives(pipeline)
         """The collectives for exchanges outside a step."""
         self.span: Callable[[str], AbstractContextManager[None]] = partial(device.trace.span, COMPUTE)
-        """Returns a context. A trace records its body as code of the model or of the front end."""
+        """``span(what)`` returns a context. A trace records the context's body as code of the model or of the front
+        end."""
         self._follow()
 
     def _follow(self) -> None:
-        """Take the parts that the pipeline has now."""
+        """Set this engine's attributes to the present attributes of the pipeline."""
         pipeline = self._pipeline
         self.gradients, self.parameters, self.params = pipeline.gradients, pipeline.parameters, pipeline.params
         self.gradient_access = GradientAccess(pipeline)
@@ -161,11 +164,11 @@ class Engine:
         return self._planner.plan(specs, frozen=frozen, besides=besides, gradients_stay=gradients_stay)
 
     def rows_at_once(self, specs: Sequence[ParamSpec], arrays: Sequence[ArrayBytes], *, on_host: bool) -> list[PlanRow]:
-        """Plan a process's parameters and gradients at the moment of an update when they take the most memory together,
-        where all gradients come at once, as in JAX.
+        """Return plan rows for a process's parameters and gradients where all gradients come at once, as in JAX. The
+        rows are for the moment of an update at which parameters and gradients together take the most memory.
 
         Args:
-            arrays: the trained arrays, in the order in which their gradients are taken.
+            arrays: the trained arrays, in the order in which the update takes their gradients.
             on_host: True if the devices' memory is host memory.
         """
         return rows_at_once(self._pipeline.buckets.terms, specs, arrays, on_host=on_host)
@@ -176,18 +179,19 @@ class Engine:
         """Plan the training of ``specs`` where all gradients come at once.
 
         Args:
-            rows: those of :meth:`rows_at_once`, and the front end's own.
+            rows: the rows of :meth:`rows_at_once`, and rows for other memory of the front end.
             devices: the number of this process's devices.
             shared: True if the device's memory is host memory.
         """
         return self._planner.plan_with(rows, specs, devices=devices, shared=shared)
 
     def check_memory(self, plan: MemoryPlan, specs: Sequence[ParamSpec], again: Callable[[], MemoryPlan]) -> None:
-        """Check, before parameters are added, that all processes of this machine have memory for as many.
+        """Check, before parameters are added, that this machine has memory for all its processes, if each has a plan
+        like this one. If the settings do not limit the states' host memory, states first get the free host memory.
 
         Args:
             plan: the plan of ``specs``.
-            again: makes the plan again, after free memory was given to states.
+            again: makes the plan of ``specs`` again, after states got the free host memory.
 
         Raises:
             HostMemoryError, DeviceMemoryError, DiskSpaceError: the plan does not fit.
@@ -208,20 +212,23 @@ class Engine:
     ) -> None:
         """Add parameters: allocate their states, and copy ``tensors`` to the master weights.
 
-        The tensors may have another element type than the specs (the model's own, before it is cast).
+        The element type of a tensor may differ from its spec's: the tensor may have the model's original type, and the
+        spec the type to which the model is cast.
 
         Args:
-            frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
+            frozen: parameters that are not trained. The front end allocates their shards in ``memory``.
         """
         self._pipeline.add_parameters(specs, tensors, frozen=frozen)
 
     def start_over(self) -> None:
-        """Remove all parameters and free their states, and have new parts. Then other parameters may be added."""
+        """Remove all parameters, free their states, and replace ``gradients``, ``parameters`` and the like by new
+        objects. Then other parameters may be added."""
         self._pipeline.start_over()
         self._follow()
 
     def live_params(self, device: GatheringDevice) -> LiveParams:
-        """Return what gathers partitioned parameters of this engine, with none yet (stage 3)."""
+        """Return a new :class:`LiveParams`, which gathers and releases partitioned parameters of this engine (stage 3).
+        It has no parameters yet."""
         return LiveParams(self.config, device, self.state_lock, self._pipeline.health)
 
     # --- a step ------------------------------------------------------------------------------------------
@@ -229,14 +236,16 @@ class Engine:
     def expect_step(
         self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
     ) -> None:
-        """Announce the arguments of the :meth:`step` that ends this micro-step, before its first gradient.
+        """Announce the :meth:`step` that ends this micro-step, before the micro-step's first gradient.
 
-        With ``update_in_backward``, parameters may then be written as soon as all gradients of their bucket have
-        arrived. An error after this is an error in mid-update, as :meth:`step` says.
+        With ``update_in_backward``, each bucket's parameters may then be written as soon as all gradients of the bucket
+        have arrived. An error between this call and :meth:`step` is an error in mid-update, as :meth:`step` describes.
 
         Args:
-            before_send: called in this thread with parameters before they are sent: their readers must wait from then
-                on. Every call that may launch a bucket may call it.
+            arguments: the arguments with which :meth:`step` will be called.
+            before_send: called with the parameters of a bucket before the bucket is sent. Readers of these parameters
+                must wait from then on. Each method that may launch a bucket may call ``before_send``, in its caller's
+                thread.
         """
         self._pipeline.early.expect_step(arguments, before_send)
 
@@ -247,13 +256,14 @@ class Engine:
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
         """Update every parameter that has a gradient, or skip the step.
 
-        With ``schedule="overlap"`` it returns while updates go on; the next call that waits for them raises their
-        error. After an error in mid-update (a device copy that fails) only the earlier buckets are updated. The step
-        counts for all parameters, the gradients are discarded, and the next step continues from there. After the loss
-        of another rank every call raises :class:`StateError`.
+        With ``schedule="overlap"`` this returns while updates go on, and the next call that waits for the updates
+        raises their error. After an error in mid-update (for example a device copy that fails), all states are still
+        updated, the step counts, and the gradients are discarded. If this process has all ranks, the next step sends
+        the parameters that were not written. Otherwise ``step/health.py`` lists the uses that are still allowed. After
+        the loss of another rank in mid-update, every call raises :class:`StateError`.
 
         Args:
-            gathered: stage 3: a fingerprint of the gathers and their order (``LiveParams.release_all``).
+            gathered: in stage 3, a fingerprint of the gathers and their order (``LiveParams.release_all``).
         """
         return self._pipeline.step(arguments, gathered=gathered)
 
@@ -263,24 +273,26 @@ class Engine:
 
     @property
     def is_running(self) -> bool:
-        """True if the last step's updates may not have ended."""
+        """True if an update of the last step may still run, or its parameters may still be in flight."""
         return self._pipeline.last_step.is_running
 
     def abandon(self) -> bool:
-        """End an announced step that will not come. States that were updated for it stay updated, and the step counts.
+        """End an announced step that will not come. States that were updated for this step stay updated, and the step
+        counts.
 
-        Return False if no states may have been updated for an announced step.
+        Returns:
+            False if no states may have been updated for an announced step. Nothing has changed then.
         """
         return self._pipeline.last_step.abandon()
 
     @property
     def has_begun(self) -> bool:
-        """True once an update was made, or begun in backward."""
+        """True once an update was made, or a bucket was sent early in backward."""
         return bool(self._pipeline.counts.updates or self._pipeline.early.has_begun)
 
     @property
     def update_count(self) -> int:
-        """Updates made so far; a load sets it."""
+        """The number of updates so far. Loading a checkpoint sets it to the checkpoint's number."""
         return self._pipeline.counts.updates
 
     @update_count.setter
@@ -289,7 +301,7 @@ class Engine:
 
     @property
     def skipped_count(self) -> int:
-        """Updates that were skipped, because a gradient had an inf or a NaN."""
+        """The number of updates that were skipped because a gradient had an inf or a NaN."""
         return self._pipeline.counts.skipped
 
     @property
@@ -304,7 +316,8 @@ class Engine:
             waiting: True if the front end has gradients that wait for an update.
 
         Raises:
-            StateError: gradients wait for an update, or there is no memory for sums.
+            StateError: gradients wait for an update, or no step may follow, or there is no memory for sums.
+            CollectiveError: another rank was lost.
         """
         self._pipeline.accumulate_over(micro_steps, waiting=waiting)
 
@@ -317,24 +330,30 @@ class Engine:
 
     @property
     def is_torn(self) -> bool:
-        """True if a load or an update broke off, so that only a load may follow, which replaces all states."""
+        """True if a load or an update broke off and left states of different steps. Only a load may follow, because it
+        replaces all states."""
         return self._pipeline.health.state is Health.TORN
 
     def check_readable(self) -> None:
-        """Raise an error if states may not be read."""
+        """Raise :class:`StateError` if states may not be read."""
         self._pipeline.health.check(Use.READ)
 
     def check_step(self) -> None:
-        """Raise an error if no step may follow: it says what broke off."""
+        """Raise an error if no step may follow. The message says what broke off.
+
+        Raises:
+            CollectiveError: another rank was lost between two steps.
+            StateError: a step or a load broke off, or parameters have no memory on the device.
+        """
         self._pipeline.health.check(Use.STEP)
 
     def replacing_states(self, *, masters: bool = True) -> AbstractContextManager[None]:
-        """Return a context that replaces all states. After an error in it, every call raises until another load has
-        replaced them.
+        """Return a context whose body replaces all states. After an error in the body, every call raises until another
+        load has replaced all states.
 
         Args:
-            masters: False if master weights are not replaced and follow their parameters, which may still get earlier
-                values back.
+            masters: False if the body does not replace master weights. They then follow their parameters, which may
+                still get earlier values back (:meth:`StateAccess.adopt`).
         """
         return self._pipeline.replacing_states(masters=masters)
 
@@ -347,7 +366,7 @@ class Engine:
 
     @property
     def memory(self) -> HostMemory:
-        """The host memory of the states, of which front ends allocate some, too."""
+        """Allocates host memory for states, gradients and staging. Front ends also allocate from it."""
         return self._pipeline.memory
 
     @property
@@ -361,11 +380,11 @@ class Engine:
         return self.device.world_size
 
     def save_on_signal(self, save: Callable[[Any], Path], signals: Iterable[int]) -> SaveOnSignal:
-        """Note these signals from now on. The steps tell all ranks that one of them had a signal, so that all save
-        after the same step.
+        """Note these signals from now on. If any rank had a signal, the next step tells all ranks, so that all ranks
+        save after the same step.
 
         Args:
-            save: saves with these extras, and returns the checkpoint's folder.
+            save: ``save(extras)`` writes a checkpoint and returns its folder.
 
         Raises:
             StateError: this is not the main thread, which alone can receive signals.
@@ -374,17 +393,26 @@ class Engine:
 
     @contextmanager
     def trace(self, path: str | os.PathLike[str]) -> Iterator[None]:
-        """Record the body to a file, as :meth:`Trace.to_file`. Entering and leaving wait for the last update."""
+        """Return a context that records its body, and writes the recorded spans to the file ``path`` at the end, also
+        after an error. Entering and leaving wait for the last update.
+
+        With several processes each adds its rank to the file's name: ``step.rank0.json``.
+
+        Raises:
+            StateError: a trace is already being recorded.
+            OSError: the file cannot be written.
+        """
         self.state_lock.change("trace()", self.finish)
         with self.device.trace.to_file(path):
             yield
             self.state_lock.change("trace()", self.finish)
 
     def where(self, *own: Callable[[], str]) -> str:
-        """Return where this process is, as lines for somebody who waits for a step. Takes no lock, and raises nothing.
+        """Return lines that say what this process is doing, for a user who waits for a step. Takes no lock, and raises
+        nothing.
 
         Args:
-            own: return the front end's lines.
+            own: functions that return the front end's lines.
         """
         pipeline, group, process = self._pipeline, self.device.collectives, os.getpid()
         forked = f", a fork of process {self._process}" * (process != self._process)
@@ -393,7 +421,12 @@ class Engine:
         return told(title, *(part.where for part in parts), *own, threads.where)
 
     def memory_report(self, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int]) -> MemoryReport:
-        """Return the memory that is planned and in use. ``held`` is the front end's own, by ``(where, what)``."""
+        """Return the memory that is planned and the memory in use.
+
+        Args:
+            planned: the front end's rows of the plan.
+            held: the bytes in use that the front end counts, by ``(where, what)``.
+        """
         buckets = self._pipeline.buckets
         numel = sum(spec.numel for spec in self.params)
         own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
@@ -404,8 +437,8 @@ class Engine:
     # --- the end -----------------------------------------------------------------------------------------
 
     def conclude(self, flush: Callable[[], None]) -> None:
-        """Before :meth:`close`, write the last step's values to all parameters. A step that began in backward and has
-        not come is ended, and counts.
+        """Before :meth:`close`, write the last step's values to all parameters. If states were updated in backward for
+        a step that has not come, end this step, which counts.
 
         Args:
             flush: calls :meth:`Parameters.flush` with the present tensors.

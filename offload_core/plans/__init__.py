@@ -1,1 +1,1 @@
-"""The memory that training takes, and the time of a step: the rules that allocate, and the plans made by them."""
+"""Plans of the memory that training takes and of the time of a step, and the rules by which the core allocates."""

@@ -1,4 +1,4 @@
-"""The memory that the buckets of a process already have."""
+"""Records the memory that the buckets of a process already have."""
 
 from collections.abc import Sequence
 
@@ -6,16 +6,17 @@ from ..layout.partition import Bucket, Kinds, kinds_of
 from .terms import BucketTerms
 
 _RESERVED = 10
-"""If states may take all free memory, a tenth stays free. A plan leaves out temporary memory of autograd, the framework
-and the page cache, which grows with the model. More states on disk only cost time."""
+"""The divisor of free host memory for a reserve: if states may take all free memory, a tenth stays free. A plan leaves
+out temporary memory of autograd, the framework and the page cache, which grows with the model. A larger reserve only
+costs time, because more states are on disk."""
 _LEAST_RESERVE = 2**30
-"""At least 1 GiB stays free, because libraries take some hundred MiB beside a small model, too."""
+"""The least reserve, in bytes. Libraries take some hundred MiB also with a small model."""
 
 
 class Allocated:
-    """The sizes of existing buffers and states, so that plans of new parameters count only what these need besides.
+    """The sizes of existing buffers and states. A plan of new parameters counts only the bytes beyond these.
 
-    :class:`LocalBuckets` changes it when it adds parameters.
+    :class:`LocalBuckets` changes this object when it adds parameters.
     """
 
     def __init__(self, terms: BucketTerms) -> None:
@@ -24,11 +25,12 @@ class Allocated:
         self.gradient_slot_bytes = 0
         self.direction_slot_bytes = 0
         self.shard_slots = (0, 0)
-        """The number of slots for shards in flight from disk, and the bytes of each slot."""
+        """``(number of slots for shards in flight from disk, bytes of each slot)``."""
         self.blocks: list[tuple[int, int]] = []
-        """The states in the store's own place, in the form that :meth:`Store.working_bytes` takes."""
+        """``(bytes of a bucket's states, number of buckets)`` for each kind of bucket whose states are in the store's
+        own memory, such as a disk."""
         self.state_budget = terms.host_budget or 0
-        """The bytes of host memory that states of new buckets may take, if the store also has another place."""
+        """The bytes of host memory that states of new buckets may take, if the store can also keep states on disk."""
 
     def add_states(self, buckets: Sequence[Bucket]) -> None:
         """Record the states of new buckets."""
@@ -37,14 +39,19 @@ class Allocated:
         self.blocks += elsewhere
 
     def add_shard_slots(self, trained: Kinds, frozen: Kinds) -> None:
-        """Record the slots for shards in flight from disk that new parameters have."""
+        """Record the slots that new parameters need for shards in flight from disk.
+
+        Args:
+            trained: the kinds of the trained parameters' buckets.
+            frozen: the kinds of the frozen parameters' buckets.
+        """
         self.shard_slots = self._terms.shard_slots(trained, frozen, self.shard_slots)
 
     def take_free(self, free: int, others: int) -> None:
-        """Have the states of new buckets take the free host memory, less a reserve.
+        """Set :attr:`state_budget` to the free host memory, less a reserve.
 
         Args:
             free: the free bytes that this process may take.
-            others: the bytes that everything else in its plan takes.
+            others: the bytes of host memory in the plan for all but these states.
         """
         self.state_budget = max(free - others - max(free // _RESERVED, _LEAST_RESERVE), 0)

@@ -1,6 +1,6 @@
-"""Plans memory where all gradients come at once, and new parameters are new arrays, as in JAX.
+"""Plans memory if all gradients come at once and new parameters are new arrays, as in JAX.
 
-``Planner.plan`` is for gradients that come one by one, and parameters that are written in place.
+``Planner.plan`` plans memory if gradients come one by one and parameters are written in place, as in torch.
 """
 
 from collections import Counter, deque
@@ -19,15 +19,17 @@ _DEVICES = "parameters sharded over more devices"
 def rows_at_once(
     terms: BucketTerms, specs: Sequence[ParamSpec], arrays: Sequence[ArrayBytes], *, on_host: bool, donate: bool = True
 ) -> list[PlanRow]:
-    """Plan a process's parameters and gradients at the moment of an update when they take the most memory together.
+    """Return plan rows for a process's parameters and gradients, at the moment of an update at which both together take
+    the most memory.
 
-    All gradients exist before the first one is freed. A donated gradient is freed when its last bucket has been packed,
-    always before the first new parameter comes. Gradients that are not donated, or that kernels read in place, exist
-    beside the new parameters.
+    All gradients exist before the first gradient is freed. A donated gradient is freed when its last bucket has been
+    packed, before the first new parameter exists. Gradients that are not donated, or that kernels read in place, exist
+    at the same time as all new parameters.
 
     Args:
-        arrays: the trained arrays, in the order in which their gradients are taken.
+        arrays: the trained arrays, in the order in which the update takes their gradients.
         on_host: True if the devices' memory is host memory.
+        donate: True if gradients are donated.
     """
     buckets = terms.cut(specs)
     gone: set[int] = set()
@@ -61,10 +63,11 @@ def rows_at_once(
 def _when_they_leave(
     terms: BucketTerms, buckets: Sequence[Bucket], arrays: Sequence[ArrayBytes]
 ) -> tuple[int, set[int]]:
-    """Return the packed bytes, and the freed gradients, at the moment when packed and unpacked gradients take the most.
+    """Find the moment of an update at which gradients and packed buckets together take the most memory. Return, at that
+    moment, the bytes of packed buckets, and the indices of the arrays whose gradient was freed.
 
-    Gradients are taken in the arrays' order, and each bucket is packed as soon as it is full. A packed bucket is in
-    flight until ``terms.depth`` later buckets of the same place are packed.
+    The update takes gradients in the order of ``arrays``, and packs each bucket as soon as it is full. A packed bucket
+    is in flight until ``terms.depth`` later buckets of the same ``Bucket.place`` are packed.
     """
     missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
     array_of = {param: i for i, array in enumerate(arrays) for param in array.params}
@@ -98,7 +101,7 @@ def _when_they_leave(
 
 
 def _arriving(terms: BucketTerms, buckets: Sequence[Bucket]) -> int:
-    """Return the most bytes of gradients in flight to the host, from all places together."""
+    """Return the most bytes of gradients that are in flight to the host at a time, summed over ``Bucket.place``."""
     of: dict[int, list[int]] = {}
     for bucket in buckets:
         of.setdefault(bucket.place, []).append(terms.in_flight_bytes(bucket))

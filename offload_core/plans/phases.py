@@ -1,7 +1,8 @@
-"""The memory of several models in one process whose engines take turns: one has the device, the others are released.
+"""Plans the memory of several models in one process whose engines take turns: one engine has its parameters on the
+device, and all other engines have released theirs.
 
-A release does not change host memory, with two exceptions. Engines use staging and gradient memory in turn
-(``memory/working_memory.py``). The first release of frozen parameters on the device makes a copy on the host.
+A release does not change host memory, with two exceptions. Engines use the same staging and gradient memory in turn
+(``memory/working_memory.py``). The first release of a frozen model copies its device parameters to the host.
 """
 
 from collections import Counter
@@ -18,9 +19,10 @@ class Member:
     """One of the models.
 
     Attributes:
-        name: the name in the names of phases.
+        name: the model's name, for the names of phases.
         plan: the plan of this model alone.
-        working: the sizes of the host memory that engines use in turn (:meth:`BucketTerms.working_sizes`).
+        working: the host buffers that engines use in turn (:meth:`BucketTerms.working_sizes`). The keys are True
+            (pinned) and False (pageable). Each value counts the buffers of each size in bytes.
         frozen: True if the model is not trained.
     """
 
@@ -40,21 +42,25 @@ class Member:
 
     @property
     def copies(self) -> int:
-        """The bytes of the host copy of a frozen model's parameters, which a release makes."""
+        """The bytes of the copy that a release makes of a frozen model's device parameters on the host."""
         rows = [row.n_bytes for row in self.plan.rows if (row.where, row.what) == (DEVICE, PARAMETERS)]
         return sum(rows) if self.frozen and not self.plan.shared else 0
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The bytes that one process needs in one phase, by place."""
+    """The bytes that one process needs in one phase of a program, by memory: host, device, disk."""
 
     name: str
     needs: Mapping[str, int]
 
     def missing(self, free: Mapping[str, int | None], *, processes: int) -> list[str]:
-        """Return the places with less free memory than ``processes`` processes of one machine need. Processes do not
-        share a device."""
+        """Return the names of the memories that have too few free bytes.
+
+        Args:
+            free: the free bytes of each memory; None: unknown, and counted as enough.
+            processes: the number of processes that share the machine's host and disk. Each has its own device.
+        """
         return [
             where
             for where, n in self.needs.items()
@@ -63,7 +69,8 @@ class Phase:
 
 
 def phases(members: Sequence[Member]) -> list[Phase]:
-    """Return a phase for each model alone on the device, and last a phase for all models on it at once."""
+    """Return a phase for each model alone on the device, and last a phase for all models on the device at once. If the
+    device's memory is host memory, return only the last."""
     places = dict.fromkeys([HOST, DEVICE, *(where for each in members for where in each.plan.elsewhere)])
     total = {where: sum(each.plan.bytes_in(where) for each in members) for where in places}
     separately = sum(each.working_bytes + each.activations for each in members)

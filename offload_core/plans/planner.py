@@ -1,4 +1,5 @@
-"""Plans: the bytes that each consumer of memory takes, and the bytes that a step moves."""
+"""Plans the bytes that parameters, gradients, states and buffers take in each memory, and the bytes that a step
+moves."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,16 +45,18 @@ NARROWER: dict[str, dict[str, Any]] = {
     "state_format='8bit'": {"state_format": "8bit"},
     "state_format='8bit', master_dtype='bfloat16'": {"state_format": "8bit", "master_dtype": "bfloat16"},
 }
-"""Settings that store states in fewer bytes, most bytes first."""
+"""Settings that store states in fewer bytes. The setting that takes the most bytes is first."""
 ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 0}
-"""Settings that keep all states on a disk. ``nvme_path`` must name the folder."""
+"""Settings that keep all states on a disk. ``nvme_path`` must be set, too, to a folder on the disk."""
 FOLDER = "/folder/on/a/disk"
 _NEXT = {"float32": ("bf16", "bfloat16"), "bfloat16": ("8bit", "float8")}
-"""By a moment's format, the next narrower format: its name in ``state_format``, and in ``<state>_dtype``."""
+"""Maps a moment's format to the next narrower format: the values of ``state_format`` and of ``<state>_dtype`` for this
+format."""
 
 
 def _narrower_states(config: OffloadConfig, rules: Iterable[Rule], specs: Sequence[ParamSpec]) -> dict[str, str]:
-    """Return, by state, the setting that stores it in fewer bytes."""
+    """Return, for each state by its name, the setting that stores the state in fewer bytes. A state that cannot be
+    stored in fewer bytes is left out."""
     formats = {state: str(format) for rule in rules for state, format in config.state_formats(BFLOAT16, rule).items()}
     narrower = {}
     if formats.pop(MASTER, None) == FLOAT32.name and any(spec.dtype is BFLOAT16 for spec in specs):
@@ -72,11 +75,11 @@ class Traffic:
     """Bytes that one process moves in a step."""
 
     update: float
-    """Bytes that the kernel reads from and writes to host memory."""
+    """The bytes that the kernel reads from host memory and writes to it."""
     to_host: float
     to_device: float
     disk_read: float = 0
-    """Bytes read from the place of the states, if it is not host memory."""
+    """The bytes that the store reads from disk."""
     disk_write: float = 0
 
 
@@ -85,11 +88,11 @@ def fill_host_memory(planner: "Planner", plan: MemoryPlan, again: Callable[[], M
 
     Args:
         plan: the plan of the new parameters.
-        again: makes that plan again, with the changed ``planner``.
+        again: makes the plan of the new parameters again, after ``planner.allocated`` has changed.
         free: the bytes of host memory that this process may take.
 
     Returns:
-        The plan that the next allocation follows.
+        The plan by which the states are allocated next.
     """
     if planner.terms.host_budget is not None:
         return plan
@@ -108,15 +111,19 @@ def check_memory(
     processes: int,
     lent: int = 0,
 ) -> None:
-    """Check, before new parameters are added, that there is memory for them, as :meth:`MemoryPlan.check`.
-
-    First :func:`fill_host_memory` gives free host memory to their states.
+    """Check, before new parameters are added, that there is memory for them. First give free host memory to their
+    states (:func:`fill_host_memory`).
 
     Args:
-        host: the free bytes of this machine's memory.
-        device: as in :meth:`MemoryPlan.check`.
-        processes: the number of processes that share this machine's memory, each with such a plan.
-        lent: the bytes of each plan's host memory that idle engines of the same process lend.
+        plan: the plan of the new parameters.
+        again: makes the plan of the new parameters again, after ``planner.allocated`` has changed.
+        host: the free bytes of this machine's host memory.
+        device: the free bytes of this process's device; None: unknown, and counted as enough.
+        processes: the number of processes that share this machine's host memory, each with a plan like this one.
+        lent: the bytes of the plan's host memory that each process borrows from its idle engines.
+
+    Raises:
+        HostMemoryError, DeviceMemoryError, DiskSpaceError: the plan does not fit.
     """
     host += processes * lent
     fill_host_memory(planner, plan, again, host // processes).check(host, device, processes=processes)
@@ -125,11 +132,13 @@ def check_memory(
 class Planner:
     """Makes plans by the same rules (``BucketTerms``) by which a process allocates.
 
-    Sizes on the device assume that gradients come in this order: last parameter first.
+    Sizes on the device assume that the gradient of the last parameter comes first, and the gradient of the first
+    parameter last.
 
     Args:
-        allocated: the memory that the process's buckets already have; None: it has no buckets.
-        free_elsewhere: as :attr:`MemoryPlan.free_elsewhere`, for another machine; None: read this machine's.
+        allocated: the memory that the process's buckets already have; None: the process has no buckets.
+        free_elsewhere: the free bytes of the store's own memory, by its name, for a plan of another machine
+            (:attr:`MemoryPlan.free_elsewhere`); None: ask this machine.
     """
 
     def __init__(
@@ -168,19 +177,21 @@ class Planner:
         """Plan the training of ``specs`` where gradients come at once, as in JAX.
 
         Args:
-            rows: the rows of ``plans.at_once``: parameters and gradients.
+            rows: rows for parameters and gradients (:func:`rows_at_once`).
             devices: the number of this process's devices.
-            shared: as in :meth:`plan_of`.
+            shared: True if the device's memory is host memory.
         """
         return self.plan_of((*self.host_rows(specs), *rows, *self.activations(devices)), specs, shared=shared)
 
     def plan_of(
         self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, shared: bool, frozen: Sequence[ParamSpec] = ()
     ) -> MemoryPlan:
-        """Return the plan with these rows, and with the settings that would make it smaller.
+        """Return the plan with these rows, and with the settings that would make the plan smaller.
 
         Args:
+            specs: the trained parameters.
             shared: True if the device's memory is host memory.
+            frozen: parameters that are not trained.
         """
         store, free = self.terms.store_kind, self._free_elsewhere
         return MemoryPlan(
@@ -194,7 +205,11 @@ class Planner:
         )
 
     def activations(self, devices: int = 1) -> list[PlanRow]:
-        """Return the memory that the configuration declares for activations, for a process with ``devices`` devices."""
+        """Return plan rows for the memory that the configuration declares for activations.
+
+        Args:
+            devices: the number of this process's devices.
+        """
         declared = {
             DEVICE: devices * self.terms.config.activation_memory,
             HOST: self.terms.config.host_activation_memory,
@@ -202,8 +217,8 @@ class Planner:
         return [PlanRow(ACTIVATIONS, where, n, "smaller micro-batches") for where, n in declared.items() if n]
 
     def savings(self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = ()) -> tuple[tuple[str, int], ...]:
-        """Return settings that store states in fewer bytes, with all else unchanged: ``(setting, bytes of host memory
-        that it saves)``, smallest saving first."""
+        """Return the settings that store states in fewer bytes, if all other settings stay: ``(setting, bytes of host
+        memory that the setting saves)``, smallest saving first."""
         mine = self._bytes_in(HOST, specs, frozen)
         saved = {
             setting: mine - self._with(**fields)._bytes_in(HOST, specs, frozen) for setting, fields in NARROWER.items()
@@ -241,10 +256,13 @@ class Planner:
     def host_rows(
         self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = (), one_by_one: bool = False
     ) -> list[PlanRow]:
-        """Plan the memory of the host and of the store for ``specs``, and for the shards of ``frozen``.
+        """Return plan rows for the memory of the host and of the store.
 
         Args:
-            one_by_one: True if gradients come during backward, so that each bucket can be updated at once.
+            specs: the trained parameters.
+            frozen: parameters that are not trained. Only their shards take this memory.
+            one_by_one: True if gradients come one by one during backward, so that a bucket can be updated as soon as
+                its gradients have arrived.
         """
         kinds = self.terms.kinds(specs)
         rules = dict.fromkeys(self.terms.rule_of(bucket) for bucket, _ in kinds) or {self.terms.rule: None}
@@ -308,7 +326,11 @@ class Planner:
         ]
 
     def _fewer_gradients(self, one_by_one: bool) -> str | None:
-        """Return a setting with which gradients take less host memory; None: there is none."""
+        """Return a setting with which gradients take less host memory; None: there is no such setting.
+
+        Args:
+            one_by_one: True if gradients come one by one during backward.
+        """
         if self.terms.lends_gradient_memory:
             return "reduce_bucket_size"
         if self.terms.accumulates:
@@ -358,10 +380,12 @@ class Planner:
         buckets: Sequence[Bucket],
         gradients_stay: bool,
     ) -> tuple[int, int]:
-        """Return the bytes of gathered parameters and of gradients, when their sum is the largest.
+        """Return ``(bytes of gathered parameters, bytes of gradients)`` at the moment of backward at which their sum is
+        the largest.
 
         In backward, parameters are released while gradients appear. The order of uses is not known here. So this
-        assumes that of the parameters that backward has not reached yet, as many as the settings allow stay gathered.
+        assumes the worst case: of the parameters that backward has not reached yet, as many stay gathered as the
+        settings allow.
         """
         partitioned = [spec for spec in (*specs, *frozen) if spec.partitioned]
         numel, n_bytes = sum(spec.numel for spec in partitioned), sum(map(_bytes, partitioned))
@@ -381,11 +405,15 @@ class Planner:
     def _gradients_held(
         self, specs: Sequence[ParamSpec], buckets: Sequence[Bucket], stay: bool
     ) -> list[tuple[int, int]]:
-        """Return the bytes of gradients on the device after each arrival, as ``(parameter, bytes)``, in order.
+        """Return ``(parameter, bytes)`` for each arrival of a parameter's gradient, in order: the bytes of all
+        gradients on the device just after the arrival.
 
-        A gradient is freed when all its buckets have left, or were updated in place. A bucket leaves when it is full,
-        or, if it must be copied, when ``depth`` later buckets are full. Parameters of one ``finalized_with`` fill their
-        buckets together.
+        A gradient is freed when all its buckets have left the device. If the device is addressable, a bucket leaves as
+        soon as it is full. Otherwise a bucket leaves when ``depth`` later buckets are full. Parameters with the same
+        ``finalized_with`` fill their buckets together, when the last gradient among them has arrived.
+
+        Args:
+            stay: True if all gradients stay on the device until the update.
         """
         stay = stay or not (self.terms.has_buffer or self.terms.updates_early)
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
@@ -418,7 +446,7 @@ class Planner:
         return seen
 
     def matrix_flops(self, specs: Sequence[ParamSpec]) -> list[int]:
-        """Return the matrix multiplications of each rank in an update of all parameters."""
+        """Return, for each rank, the operations of matrix multiplications in an update of all parameters."""
         flops = [0] * self.terms.device.world_size
         for bucket in self.terms.cut(specs):
             kernel = self.terms.rule_of(bucket).device_kernel
@@ -427,14 +455,17 @@ class Planner:
         return flops
 
     def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
-        """Return the bytes that a step moves, and the bytes that its last bucket moves.
+        """Return the bytes that a step moves, and the bytes that the step's last bucket moves.
 
-        An update reads a gradient, reads and writes three states, and writes the parameter. It also reads a parameter
-        that is a master weight or the upper half of one. With fp32 states this is 28 bytes an element in bf16 (26.25
-        from shards on the host), and in fp32 if parameters are updated in place. Gradients cross to the host in every
-        micro-step. Parameters cross back once. From shards on the host they cross for each gathering (one or two for
-        each micro-step). States on a disk are read and written once in a step, with read-ahead and write-behind.
-        Parameters in the same store are also read for each gathering.
+        With Adam, the kernel reads a gradient, reads and writes three states, and writes the parameter. It also reads
+        the parameter if the parameter is a master weight or the upper half of one. With fp32 states these are 28 bytes
+        an element for bf16 parameters (26.25 if their shards are on the host), and 28 bytes an element for fp32
+        parameters that are updated in place.
+
+        Gradients cross to the host in every micro-step. Parameters cross to the device once in a step. If their shards
+        are on the host, they cross for each gathering instead, once or twice in each micro-step. States on a disk are
+        read and written once in a step. Parameters that are stored with their states on a disk are also read for each
+        gathering.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         kinds = self.terms.kinds(specs)
@@ -452,8 +483,12 @@ class Planner:
         return whole, self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
 
     def _gatherings(self, partitioned: int) -> int:
-        """Return the gatherings of a parameter in a step: one for each micro-step, or two if parameters may not stay
-        whole from forward to backward."""
+        """Return how often a parameter is gathered in a step: once in each micro-step, or twice if parameters may not
+        stay whole from forward to backward.
+
+        Args:
+            partitioned: the number of elements of all partitioned parameters.
+        """
         stays = partitioned <= min(self.terms.config.max_live_parameters, self.terms.config.max_reuse_distance)
         return self.terms.config.gradient_accumulation_steps * (1 if stays else 2)
 

@@ -15,18 +15,18 @@ class Speeds:
     """Speeds of a machine, in bytes and operations a second; None: unknown."""
 
     dram: float
-    """The bandwidth of host memory in an update, shared by the processes of a machine."""
+    """The bandwidth of host memory in an update, shared by all processes of the machine."""
     link: float | None = None
     """The bandwidth of a device's link to the host, in each direction."""
     flops: float | None = None
     """Operations a second that a device reaches in forward and backward."""
     disk: float | None = None
-    """The bandwidth of a machine's disks, for reads and writes together, shared by its processes."""
+    """The bandwidth of all disks of the machine, for reads and writes together, shared by all its processes."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of the parts of a step; None: unknown."""
+    """The seconds that each part of a step takes; None: unknown."""
 
     compute: float | None
     update: float
@@ -35,9 +35,9 @@ class StepTime:
     tail: float
     """Seconds of the last bucket: the copy to the host, the update, and the copy back."""
     overlaps: bool
-    """True if the parts run at the same time."""
+    """True if compute, the update and both copies run at the same time."""
     disk: float | None = 0.0
-    """Seconds of reads and writes of states on a disk."""
+    """The seconds that reads and writes of states on a disk take."""
 
     @property
     def seconds(self) -> float:
@@ -67,21 +67,27 @@ def predict(
 
     If all parts overlap, a step takes
 
-        max(compute, update, disk, way to the host, way to the device) + the last bucket's tail
+        max(compute, update, disk, copy to the host, copy to the device) + the last bucket's tail
 
-    and the sum of the parts if nothing overlaps (``schedule="serial"``, one rank on the CPU). The disk always overlaps
-    the update. Disk: the bytes read and written divided by its bandwidth. Update: the bytes of the kernel
-    (:meth:`Planner.traffic`: 28 a bf16 parameter) divided by the bandwidth of host memory. Each way: 2 bytes a bf16
-    parameter divided by the link's bandwidth; both directions work at the same time. Compute: 6 operations a parameter
-    and token, 2 forward and 4 backward (Kaplan et al., "Scaling Laws for Neural Language Models", section 2.1), or 8 if
-    activations are computed again. ZeRO-Offload (arXiv:2101.06840, sections 4 and 5) has the same copies in both ways.
+    If no parts overlap (``schedule="serial"``, or one rank on the CPU), a step takes the sum of all parts, except that
+    the disk still overlaps the update. The parts are:
+
+    - Compute: 6 operations for each parameter and token, 2 in forward and 4 in backward (Kaplan et al., "Scaling Laws
+      for Neural Language Models", section 2.1), or 8 if activations are computed again, divided by ``speeds.flops``.
+    - Update: the bytes of the kernel (:meth:`Planner.traffic`: 28 for each bf16 parameter), divided by the bandwidth of
+      host memory.
+    - Disk: the bytes read and written, divided by the bandwidth of the disks.
+    - Each copy: 2 bytes for each bf16 parameter, divided by the link's bandwidth. Both directions work at the same
+      time. ZeRO-Offload (arXiv:2101.06840, sections 4 and 5) makes the same copies.
+
     The model leaves out the exchange between ranks, and the memory that the norm reads.
 
     Args:
-        processes: the number of processes that share the host's memory.
-        devices: the number of devices of a process, each with a separate link that carries an equal part.
-        numel: the number of elements of the model's parameters; None: ``specs`` has all parameters.
-        tokens: the tokens of a whole step on one rank, or on each device.
+        specs: the trained parameters.
+        processes: the number of processes that share the machine's host memory and disks.
+        devices: the number of devices of a process. Each has a separate link, and carries an equal part of the bytes.
+        numel: the number of elements of the model's parameters; None: the number of elements of ``specs``.
+        tokens: the number of tokens of a whole step on one rank, or on each device.
         checkpointing: True if activations are computed again in backward.
     """
     whole, last = planner.traffic(specs)

@@ -1,6 +1,6 @@
 """Decides which buffers each bucket needs, and their sizes, from the configuration, the device and the parameter sizes.
 
-``LocalBuckets`` allocates by these rules, and plans are made by them, so that both agree.
+``LocalBuckets`` allocates by these rules and ``Planner`` plans by them, so that plans and allocations agree.
 """
 
 from collections import Counter
@@ -22,17 +22,17 @@ from ..support.worker import Background, Inline
 STAGING = "staging"
 MATRICES = "matrices in an update"
 DIRECTIONS = "directions"
-"""Buffers of rules with a device kernel."""
+"""The name in plans of the host buffers for directions, which update rules with a device kernel need."""
 GRADIENTS_ON_HOST = "gradients on the host"
 GRADIENT_SLOTS = 4
-"""The slots for gradients on the host, where buckets share them: one for a bucket that is updated, two for buckets in
-flight, and one more, so that no bucket waits."""
+"""The number of host buffers that buckets share for their gradients, if they share any: one for a bucket that is
+updated, two for buckets in flight, and one more, so that no bucket waits."""
 
 
 class BucketTerms:
     """The rules for the buffers, the states and the schedule of one process's buckets.
 
-    They do not change. :class:`Allocated` has the sizes of existing buffers, which some of these rules take.
+    These rules do not change. Some methods take the sizes of existing buffers, which :class:`Allocated` records.
 
     Args:
         scaled: True if losses are scaled.
@@ -44,37 +44,44 @@ class BucketTerms:
         self._scaled = scaled
         self.rule = config.rule()
         self.store_kind = STORES[str(config.offload_optimizer)]
-        """The kind of store that keeps the states."""
+        """The class of the store that keeps the states."""
         self.direct = device.addressable and device.world_size == 1
-        """True if nothing is copied: kernels read gradients and write parameters in place."""
+        """True if there is one rank and its tensors are host memory. Kernels then read gradients and write parameters
+        in place, without a copy."""
         self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
         """True if gradients are summed on the host, in fp32."""
         self.shards_on_disk = config.offload_param == "nvme"
-        """True if shards of partitioned parameters are in the store, with their states."""
+        """True if the store keeps the shards of partitioned parameters on disk, with their states."""
         self.host_shards = device.addressable or config.offload_param is not None
-        """True if this process holds its shards of partitioned parameters, in host memory or on disk."""
+        """True if the shards of partitioned parameters are in host memory or on disk, not on the device."""
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
         """The class of the worker that runs the tasks of a step."""
         self.examines = _examines(config, device, scaled)
-        """True if a step examines all gradients (for clipping, an inf or a NaN) before it updates anything."""
+        """True if a step examines all gradients before it updates any state: for clipping, or for an inf or a NaN."""
         self.sends_early = config.update_in_backward and config.schedule == "overlap"
         """True if parameters may be written in place, or sent to the device, before their step."""
         if self.examines and (self.direct or config.stage == 3):  # a parameter that was written in place is lost
             self.sends_early = False
         self.updates_early = self.sends_early and not self.examines
-        """True if states are updated early together with their parameters, so that both are always of one step."""
+        """True if an early send of parameters also updates their states, so that both are always of one step."""
         self.lends_gradient_memory = self.updates_early and not self.direct and config.gradient_accumulation_steps == 1
-        """True if gradients share a few slots on the host, because each update comes as soon as they arrive."""
+        """True if the gradients of all buckets share a few host buffers (``GRADIENT_SLOTS``), because a bucket's update
+        follows as soon as its gradients have arrived."""
         self.host_budget = self.store_kind.host_budget(config)
-        """The bytes of host memory that states may take if the store also has another place; None: all free memory."""
+        """The bytes of host memory that states may take if the store can also keep states on disk; None: all free
+        memory."""
         self.reads_blocks = config.schedule == "delayed" or (self.sends_early and not self.updates_early)
-        """True if parameters are also written without a change of their states."""
+        """True if parameters may be written at a moment at which their states do not change. States on disk are then
+        also read to a separate copy."""
 
     def shard_slots(self, trained: Kinds, frozen: Kinds, existing: tuple[int, int]) -> tuple[int, int]:
-        """Return the slots for shards in flight from disk that existing and new parameters need: ``(slots, bytes)``.
+        """Return the slots that existing and new parameters need for shards in flight from disk: ``(number of slots,
+        bytes of each slot)``.
 
         Args:
-            existing: the existing slots.
+            trained: the kinds of the new trained parameters' buckets.
+            frozen: the kinds of the new frozen parameters' buckets.
+            existing: ``(number of slots, bytes of each slot)`` of existing parameters.
         """
         if not self.shards_on_disk:
             return 0, 0
@@ -88,7 +95,8 @@ class BucketTerms:
         return n, size
 
     def bytes_to_gather(self, bucket: Bucket) -> int:
-        """Return the bytes read from disk for each gathering of the bucket's parameter; 0: it is not on disk."""
+        """Return the bytes that each gathering of the bucket's parameter reads from disk; 0 if the parameter is not on
+        disk."""
         if not self.in_store(bucket):
             return 0
         master = self.state_formats(bucket)[MASTER]
@@ -96,18 +104,22 @@ class BucketTerms:
         return aligned(bucket.shard_numel * dtype.itemsize)
 
     def state_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of the states of a process's shards of a bucket, in the store's own place."""
+        """Return the bytes that the states of a process's shards of a bucket take in the store's own memory, such as a
+        disk."""
         numel = len(self.device.ranks) * bucket.shard_numel
         return sum(self.store_kind.n_bytes(format, numel) for format in self.state_formats(bucket).values())
 
     def split(self, kinds: Kinds, budget: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Split new states into two lists: states in host memory, and states in the store's own place.
+        """Split the states of new buckets into states in host memory and states in the store's own memory, such as a
+        disk.
 
         Args:
-            budget: as :meth:`Store.kept_on_host`.
+            kinds: the kinds of the new buckets.
+            budget: the bytes of host memory that states may take, in addition to the host memory for updates.
 
         Returns:
-            In each list, for each kind in order, ``(bytes of a bucket's states, number of buckets)``.
+            Two lists: states in host memory, and states in the store's own memory. Each has, for each kind in order,
+            ``(bytes of a bucket's states, number of buckets)``.
         """
         blocks = [(self.state_bytes(bucket), n) for bucket, n in kinds]
         kept = self.store_kind.kept_on_host(budget, blocks)
@@ -115,17 +127,17 @@ class BucketTerms:
         return stay, [(size, n - m) for (size, n), m in zip(blocks, kept, strict=True)]
 
     def with_(self, **fields: Any) -> "BucketTerms":
-        """Return a copy of these terms with other settings."""
+        """Return a copy of these rules in which the settings ``fields`` of the configuration are replaced."""
         return BucketTerms(replace(self.config, **fields), self.device, scaled=self._scaled)
 
     # --- small decisions, each made here only --------------------------------------------------------
 
     def cut(self, specs: Sequence[ParamSpec]) -> Sequence[Bucket]:
-        """Return the buckets of ``specs``, as if there were no other parameters."""
+        """Return the buckets of ``specs``, built as if ``specs`` were all parameters."""
         return self._planned(specs)[0]
 
     def kinds(self, specs: Sequence[ParamSpec]) -> Kinds:
-        """Return the kinds of these buckets. Buckets of one kind take the same memory."""
+        """Return the kinds of the buckets of ``specs``. Buckets of one kind take the same memory."""
         return self._planned(specs)[1]
 
     def _planned(self, specs: Sequence[ParamSpec]) -> tuple[Sequence[Bucket], Kinds]:
@@ -142,10 +154,11 @@ class BucketTerms:
         return alike.rule or self.rule
 
     def state_formats(self, bucket: Bucket) -> dict[str, StateFormat]:
-        """Return the format of each state of a bucket; without a master weight if the parameters are master weights.
+        """Return the format of each state of a bucket, by the state's name. If the parameters are their own master
+        weights, there is no state ``"master"``.
 
-        Master weights are split (SPLIT) if the parameters are on the host, only this package writes to them, and the
-        store supports it.
+        Master weights in fp32 are split (SPLIT) if the parameters are partitioned and in bfloat16, and are either on
+        disk, or on the host with a store that supports SPLIT. Only this package writes to such parameters.
         """
         formats = dict(self.config.state_formats(bucket.dtype, self.rule_of(bucket)))
         if self.in_store(bucket):
@@ -162,11 +175,11 @@ class BucketTerms:
         return formats
 
     def in_store(self, bucket: Bucket) -> bool:
-        """True if the bucket's parameter is in the store, with its states."""
+        """True if the store keeps the bucket's parameter on disk, with its states."""
         return bucket.partitioned and self.shards_on_disk
 
     def master(self, bucket: Bucket) -> Master:
-        """Return the place of the bucket's master weights."""
+        """Return where the bucket's master weights are: separate, in the parameter, or stored with the parameter."""
         return Master.WITH_PARAMETER if self.in_store(bucket) else Master.of(self.state_formats(bucket))
 
     @property
@@ -197,7 +210,7 @@ class BucketTerms:
         return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 
     def in_flight_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes on the device of a bucket in flight, besides gradients and parameters."""
+        """Return the bytes that a bucket in flight takes on the device, in addition to gradients and parameters."""
         return self.device.sizes.in_flight_bytes(bucket, self.comm_dtype(bucket))
 
     def buffer_bytes(self, bucket: Bucket) -> int:
@@ -205,11 +218,13 @@ class BucketTerms:
         return len(self.device.ranks) * bucket.shard_numel * self.buffer_dtype(bucket).itemsize
 
     def gradient_slot_bytes(self, kinds: Kinds, existing: int = 0) -> int | None:
-        """Return the size of the gradient slots that new buckets share, which is the largest bucket's. None: each
-        bucket has private gradient memory, because slots would take no less, or needs none.
+        """Return the bytes of each of the host buffers (``GRADIENT_SLOTS``) that new and existing buckets share for
+        their gradients: the bytes of the largest bucket. None: each new bucket has a separate buffer or needs none,
+        because :attr:`lends_gradient_memory` is False or shared buffers would take no less memory.
 
         Args:
-            existing: the size of the existing slots.
+            kinds: the kinds of the new buckets.
+            existing: the bytes of each existing shared buffer; 0: there are none.
         """
         if not self.lends_gradient_memory:
             return None
@@ -222,11 +237,12 @@ class BucketTerms:
         return FLOAT32 if self.sums else self.device.sizes.arrival(self.comm_dtype(bucket)).dtype
 
     def may_arrive_as(self, bucket: Bucket, buffer: ElementType) -> bool:
-        """True if the device can copy gradients directly to a buffer of element type ``buffer``."""
+        """True if the device can copy the bucket's gradients directly to a host buffer of element type ``buffer``,
+        without a sum or a cast on the host."""
         return self.device.sizes.arrival(self.comm_dtype(bucket)) == as_it_stays(buffer)
 
     def buffer_is_pinned(self, bucket: Bucket) -> bool:
-        """True if the device copies directly to the bucket's buffer."""
+        """True if the bucket's gradient buffer is pinned, because the device copies gradients directly to it."""
         return self.may_arrive_as(bucket, self.buffer_dtype(bucket))
 
     def working_sizes(self, kinds: Kinds) -> dict[bool, Counter[int]]:
@@ -252,16 +268,17 @@ class BucketTerms:
 
     @property
     def direction_slots(self) -> int:
-        """The number of buffers for directions: one may be in flight while the device computes with another."""
+        """The number of host buffers for directions. With overlap, one bucket's directions may be in flight while the
+        device computes with another bucket's."""
         return self.device.sizes.staging_slots * (2 if self.overlaps else 1)
 
     def direction_bytes(self, buckets: Iterable[Bucket]) -> int:
-        """Return the size of each buffer for directions."""
+        """Return the bytes of each host buffer for directions: the bytes of the largest bucket's directions."""
         numels = [self.device.sizes.link_numel(b) for b in buckets if self.rule_of(b).device_kernel is not None]
         return max(numels, default=0) * BFLOAT16.itemsize
 
     def matrix_bytes(self, buckets: Iterable[Bucket]) -> int:
-        """Return the bytes that matrices take on the device."""
+        """Return the most bytes that matrices take on the device during an update of these buckets."""
         most = 0
         for bucket in buckets:
             kernel = self.rule_of(bucket).device_kernel

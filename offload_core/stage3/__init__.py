@@ -1,1 +1,1 @@
-"""Partitioned parameters, which are gathered for their use."""
+"""Gathers and releases partitioned parameters (stage 3)."""

@@ -1,8 +1,9 @@
-"""Gathers partitioned parameters before their use, and releases them after it. Some are prefetched, and some kept.
+"""Gathers partitioned parameters before a module uses them, and releases them after the use. Some parameters are
+prefetched before their use, and some stay whole until their next use.
 
 One thread gathers shards, in the order of the calls and separately from other exchanges between ranks
 (:class:`GatheringDevice`). Every decision depends only on the order of uses and on sizes, so that ranks that run the
-same modules gather in the same order. If they did not, their ``digest`` differs.
+same modules gather in the same order. If ranks gather in different orders, their ``digest`` differs.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -37,9 +38,10 @@ class WholeMemory(Protocol):
 
 @dataclass(eq=False)
 class PartitionedParam:
-    """A parameter whose shards the ranks hold.
+    """A parameter of which each rank has a shard.
 
-    It is whole from its gathering to its release, which comes only when ``holds`` is 0.
+    The parameter is whole from its gathering to its release. ``holds`` counts the calls of :meth:`LiveParams.acquire`
+    that need it whole, and it is released only when ``holds`` is 0.
     """
 
     number: int
@@ -49,10 +51,11 @@ class PartitionedParam:
     """This rank's shards."""
     memory: WholeMemory
     updated: Callable[[], Event] = Done
-    """Returns the event at the end of the last update that was started."""
+    """Returns the event at the end of the parameter's last update that was started."""
     holds: int = 0
     gathering: Task[Event] | None = field(default=None, repr=False)
-    """The task that starts the gathering, and returns the event at its end. None: the parameter is not whole."""
+    """The task that starts the gathering. Its result is the event at the end of the gathering. None: the parameter is
+    not whole."""
 
     @property
     def numel(self) -> int:
@@ -65,7 +68,7 @@ class PartitionedParam:
 
 
 class LiveParams:
-    """The partitioned parameters of one process. Gathers and releases them."""
+    """Gathers and releases the partitioned parameters of one process."""
 
     def __init__(
         self, config: OffloadConfig, device: GatheringDevice, state_lock: StateLock, health: PipelineHealth
@@ -84,18 +87,24 @@ class LiveParams:
         self._ahead: dict[PartitionedParam, None] = {}
         """Prefetched parameters that have not been used yet."""
         self.numel = 0
-        """The number of elements of whole parameters."""
+        """The number of elements of all parameters that are whole now."""
         self.peak_numel = 0
         self.n_bytes = 0
-        """The bytes that whole parameters take, padding included."""
+        """The bytes of all parameters that are whole now, padding included."""
         self.digest = 0
-        """A fingerprint of the gatherings since :meth:`release_all`; equal on all ranks that gathered in the same
-        order."""
+        """A fingerprint of the gatherings since the last :meth:`release_all`. Ranks that gathered the same parameters
+        in the same order have equal fingerprints."""
 
     def add(
         self, spec: ParamSpec, buckets: Sequence[Bucket], shards: ShardSource, memory: WholeMemory
     ) -> PartitionedParam:
-        """Add a parameter. It is not whole yet."""
+        """Add a parameter, which is not whole yet.
+
+        Args:
+            buckets: the parameter's buckets.
+            shards: reads this rank's shards of the parameter.
+            memory: allocates device memory for the whole parameter.
+        """
         param = PartitionedParam(len(self._params), spec, buckets, shards, memory)
         self._params.append(param)
         self._order.sizes.append(spec.numel)
@@ -103,17 +112,20 @@ class LiveParams:
 
     @changes("a gathering of parameters")
     def begin_round(self, kind: Hashable) -> None:
-        """Begin a forward. It is expected to use parameters as the last round of the same ``kind`` did."""
+        """Release parameters whose ``holds`` is 0, and begin a round: a forward and the backward that follows. The uses
+        of the last round of the same ``kind`` predict the uses of this round."""
         self.release_idle()
         self._order.begin(kind)
 
     @property
     def released(self) -> bool:
-        """True if shards may have no memory, so that nothing can be gathered."""
+        """True if the parameters were released from the device: their shards may have no memory, and nothing can be
+        gathered."""
         return bool(self._health.released)
 
     def check_present(self) -> None:
-        """Raise :class:`StateError` if shards may have no memory."""
+        """Raise :class:`StateError` if the parameters were released from the device, so that nothing can be
+        gathered."""
         if self._health.released:
             raise StateError(self._health.released)
 
@@ -121,7 +133,10 @@ class LiveParams:
     def acquire(self, params: Sequence[PartitionedParam]) -> None:
         """Make parameters whole, and keep them whole until :meth:`release`.
 
-        Raises the error of a gathering or of an update. Then no parameter is held.
+        If a gathering or an update has failed, raise its error. This call then keeps no parameter whole.
+
+        Raises:
+            StateError: the parameters were released from the device.
         """
         self.check_present()
         for param in params:
@@ -147,7 +162,11 @@ class LiveParams:
 
     @changes("a gathering of parameters")
     def release(self, params: Sequence[PartitionedParam], *, may_stay: bool = True) -> None:
-        """End the holds of one :meth:`acquire`. With ``may_stay``, parameters that are used again soon stay whole."""
+        """End the use of the parameters of one :meth:`acquire`.
+
+        Args:
+            may_stay: True to keep parameters whole whose predicted next use comes soon.
+        """
         for param in params:
             param.holds -= 1
             if not param.holds and not (may_stay and self._stays(param)):
@@ -155,13 +174,14 @@ class LiveParams:
 
     @changes("a gathering of parameters")
     def release_idle(self) -> None:
-        """Release all parameters without holds."""
+        """Release all whole parameters whose ``holds`` is 0."""
         for param in [param for param in self._whole if not param.holds]:
             self._release(param)
 
     @changes("a gathering of parameters")
     def release_all(self) -> int:
-        """Release all parameters, held or not, before they change. Return the ``digest``, and reset it."""
+        """Release all whole parameters before their values change, even if ``holds`` is not 0. Return the ``digest``,
+        and reset it to 0."""
         for param in list(self._whole):
             param.holds = 0
         self.release_idle()
@@ -170,24 +190,26 @@ class LiveParams:
 
     @changes("a gathering of parameters")
     def in_order(self, task: Callable[[], None]) -> None:
-        """Run a task after all gathers that have begun: ranks do one exchange at a time, in one order."""
+        """Run a task after all gatherings that were submitted, in their thread, and wait for it. So all ranks do the
+        task's exchange and the gatherings in the same order."""
         self._tasks.submit(task).result()
 
     @changes("a gathering of parameters")
     def forget_order(self) -> None:
-        """Predict nothing from past rounds, because this rank's rounds may differ from other ranks' rounds."""
+        """Forget the uses of past rounds, so that nothing is predicted from them: this rank's past rounds may differ
+        from other ranks' past rounds."""
         self._order.forget()
 
     @changes("a gathering of parameters")
     def begin_untracked(self) -> None:
-        """Begin uses that are not recorded, because their number may differ between ranks, and all ranks must predict
-        the same order. The used parameters are already whole."""
+        """From now on, do not record uses, until :meth:`end_untracked`. Ranks may differ in the number of these uses,
+        and all ranks must predict the same order. The used parameters are already whole."""
         self._tracked.append(self._order)
         self._order = UseOrder(self._order.sizes)
 
     @changes("a gathering of parameters")
     def end_untracked(self) -> None:
-        """End the last :meth:`begin_untracked`."""
+        """Record uses again, as before the last :meth:`begin_untracked`."""
         self._order = self._tracked.pop()
 
     # --- decisions -----------------------------------------------------------------------------------
@@ -198,13 +220,14 @@ class LiveParams:
         return within and self.numel <= self._config.max_live_parameters
 
     def _make_room(self, numel: int, needed_in: float = -1) -> bool:
-        """Release parameters without holds until ``numel`` elements fit, the farthest next use first.
+        """Release parameters whose ``holds`` is 0, the parameter with the farthest next use first, until ``numel`` more
+        elements fit into ``max_live_parameters``.
 
         Args:
             needed_in: release only parameters whose next use is more than this number of elements away.
 
         Returns:
-            True if the elements fit.
+            True if ``numel`` more elements fit.
         """
         while self.numel + numel > self._config.max_live_parameters:
             idle = [(self._distance(param), param) for param in self._whole if not param.holds]
@@ -219,8 +242,8 @@ class LiveParams:
         return float("inf") if distance is None else distance
 
     def _prefetch(self) -> None:
-        """Gather the next parameters, up to ``prefetch_bucket_size``. Release prefetched ones that are no longer
-        expected."""
+        """Begin to gather the parameters that are predicted next, up to ``prefetch_bucket_size`` elements. Release
+        prefetched parameters that are no longer predicted."""
         upcoming = [self._params[number] for number in self._order.upcoming(self._config.prefetch_bucket_size)]
         for param in [param for param in self._ahead if param not in upcoming and not self._stays(param)]:
             self._release(param)
@@ -232,7 +255,8 @@ class LiveParams:
                 self._ahead[param] = None
 
     def _read_ahead(self) -> None:
-        """Begin to read shards to host memory for the parameters after the prefetched ones."""
+        """Begin to read shards from disk to host memory for parameters that are predicted next and not gathered yet, up
+        to twice ``prefetch_bucket_size`` elements ahead."""
         for number in self._order.upcoming(2 * self._config.prefetch_bucket_size):
             if self._params[number].gathering is None:
                 self._expect(self._params[number])

@@ -1,4 +1,4 @@
-"""Stores: the memory and the formats of a process's optimizer states. Seam: store."""
+"""Stores, which keep a process's optimizer states in host memory or on disk. Seam: store."""
 
 from .in_memory import StatesInMemory
 from .on_disk import StatesOnDisk

@@ -15,20 +15,21 @@ assert BLOCK == kernels.STATE_BLOCK, "Python and C differ in the elements of a b
 
 
 class StateRun(ABC):
-    """A one-dimensional run of a state, in memory or on disk. It may be read in any thread."""
+    """A one-dimensional run of a state's elements, in memory or on disk. Any thread may read it."""
 
     format: StateFormat
     size: int
-    """In elements."""
+    """The number of elements."""
 
     @property
     def view(self) -> np.ndarray | None:
-        """A view of values that are in memory unencoded, valid as long as the store; None: they are not."""
+        """A view of the run's values, valid as long as the store. None: the values are encoded or on disk."""
         return None
 
     @property
     def upper(self) -> np.ndarray | None:
-        """A view of the parameter that is kept with the state, only for reading; None: there is no such memory."""
+        """A view of the parameter's elements that the state is stored with, only for reading. None: the parameter is
+        not stored with the state, or is on disk."""
         return None
 
     @abstractmethod
@@ -36,7 +37,7 @@ class StateRun(ABC):
 
     @abstractmethod
     def read(self, at: int, out: np.ndarray) -> None:
-        """Copy elements from ``at`` on to ``out``, of any floating-point type."""
+        """Copy elements ``[at, at + out.size)`` to ``out``, an array of any floating-point type."""
 
     @property
     def parameter_dtype(self) -> np.dtype:
@@ -45,12 +46,14 @@ class StateRun(ABC):
 
     @property
     def version(self) -> int | None:
-        """A number that differs after each change of the run; None: it is not counted."""
+        """A number that changes whenever the run's values change; None: changes are not counted."""
         return None
 
     def begin_parameter(self, memory: np.ndarray) -> Transfer | None:
-        """Begin to copy the whole parameter, in ``parameter_dtype``, to ``memory``, which is page-aligned. The run must
-        be a whole bucket's.
+        """Begin to copy all of the run's parameter to ``memory``. The run must contain a whole bucket's elements.
+
+        Args:
+            memory: bytes for the parameter in ``parameter_dtype``, page-aligned.
 
         Returns:
             The transfer to wait for; None: the copy is complete.
@@ -60,8 +63,8 @@ class StateRun(ABC):
         return None
 
     def read_parameter(self, at: int, out: np.ndarray) -> None:
-        """Copy elements of the parameter from ``at`` on to ``out``: the parameter that is kept with the master weights,
-        or the rounded master weights."""
+        """Copy elements ``[at, at + out.size)`` of the parameter to ``out``. If the parameter is not stored with this
+        run of master weights, copy the master weights, rounded to the element type of ``out``."""
         if (upper := self.upper) is not None:
             np.copyto(out, upper[at : at + out.size])
         else:
@@ -69,13 +72,14 @@ class StateRun(ABC):
 
     @abstractmethod
     def write(self, values: np.ndarray) -> None:
-        """Replace the whole run, which begins with a block, and ends with a block or with its parameter.
+        """Replace all elements of the run by ``values``, rounded to nearest. Values that came from :meth:`read` are
+        stored exactly.
 
-        Values are rounded to nearest. Values that came from :meth:`read` are stored exactly.
+        The run must begin where a block of the format begins, and end where a block or the parameter ends.
         """
 
     def values(self) -> np.ndarray:
-        """Return the values in the format's own type: :attr:`view`, or a read-only copy."""
+        """Return the values in the format's own element type: :attr:`view`, or a read-only copy if there is no view."""
         if (view := self.view) is not None:
             return view
         copy = np.empty(self.size, self.format.values.numpy)
@@ -84,14 +88,16 @@ class StateRun(ABC):
         return copy
 
     def follow(self, values: np.ndarray, replaced: dict[int, np.ndarray]) -> None:
-        """Take the elements of ``values`` that differ from the last update's values, rounded to the same type.
+        """Compare ``values`` with the run's values after the last update, rounded to the element type of ``values``.
+        Replace the elements that differ.
 
-        All other elements get the last update's bits. So weights that somebody replaces and later puts back lose no
-        bits.
+        All other elements get the value after the last update, with all bits. So a user who replaces weights and later
+        puts the old weights back loses no bits.
 
         Args:
-            replaced: the last update's fp32 values of each part that earlier calls have changed, by the part's start.
-                This call adds and removes entries.
+            values: one value for each element of the run.
+            replaced: maps the start of each slice that earlier calls have changed to the slice's fp32 values after the
+                last update. This call adds and removes entries.
         """
         assert values.size == self.size
         bits = f"u{values.itemsize}"
@@ -115,9 +121,10 @@ class StateBytes:
     """The host memory of a state, and the addresses by which the kernel knows it.
 
     Args:
-        data: the elements as they are stored.
-        beside: the bytes that blocks of elements share.
-        upper: the parameter, if ``data`` has only the lower bits. Writing the state writes the parameter, too.
+        data: the elements in the format's stored type.
+        beside: one byte for each block of elements, such as the block's scale.
+        upper: the parameter's elements, if they are the upper half of the state and ``data`` the lower half. A write to
+            the state also writes to the parameter.
     """
 
     def __init__(self, data: np.ndarray, beside: np.ndarray | None = None, upper: np.ndarray | None = None) -> None:
@@ -127,7 +134,7 @@ class StateBytes:
 
 
 class StateArray(StateRun):
-    """A run in host memory, unencoded or encoded."""
+    """A run of a state's elements in host memory, unencoded or encoded."""
 
     def __init__(
         self, format: StateFormat, memory: StateBytes, *, threads: int = 1, first: int = 0, size: int | None = None
@@ -140,7 +147,7 @@ class StateArray(StateRun):
 
     @classmethod
     def of(cls, array: np.ndarray) -> "StateArray":
-        """Return a run of unencoded values in this memory."""
+        """Return a run whose unencoded values are the elements of ``array``, without a copy."""
         return cls(FORMATS[str(array.dtype)], StateBytes(array))
 
     @classmethod
@@ -152,8 +159,13 @@ class StateArray(StateRun):
         allocate_upper: Callable[[int, np.dtype], np.ndarray],
         threads: int,
     ) -> "StateArray":
-        """Return ``numel`` elements, all 0. ``allocate(numel, dtype)`` makes arrays of zeros for states, and
-        ``allocate_upper`` for parameters that are kept with their states."""
+        """Return a new run of ``numel`` zeros.
+
+        Args:
+            allocate: ``allocate(numel, dtype)`` returns an array of zeros for the state.
+            allocate_upper: ``allocate_upper(numel, dtype)`` returns an array of zeros for the parameter, if the
+                parameter is stored with the state.
+        """
         beside = allocate(-(-numel // format.block), np.dtype(np.uint8)) if format.encoded else None
         upper = None if format.upper is None else allocate_upper(numel, format.upper.numpy)
         return cls(format, StateBytes(allocate(numel, format.stored), beside, upper), threads=threads)
@@ -173,8 +185,12 @@ class StateArray(StateRun):
         return None if upper is None else upper[self._first : self._first + self.size]
 
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
-        """Have the kernel's rows point to the elements at these offsets, each the first of a block. ``moment`` is the
-        index of the state among the moments; None: this is the master weight."""
+        """Write the addresses of the elements at ``offsets`` to the kernel's ``rows``, one row for each offset.
+
+        Args:
+            moment: the index of this state among the rule's moments; None: this state is the master weight.
+            offsets: offsets in this run at which a block of the format begins.
+        """
         at, memory = self._first + offsets, self._memory
         data, beside = (
             (rows["master"], rows["ties"])
@@ -189,7 +205,8 @@ class StateArray(StateRun):
 
     @property
     def stored(self) -> list[np.ndarray]:
-        """The memory of a run that begins with a block: its stored elements, and the bytes that its blocks share."""
+        """The memory of this run: an array of its stored elements, and, if the format is encoded, an array with one
+        byte for each block. The run must begin where a block begins."""
         first, stop = self._first, self._first + self.size
         block = self.format.block
         assert first % block == 0
@@ -232,7 +249,8 @@ class StateArray(StateRun):
         kernels.encode(self.format.name, values, **memory, threads=self._threads)
 
     def _arguments(self, start: int, stop: int) -> dict[str, Any]:
-        """The kernels' arguments for elements of ``data`` from ``start``, the first of a block, to ``stop``."""
+        """Return the kernels' arguments for elements ``[start, stop)`` of the state's memory. A block of the format
+        begins at ``start``."""
         part = StateArray(self.format, self._memory, first=start, size=stop - start)
         data, beside = part.stored
         kinds = {"ties": beside} if self.format is SPLIT else {"scales": beside}
@@ -242,7 +260,7 @@ class StateArray(StateRun):
 
 
 _DECODED = 2**20
-"""Elements that are decoded at a time: whole blocks."""
+"""The number of elements that are decoded at a time, a multiple of the formats' blocks."""
 
 
 def _as_float32(values: np.ndarray, threads: int) -> np.ndarray:

@@ -14,29 +14,32 @@ _BYTE = np.dtype(np.uint8)
 
 
 class ByteRange(NamedTuple):
-    """A range of bytes of a block."""
+    """A range of bytes in a bucket's block."""
 
     start: int
     n_bytes: int
 
     def of(self, memory: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Return these bytes of ``memory`` as elements."""
+        """Return these bytes of ``memory`` as an array of element type ``dtype``."""
         return memory[self.start : self.start + self.n_bytes].view(dtype)
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """One state's bytes: the stored elements, and the bytes that blocks of elements share."""
+    """The byte ranges of one state in a bucket's block.
+
+    The format groups a state's elements into blocks, too. ``beside`` has one byte for each such block.
+    """
 
     format: StateFormat
     numel: int
     upper: ByteRange | None
-    """The parameter, if it is kept with the state."""
+    """The bytes of the parameter; None: the parameter is not stored with the state."""
     data: ByteRange
     beside: ByteRange | None
 
     def array(self, memory: np.ndarray, threads: int) -> StateArray:
-        """Return the state in a block's memory."""
+        """Return the state as an array. ``memory`` contains all bytes of the bucket's block."""
         return self._array([span and span.of(memory, _BYTE) for span in (self.upper, self.data, self.beside)], threads)
 
     def _array(self, parts: Sequence[np.ndarray | None], threads: int) -> StateArray:
@@ -47,7 +50,12 @@ class StateLayout:
         return StateArray(self.format, StateBytes(data.view(self.format.stored), beside, upper), threads=threads)
 
     def array_of(self, start: int, stop: int, read: Callable[[ByteRange], np.ndarray], threads: int) -> StateArray:
-        """Return elements from ``start``, the first of a block of the format, to ``stop``. ``read`` returns bytes."""
+        """Return elements ``[start, stop)`` of the state.
+
+        Args:
+            start: the index of the first element of a block of the format.
+            read: returns the bytes of a range of the bucket's block.
+        """
         block = self.format.block
         spans = (
             self.parameter(start, stop) if self.upper is not None else None,
@@ -57,14 +65,15 @@ class StateLayout:
         return self._array([span and read(span) for span in spans], threads)
 
     def parameter(self, start: int, stop: int) -> ByteRange:
-        """Return the bytes of these elements of the parameter, or of the state that it is rounded from."""
+        """Return the byte range of elements ``[start, stop)`` of the parameter. If the parameter is not stored with the
+        state, return the byte range of these elements of the state."""
         if self.upper is None or self.format.upper is None:
             return _part(self.data, start, stop, self.format.stored.itemsize)
         return _part(self.upper, start, stop, self.format.upper.itemsize)
 
     @property
     def parameter_dtype(self) -> np.dtype:
-        """The element type of :meth:`parameter`."""
+        """The element type of the bytes in the range that :meth:`parameter` returns."""
         return self.format.stored if self.format.upper is None else self.format.upper.numpy
 
 
@@ -73,12 +82,12 @@ def _part(span: ByteRange, start: int, stop: int, itemsize: int) -> ByteRange:
 
 
 class BlockLayout:
-    """The bytes of all states of a bucket, and of a parameter that is kept with the states. Each begins at a multiple
-    of ``ALIGNMENT``.
+    """The byte ranges of all states of a bucket, and of the parameter if it is stored with the states. Each range
+    begins at a multiple of ``ALIGNMENT``.
 
     Args:
-        formats: the format of each state.
-        numel: the elements of each state.
+        formats: the format of each state, by the state's name.
+        numel: the number of elements of each state.
     """
 
     def __init__(self, formats: Mapping[str, StateFormat], numel: int) -> None:
@@ -96,16 +105,16 @@ class BlockLayout:
         return span
 
     def arrays(self, memory: np.ndarray, threads: int) -> dict[str, StateArray]:
-        """Return the states in a block's memory, by name."""
+        """Return the states as arrays, by name. ``memory`` contains all bytes of the bucket's block."""
         return {name: state.array(memory, threads) for name, state in self.states.items()}
 
 
 def padded_bytes(format: StateFormat, numel: int) -> int:
-    """Return the bytes that a state takes in a block."""
+    """Return the bytes that ``numel`` elements of a state take in a bucket's block, padding included."""
     return BlockLayout({"": format}, numel).n_bytes
 
 
 def around(span: ByteRange) -> ByteRange:
-    """Return the smallest span around this one whose ends are multiples of ``ALIGNMENT``."""
+    """Return the smallest range that contains ``span`` and begins and ends at multiples of ``ALIGNMENT``."""
     start = span.start // ALIGNMENT * ALIGNMENT
     return ByteRange(start, aligned(span.start + span.n_bytes) - start)

@@ -1,4 +1,4 @@
-"""Several runs of a state, in different stores, as one run."""
+"""Several runs of one state, some in host memory and some on disk, as one run."""
 
 from collections.abc import Iterator, Sequence
 
@@ -11,7 +11,7 @@ class Chain(StateRun):
     """The concatenation of runs of one state.
 
     Args:
-        runs: at least one, of one format; each begins with a block of the format.
+        runs: one run or more, all of one format. Each begins where a block of the format begins.
     """
 
     def __init__(self, runs: Sequence[StateRun]) -> None:
@@ -24,7 +24,8 @@ class Chain(StateRun):
         return Chain([part for part, _ in self._parts(start, stop)] or [self._runs[0][:0]])
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[StateRun, slice]]:
-        """The runs with elements from ``start`` to ``stop``, each with its slice of these elements."""
+        """Yield the slices of the runs that together are elements ``[start, stop)`` of the chain, each with the range
+        of its elements, counted from ``start``."""
         begin = 0
         for run in self._runs:
             low, high = max(start, begin), min(stop, begin + run.size)

@@ -15,9 +15,9 @@ from .store import Extent, StateBlock, Store
 class StatesInMemory(Store):
     """Keeps states in host memory. Updates change them in place.
 
-    The shards of one (group, element type) are concatenated in bucket order, in one array for each state. So a
-    process's part of a parameter is contiguous even if the parameter straddles buckets. The upper half of a
-    split master weight (``SPLIT``) is the parameter.
+    For each state, the shards of all buckets with the same key (``Bucket.key``: group, element type and more) are
+    concatenated in bucket order in one array. So a process's slice of a parameter is contiguous even if the parameter
+    straddles buckets. The upper half of a split master weight (``SPLIT``) is the parameter.
     """
 
     place = HOST

@@ -21,10 +21,11 @@ from .store import Extent, StateBlock, Store
 
 
 class StatesOnDisk(Store):
-    """States of some buckets in host memory, and of the others on disk, which pass through the slots of a ring.
+    """Keeps the states of some buckets in host memory, and the states of all other buckets on disk. An update of a
+    bucket on disk reads the states to a slot of a ring (``ring.py``), changes them there, and writes them back.
 
     A bucket's states are contiguous on disk, so that an update is one sequential read and one sequential write. Buckets
-    in host memory and on disk alternate evenly, so that the disk works while a bucket in memory is updated.
+    in host memory and buckets on disk alternate evenly, so that the disk works while a bucket in memory is updated.
     """
 
     place = DISK
@@ -37,7 +38,7 @@ class StatesOnDisk(Store):
         self._files = ScratchFiles(config.nvme_path)
         self._kept = StatesInMemory(config, memory, n_ranks)
         self._layouts: dict[int, BlockLayout] = {}
-        """The layouts of the buckets on disk."""
+        """The layout of each bucket whose states are on disk, by the bucket's index."""
         self._ring: Ring | None = None
 
     @classmethod
@@ -54,7 +55,8 @@ class StatesOnDisk(Store):
 
     @classmethod
     def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
-        """Keep all buckets if they fit. Otherwise keep the same fraction of each kind, rounded to whole buckets."""
+        """Return, for each kind, the number of buckets to keep in host memory: all buckets if they fit into ``budget``,
+        otherwise the same fraction of each kind, rounded to whole buckets."""
         total = sum(size * n for size, n in blocks)
         if total <= budget:
             return [n for _, n in blocks]
@@ -146,7 +148,7 @@ class StatesOnDisk(Store):
 
 
 class RunOnDisk(StateRun):
-    """A run in one bucket's block on disk. Each read is a copy."""
+    """A run of a state's elements in one bucket's block on disk. Each read makes a copy."""
 
     def __init__(self, ring: Ring, bucket: int, name: str, format: StateFormat, first: int, size: int) -> None:
         self._ring = ring

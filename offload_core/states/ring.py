@@ -1,8 +1,9 @@
 """The blocks of states in flight between disk and host memory.
 
-A ring has a few slots (``slots.py``), each for one bucket's states. While one block is updated, the next ones are read
-and the earlier ones are written. Any thread calls the ring. Only the ring's thread changes the slots, so that no
-interrupt and no other thread finds them half changed. Four more threads for each disk move the bytes.
+A ring has a few slots of host memory (``slots.py``), each for one bucket's states. While an update changes one block,
+the ring reads the next blocks and writes the earlier ones. Any thread may call the ring. Only the ring's thread changes
+the slots, so that no interrupt and no other thread finds a slot half changed. Two threads for each disk read, and two
+write.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,7 +23,8 @@ from .slots import BlockOnDisk, Slots
 T = TypeVar("T")
 
 _READ_AT_A_TIME = 2**20
-"""Elements read from disk at a time, for states that are not in a slot: whole blocks of every format."""
+"""The number of elements read from disk at a time if a bucket's states are not in a slot, a multiple of every format's
+block."""
 
 
 class Ring:
@@ -42,6 +44,9 @@ class Ring:
     def add(self, layouts: Mapping[int, BlockLayout]) -> None:
         """Add new buckets, whose states are zeros.
 
+        Args:
+            layouts: the layout of each bucket's block, by the bucket's index.
+
         Raises:
             DiskError: the disk has no room.
             HostMemoryError: there is no memory for the slots.
@@ -54,15 +59,16 @@ class Ring:
         self._do(partial(self._slots.add, new))
 
     def expect(self, buckets: Iterable[int]) -> None:
-        """As :meth:`Store.expect`."""
+        """Announce that these buckets are lent next, in this order, after the buckets that were announced before. A
+        bucket that is announced again moves to its new position in the order."""
         self._thread.submit(partial(self._slots.expect, [*buckets]))
 
     def lend(self, bucket: int) -> dict[str, StateArray]:
-        """Return a bucket's states, to be changed and then given back. A block that was lent and not given back keeps
-        its old states.
+        """Return a bucket's states. The caller changes them and then calls :meth:`give_back`. If another block is lent
+        or written before that, the bucket keeps its states from before the change.
 
         Raises:
-            DiskError: the states cannot be read, or an earlier block could not be written, which is tried again now.
+            DiskError: the states cannot be read, or an earlier block could not be written. The write begins again.
         """
         block = self._do(partial(self._slots.lend, bucket))
         if block.arriving is not None and (error := block.arriving.error()) is not None:
@@ -71,7 +77,7 @@ class Ring:
         return block.arrays
 
     def give_back(self, bucket: int) -> None:
-        """Begin to write the new values of a bucket that was lent."""
+        """Begin to write the changed states of a bucket that was lent."""
         self._do(partial(self._slots.give_back, bucket))  # returns after the version has changed
 
     def copy(self, bucket: int) -> dict[str, StateArray]:
@@ -83,7 +89,7 @@ class Ring:
         return there.layout.arrays(memory, self._threads)
 
     def read(self, bucket: int, name: str, at: int, out: np.ndarray) -> None:
-        """Copy elements of a state from ``at`` on to ``out``, of any floating-point type."""
+        """Copy elements ``[at, at + out.size)`` of a bucket's state to ``out``, an array of any floating-point type."""
         if self._do(partial(self._slots.read, bucket, name, at, out)):
             return
         there = self._slots.on_disk[bucket]
@@ -98,7 +104,8 @@ class Ring:
             done += n
 
     def read_parameter(self, bucket: int, name: str, at: int, out: np.ndarray) -> None:
-        """Copy elements of this state's parameter, from ``at`` on, to ``out``."""
+        """Copy elements ``[at, at + out.size)`` of the parameter to ``out``. If the parameter is not stored with this
+        state, copy the state's elements, rounded to the element type of ``out``."""
         there = self._slots.on_disk[bucket]
         state = there.layout.states[name]
         for done in range(0, out.size, _READ_AT_A_TIME):
@@ -110,7 +117,8 @@ class Ring:
             np.copyto(part, found.view(state.parameter_dtype))
 
     def begin_parameter(self, bucket: int, name: str, memory: np.ndarray) -> Transfer | None:
-        """Begin to read the whole parameter that is kept with this state, or the whole state that is rounded to it.
+        """Begin to copy to ``memory`` all elements of the parameter that is stored with this state. If no parameter is
+        stored with this state, begin to copy all elements of the state.
 
         Returns:
             The transfer to wait for; None: the copy is complete.
@@ -123,22 +131,28 @@ class Ring:
         return self._files.read(there.start + span.start, memory[: aligned(span.n_bytes)])
 
     def version(self, bucket: int) -> int:
-        """Return the number of changes of a bucket's states so far, without waiting."""
+        """Return how often a bucket's states have changed so far. This does not wait."""
         return self._slots.on_disk[bucket].version
 
     def write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
-        """Replace elements of a state from ``at`` on, as :meth:`StateRun.write`."""
+        """Replace elements ``[at, at + values.size)`` of a state by ``values``, rounded to nearest. The elements must
+        begin where a block of the format begins, and end where a block or the parameter ends."""
         self._do(partial(self._slots.write, bucket, name, at, values))
 
     def close(self) -> None:
-        """Wait for all transfers, and free the space on disk."""
+        """Wait for all transfers, ignore their errors, and free the space on disk."""
         if self._thread.is_here:
             self._do(self._slots.await_all)
         self._thread.close()
         self._files.close()
 
     def _bytes(self, start: int, span: ByteRange) -> np.ndarray:
-        """Read bytes of the block at offset ``start`` from disk."""
+        """Read a byte range of a block from disk.
+
+        Args:
+            start: the offset at which the block begins in the scratch files, in bytes.
+            span: the byte range in the block.
+        """
         whole = around(span)
         memory = self._memory.allocate(BLOCKS, whole.n_bytes, np.dtype(np.uint8))
         self._files.read(start + whole.start, memory).result()

@@ -1,24 +1,24 @@
-"""The slots of a ring (``ring.py``): host memory for a few blocks of states, each beside its block on disk.
+"""The slots of a ring (``ring.py``): host memory for a few buckets' states. Each bucket also has a block on disk.
 
-**Content**: the slot's block, compared with the block on disk.
+**Content**: the copy of a bucket's states in a slot, compared with the copy on disk.
 
-======  ===================================================================
-state   the bucket's states are
-======  ===================================================================
-CLEAN   in both, and the slot may be reused
-NEWER   in the slot, and not yet written
-LENT    on disk; an update changes the slot's, until they are given back
-======  ===================================================================
+======  =============================================================================
+state   the valid states of the bucket are
+======  =============================================================================
+CLEAN   in the slot and on disk, and the slot may be reused
+NEWER   in the slot, and not yet written to disk
+LENT    on disk; an update changes the copy in the slot, until it gives the copy back
+======  =============================================================================
 
-A LENT block is dropped, not given back, if its update broke off.
+If an update breaks off, the ring drops its LENT copy.
 
-**In flight**: transfers that somebody has yet to wait for. A block does not change until its transfer has ended.
+**In flight**: transfers that nobody has waited for yet. A copy does not change until its transfer has ended.
 
 ========  ============  =======================================================================
 field     content       from, until
 ========  ============  =======================================================================
-arriving  CLEAN, LENT   the read begins, until somebody who changes the block has waited for it
-leaving   NEWER         the write begins, until somebody has waited for it
+arriving  CLEAN, LENT   the read begins, until somebody who changes the copy has waited for the read
+leaving   NEWER         the write begins, until somebody has waited for the write
 ========  ============  =======================================================================
 """
 
@@ -40,7 +40,8 @@ from .arrays import StateArray
 from .block_layout import BlockLayout, ByteRange
 
 SLOTS = 4
-"""Blocks in host memory: one is updated, one is written, and two are read. With three, a read waits for a write."""
+"""The most slots: one for a block that is updated, one for a block that is written, and two for blocks that are read.
+With three slots, a read would wait for a write."""
 
 
 class Content(Named):
@@ -73,15 +74,15 @@ class BlockOnDisk:
     bucket: int
     layout: BlockLayout
     start: int
-    """The offset in the files."""
+    """The offset at which the block begins in the scratch files, in bytes."""
     version: int = 0
-    """The number of changes of the states so far."""
+    """How often the bucket's states have changed so far."""
     saved: bool = False
-    """True if the block was ever written. Else its states are zeros."""
+    """True if the block was ever written to disk. Until then the states on disk count as zeros."""
 
 
 class LoadedBlock(StateMachine[Content, ContentEvent]):
-    """A bucket's states in a slot."""
+    """The copy of a bucket's states in a slot."""
 
     def __init__(self, on_disk: BlockOnDisk, slot: np.ndarray, arrays: dict[str, StateArray]) -> None:
         super().__init__(f"states of bucket {on_disk.bucket}", C.CLEAN, CONTENT)
@@ -92,11 +93,11 @@ class LoadedBlock(StateMachine[Content, ContentEvent]):
         self.arriving: Transfer | None = None
         self.leaving: Transfer | None = None
         self.failed: BaseException | None = None
-        """The error of its last write, until it is raised."""
+        """The error of the block's last write, until :meth:`Slots.lend` raises it."""
 
 
 class Slots:
-    """The slots, and the blocks in them. Only the ring's thread calls the methods.
+    """The slots of a ring, and the copies of buckets' states in these slots. Only the ring's thread calls the methods.
 
     Args:
         threads: the number of threads that decode and encode.
@@ -115,14 +116,14 @@ class Slots:
         self._threads = threads
         self._submit = submit
         self.on_disk: dict[int, BlockOnDisk] = {}
-        """Any thread may read it."""
+        """The block of each bucket, by the bucket's index. Any thread may read this attribute."""
         self._blocks: dict[int, LoadedBlock] = {}
-        """The blocks in slots, least recently used first."""
+        """The copies in slots, by the bucket's index, least recently used first."""
         self._free: list[np.ndarray] = []
         self._slot_bytes = 0
         self._expected: deque[int] = deque()
         self._followers: dict[int, int] = {}
-        """By bucket, the bucket that was lent next after it, the last time."""
+        """Maps a bucket to the bucket that was lent next when the first one was last lent."""
         self._last: int | None = None
         """The bucket that was lent last."""
 
@@ -145,7 +146,8 @@ class Slots:
         self._read_ahead()
 
     def lend(self, bucket: int) -> LoadedBlock:
-        """Return a block to be changed. Whoever changes it first waits until it has arrived."""
+        """Return a block for an update to change. The caller waits for ``block.arriving`` before it changes the
+        block."""
         self._raise_failed()
         self._drop_lent()
         block = self._in_slot(bucket) or self._fetch(bucket)
@@ -168,7 +170,8 @@ class Slots:
         self._begin_writing(block)
 
     def copy(self, bucket: int, span: ByteRange, memory: np.ndarray) -> bool:
-        """Copy bytes of a block to ``memory``. Return False if they must be read from disk instead."""
+        """Copy the bytes ``span`` of a bucket's block to ``memory``. Return False if the caller must read these bytes
+        from disk instead."""
         if (block := self._readable(bucket)) is not None:
             np.copyto(memory[: span.n_bytes], block.slot[span.start : span.start + span.n_bytes])
             return True
@@ -178,7 +181,8 @@ class Slots:
         return True
 
     def read(self, bucket: int, name: str, at: int, out: np.ndarray) -> bool:
-        """As :meth:`Ring.read`. Return False if the elements must be read from disk instead."""
+        """Copy elements ``[at, at + out.size)`` of a state to ``out``, an array of any floating-point type. Return
+        False if the caller must read these elements from disk instead."""
         if (block := self._readable(bucket)) is not None:
             block.arrays[name].read(at, out)
             return True
@@ -188,7 +192,7 @@ class Slots:
         return True
 
     def write(self, bucket: int, name: str, at: int, values: np.ndarray) -> None:
-        """As :meth:`Ring.write`."""
+        """Replace elements ``[at, at + values.size)`` of a state by ``values``, rounded to nearest."""
         self._drop_lent()
         block = self._in_slot(bucket) or self._fetch(bucket)
         self._await_arrived(block)
@@ -201,7 +205,7 @@ class Slots:
         self._blocks[bucket] = self._blocks.pop(bucket)
 
     def drop(self, block: LoadedBlock) -> None:
-        """Free the block's slot. The valid block is then the one on disk."""
+        """Free the slot of this block. The valid states of the bucket are then the states on disk."""
         for transfer in (block.arriving, block.leaving):
             if transfer is not None:
                 transfer.error()
@@ -219,14 +223,16 @@ class Slots:
     # --- slots ---------------------------------------------------------------------------------------
 
     def _readable(self, bucket: int) -> LoadedBlock | None:
-        """Return the block in its slot if it is valid: not lent, not arriving. Else None: read the block on disk."""
+        """Return the bucket's block if a slot contains its valid states. Return None if no slot contains the block, or
+        the block is LENT or still arriving. The caller then reads from disk."""
         block = self._in_slot(bucket)
         if block is None or block.state is C.LENT or (block.arriving is not None and not block.arriving.done()):
             return None
         return block
 
     def _in_slot(self, bucket: int) -> LoadedBlock | None:
-        """Return the block if it is in a slot or arriving there. Drop it, and return None, if its read has failed."""
+        """Return the bucket's block if it is in a slot or arriving there, else None. If its read has failed, drop the
+        block and return None."""
         block = self._blocks.get(bucket)
         if block is None or block.arriving is None or not block.arriving.done() or block.arriving.error() is None:
             return block
@@ -234,7 +240,11 @@ class Slots:
         return None
 
     def _fetch(self, bucket: int, slot: np.ndarray | None = None) -> LoadedBlock:
-        """Begin to read a bucket's block."""
+        """Begin to read a bucket's block from disk to ``slot``.
+
+        Args:
+            slot: a free slot; None: choose one.
+        """
         slot = self._slot() if slot is None else slot
         there = self.on_disk[bucket]
         block = self._blocks[bucket] = LoadedBlock(there, slot, there.layout.arrays(slot, self._threads))
@@ -245,7 +255,8 @@ class Slots:
         return block
 
     def _slot(self) -> np.ndarray:
-        """Return a free slot, or else the slot of the block whose next use is farthest."""
+        """Return a free slot. If there is none, free the slot of a block that is not lent and whose next use is
+        farthest."""
         if self._free:
             return self._free.pop()
         soon = {bucket: i for i, bucket in enumerate(reversed(self._upcoming()), 1)}
@@ -261,12 +272,12 @@ class Slots:
         return block.slot
 
     def _drop_lent(self) -> None:
-        """Drop blocks that are still lent: their update broke off, because one thread at a time updates."""
+        """Drop all LENT blocks. One thread at a time updates, so the update of such a block broke off."""
         for block in [block for block in self._blocks.values() if block.state is C.LENT]:
             self.drop(block)
 
     def _end(self) -> None:
-        """Write all newer blocks, and wait for all transfers."""
+        """Write all NEWER blocks, and wait for all transfers."""
         for block in self._blocks.values():
             self._begin_writing(block)
         for block in [*self._blocks.values()]:
@@ -290,14 +301,14 @@ class Slots:
             block.on_disk.saved = True
 
     def _begin_writing(self, block: LoadedBlock) -> None:
-        """Begin to write a newer block, if nobody has begun yet."""
+        """Begin to write a block if it is NEWER and no write is in flight."""
         if block.state is C.NEWER and block.leaving is None:
             there = block.on_disk
             memory = block.slot[: there.layout.n_bytes]
             block.leaving = self._files.write(there.start, memory, partial(self._tell, block))
 
     def _tell(self, block: LoadedBlock) -> None:
-        """In a thread that has written a block: have the ring's thread handle the end of the write."""
+        """Submit a task to the ring's thread that handles the end of a write. The thread that wrote calls this."""
         with suppress(StateError):  # the ring is closed, and has waited for the write
             self._submit(partial(self._after_write, block))
 
@@ -309,7 +320,7 @@ class Slots:
         self._read_ahead()
 
     def _raise_failed(self) -> None:
-        """Raise the error of a failed write that was not raised yet, and begin all failed writes again."""
+        """If writes have failed since the last call, begin all of them again, and raise the first error."""
         failed = [block for block in self._blocks.values() if block.failed is not None]
         errors = [block.failed for block in failed]
         for block in failed:
@@ -322,8 +333,9 @@ class Slots:
     # --- ahead ---------------------------------------------------------------------------------------
 
     def _upcoming(self) -> list[int]:
-        """The buckets that are lent next: first the expected ones, then the order of the last time. So the next step's
-        first blocks are read as soon as this step's last blocks leave slots free."""
+        """Return up to ``SLOTS`` buckets that will probably be lent next: first the announced buckets, then the buckets
+        that followed them when they were last lent. So the ring reads the next step's first blocks as soon as this
+        step's last blocks leave slots free."""
         found = [*self._expected][:SLOTS]
         at = found[-1] if found else self._last
         while len(found) < SLOTS and at is not None and (at := self._followers.get(at)) is not None and at not in found:
@@ -331,7 +343,7 @@ class Slots:
         return found
 
     def _read_ahead(self) -> None:
-        """Begin to read as many upcoming blocks as there are free slots."""
+        """Begin to read upcoming blocks, until no slot is free and no block in a slot can be spared."""
         upcoming = self._upcoming()
         for bucket in upcoming:
             if bucket not in self._blocks:
@@ -343,7 +355,7 @@ class Slots:
                 self._fetch(bucket, self._free.pop())
 
     def _spare(self, upcoming: list[int]) -> LoadedBlock | None:
-        """Return a block that need not be in memory now."""
+        """Return a CLEAN block whose read has ended and whose bucket is not in ``upcoming``; None: there is none."""
         for block in self._blocks.values():
             busy = block.state is not C.CLEAN or block.bucket in upcoming
             if not busy and (block.arriving is None or block.arriving.done()):

@@ -16,7 +16,7 @@ from .arrays import StateArray, StateRun
 
 
 class Extent(NamedTuple):
-    """Elements ``[offset, offset + numel)`` of a process's shards of a bucket, concatenated."""
+    """Elements ``[offset, offset + numel)`` of the concatenation of a process's shards of a bucket."""
 
     bucket: int
     offset: int
@@ -24,15 +24,15 @@ class Extent(NamedTuple):
 
 
 class StateBlock(NamedTuple):
-    """The states of a process's shards of one bucket, in host memory until they are committed."""
+    """The states of a process's shards of one bucket. Their memory is valid until :meth:`Store.commit`."""
 
     bucket: int
     arrays: dict[str, StateArray]
-    """The process's shards of each state, concatenated, by the state's name."""
+    """For each state, by its name, the concatenation of the process's shards."""
 
 
 class Store(ABC):
-    """Master weights and other states of the shards of ``n_ranks`` ranks.
+    """Keeps the master weights and other states of one process's shards: the shards of ``n_ranks`` ranks.
 
     An update loads a bucket's block, changes it, and commits it. One thread at a time loads and commits.
     """
@@ -40,10 +40,10 @@ class Store(ABC):
     # ``testing/late_store.py`` models a store whose memory does not stay; ``test_stores.py`` has the laws.
 
     place: ClassVar[str]
-    """The place of the states in plans: ``"host"``, or another name, such as a disk's."""
+    """The name that plans give to the store's own memory: ``"host"``, or another name such as ``"disk"``."""
 
     keeps_blocks: ClassVar[bool] = False
-    """True if the memory of :meth:`working_bytes` stays between steps."""
+    """True if the host memory that :meth:`working_bytes` counts stays allocated between steps."""
 
     def __init__(self, config: OffloadConfig, memory: HostMemory, n_ranks: int) -> None:
         self.config = config
@@ -53,14 +53,15 @@ class Store(ABC):
         self.threads = config.threads
         self._before_change: Callable[[], Callable[[Iterable[int]], None] | None] = lambda: None
         self._replaced: dict[int, dict[Extent, dict[int, np.ndarray]]] = {}
-        """By parameter: the values that :meth:`follow` has replaced since the parameter's states last changed."""
+        """For each parameter and each of its extents, the fp32 master weights that :meth:`follow` has replaced since an
+        update or a load last changed the parameter's states."""
 
     # --- each store implements -------------------------------------------------------------------------
 
     @classmethod
     @abstractmethod
     def holds(cls, format: StateFormat) -> bool:
-        """True if states can be kept in this format."""
+        """True if this class can store states in this format."""
 
     @classmethod
     def n_bytes(cls, format: StateFormat, numel: int) -> int:
@@ -69,27 +70,27 @@ class Store(ABC):
 
     @classmethod
     def host_budget(cls, config: OffloadConfig) -> int | None:
-        """Return the bytes of host memory that states may take besides ``place``; None: all free memory."""
+        """Return the bytes of host memory that states may take in addition to ``place``; None: all free memory."""
         return 0
 
     @classmethod
     def kept_on_host(cls, budget: int, blocks: Sequence[tuple[int, int]]) -> list[int]:
-        """Return how many buckets of each kind have their states in host memory; the others have them in ``place``.
+        """Return, for each kind of bucket, the number of buckets whose states are in host memory. The states of all
+        other buckets are in ``place``.
 
         Args:
-            budget: the bytes of host memory that states may take, besides :meth:`working_bytes`.
-            blocks: for each kind, the bytes of a bucket's states, and the number of such buckets.
+            budget: the bytes of host memory that states may take, in addition to :meth:`working_bytes`.
+            blocks: ``(bytes of a bucket's states, number of buckets)`` for each kind.
         """
         return [0 for _ in blocks]
 
     @classmethod
     @abstractmethod
     def working_bytes(cls, blocks: Collection[tuple[int, int]]) -> int:
-        """Return the most bytes of host memory that blocks take during updates, besides ``place``.
+        """Return the most bytes of host memory that updates need for blocks that they load from ``place``.
 
         Args:
-            blocks: for each kind with states in ``place``, the bytes of a bucket's states, and the number of such
-                buckets.
+            blocks: ``(bytes of a bucket's states, number of buckets)`` for each kind with states in ``place``.
         """
 
     @classmethod
@@ -101,62 +102,75 @@ class Store(ABC):
     def allocate(
         self, buckets: Sequence[Bucket], formats: Callable[[Bucket], Mapping[str, StateFormat]], budget: int
     ) -> None:
-        """Make the states of new buckets, zeroed. ``formats`` names them, equal for all buckets with the same key.
+        """Create the states of new buckets, with all elements 0.
 
         Args:
-            budget: as :meth:`kept_on_host`.
+            formats: returns the format of each of a bucket's states, by the state's name. Buckets with the same key
+                have the same formats.
+            budget: the bytes of host memory that states may take, in addition to :meth:`working_bytes`.
         """
 
     @abstractmethod
     def expect(self, buckets: Iterable[int]) -> None:
         """Announce that these buckets are loaded next, in this order, after the buckets that were announced before.
 
-        The caller may skip some. A bucket that is announced again moves to its new place in the order.
+        The caller need not load every announced bucket. A bucket that is announced again moves to its new position in
+        the order.
         """
 
     @abstractmethod
     def read(self, bucket: int) -> StateBlock:
-        """Return the states of a bucket, only for reading."""
+        """Return the states of a bucket. The caller only reads them."""
 
     @abstractmethod
     def commit(self, block: StateBlock) -> None:
-        """Keep the new values of a block. Nobody may use its memory after that."""
+        """Store the changed states of a block that :meth:`load` returned. Nobody may use the block's memory after
+        that."""
 
     @abstractmethod
     def run(self, extents: Sequence[Extent]) -> dict[str, StateRun]:
-        """Return the states of one parameter's extents, concatenated, by name. The extents are in order and adjacent in
-        this process's shards."""
+        """Return, for each state by its name, one run over all these extents.
+
+        Args:
+            extents: extents of one parameter, in order and adjacent in this process's shards.
+        """
 
     @abstractmethod
     def held(self) -> dict[str, int]:
-        """Return the bytes of the states by name, if they are not counted in ``memory``."""
+        """Return the bytes of each state, by name, that are not allocated from ``memory``: the bytes on disk."""
 
     @abstractmethod
     def close(self) -> None:
-        """Free the states' memory and disk space. No other call may follow."""
+        """Free the states' memory and disk space. The caller may call no method after that."""
 
     @abstractmethod
     def _load(self, bucket: int) -> StateBlock:
-        """Return the states of a bucket, to be changed and then committed."""
+        """Return the states of a bucket. The caller changes them and calls :meth:`commit`."""
 
     # --- changes, and the call before them -------------------------------------------------------------
 
     def load(self, bucket: int, params: Iterable[int]) -> StateBlock:
-        """Return the states of a bucket, to be changed for these parameters and then committed."""
+        """Return the states of a bucket. The caller changes them for these parameters and calls :meth:`commit`."""
         self.will_change(params)
         return self._load(bucket)
 
     def will_change(self, params: Iterable[int]) -> None:
-        """Announce that the states of these parameters are about to change for good."""
+        """Announce that an update, a load or a user is about to change the states of these parameters. The master
+        weights that :meth:`follow` has replaced cannot come back after that."""
         for param in params if self._replaced else ():
             self._replaced.pop(param, None)
         self._announce(params)
 
     def follow(self, extent: Extent, param: int, values: np.ndarray) -> None:
-        """Have the master weights of a piece of a parameter take over values that were written from outside.
+        """Have master weights take over parameter values that a user wrote.
 
-        If the parameter gets its earlier values back before its states change for good, it gets its earlier master
-        weights back, too. Until then this takes 4 bytes of host memory for each element of a part that differs.
+        If the user puts the earlier parameter values back before :meth:`will_change`, the earlier master weights come
+        back, too, with all bits. Until then the earlier master weights take 4 bytes of host memory an element, for each
+        slice of the extent that the user has changed.
+
+        Args:
+            extent: the elements of a piece of the parameter.
+            values: the piece's new values.
         """
         self._announce([param])
         replaced = self._replaced.setdefault(param, {}).setdefault(extent, {})
@@ -167,7 +181,7 @@ class Store(ABC):
             del self._replaced[param]
 
     def forget_replaced(self) -> None:
-        """Discard the values that :meth:`follow` has replaced, because all states get new values."""
+        """Discard the master weights that :meth:`follow` has replaced, because all states get new values."""
         self._replaced.clear()
 
     def _announce(self, params: Iterable[int]) -> None:
@@ -175,9 +189,11 @@ class Store(ABC):
             before_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
-        """Call ``before_change(params)`` before states of parameters change, in the thread that changes them; None: no
-        call.
+        """From now on, call ``before_change(params)`` before the states of ``params`` change, in the thread that
+        changes them.
 
-        The caller keeps the method's object alive. The store has only a weak reference, because the object may own it.
+        Args:
+            before_change: a bound method; None: call nothing. The caller keeps the method's object alive: the store has
+                only a weak reference to the object, because the object may own the store.
         """
         self._before_change = (lambda: None) if before_change is None else WeakMethod(before_change)

@@ -1,4 +1,4 @@
-"""The exchange of all ranks before an update: one sum of integers, from which each rank makes the same decision."""
+"""The exchange of all ranks before an update: one sum of integers, from which each rank computes the same result."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -18,17 +18,18 @@ class Agreement(NamedTuple):
     """The result of the exchange, the same on every rank."""
 
     squares: SumOfSquares | None
-    """The squares of all gradients; None: the update does not examine them."""
+    """The sum of squares of all ranks' gradients; None: the update does not examine gradients."""
     present: frozenset[int]
-    """Parameters that have a gradient on any rank. The others keep their values."""
+    """The parameters that have a gradient on any rank. The update changes only these."""
     any_gradient: bool
-    """True if any rank has a gradient with elements. This rank may have none, as processes may differ in parameters."""
+    """True if any rank has a gradient with elements. It may be true although ``present`` is empty, because processes
+    may have different parameters."""
     order: Sequence[LocalBucket]
-    """The buckets in the order of rank 0's arrivals."""
+    """All buckets, in the order in which they filled on rank 0."""
     recalled: bool
     """True if a rank has recalled parameters that it had sent early."""
     alike: bool
-    """True if all ranks gave the same terms."""
+    """True if all ranks called :func:`agree` with the same ``terms``."""
     save_asked: bool
     """True if a rank was asked to save."""
 
@@ -43,9 +44,11 @@ def agree(
     terms: str,
     save_asked: bool,
 ) -> Agreement:
-    """Sum the squares, and agree on the parameters to update. The caller has claimed all buckets.
+    """Sum the gradients' squares over all ranks, and agree on the parameters to update. The caller has claimed all
+    buckets.
 
     Args:
+        examines: True if the update examines gradients, so that their squares are needed.
         recalled: True if this rank has recalled parameters that it had sent early.
         terms: the arguments of this rank's update, as text. Not read if there is one rank.
         save_asked: True if this rank was asked to save.

@@ -1,9 +1,9 @@
-"""A step that is announced during backward, and the buckets that are sent for it.
+"""A step that is announced during backward, and the buckets that are sent early for this step.
 
-The step is announced with its arguments before the first gradient, and each bucket is sent as it is launched
-(:meth:`Announced.request`). Parameters that an update writes in place count as sent. The step comes as announced
-(:meth:`Announced.end`), or the parameters are recalled: then the device's values are of no step until the step sends
-the parameters again.
+The front end announces the step and its arguments before the first gradient. Each bucket is sent once it was launched
+and its gradients have arrived (:meth:`Announced.request`). A parameter that an update writes in place counts as sent.
+If the step comes as announced, these parameters become the step's parameters. Otherwise they are recalled: the device
+parameters then mix values of two steps, until the step sends the recalled parameters again.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,18 +23,21 @@ from .update import Updates
 
 @dataclass(eq=False)
 class Announcement:
-    """The step that ends this micro-step. It decides if a bucket is sent early once its gradients have arrived.
+    """An announced step, which ends the present micro-step. This object tells if a bucket whose gradients have arrived
+    is sent early.
 
-    ===========  =========================================================================
-    after        the bucket
-    ===========  =========================================================================
-    it is made   is sent early
-    ``close``    is sent early until the last gradient has arrived, then waits for the step
-    ``stop``     waits for the step, for good
-    ===========  =========================================================================
+    ============  ==========================================================================
+    after         a bucket whose gradients have arrived
+    ============  ==========================================================================
+    ``__init__``  is sent early
+    ``close``     is sent early until the last gradient has arrived, later waits for the step
+    ``stop``      waits for the step, always
+    ============  ==========================================================================
 
     Args:
-        before_send: called in the caller's thread with the parameters of a bucket before they are sent early.
+        given: the arguments of the step.
+        scalars: the kernel scalars of the step's update.
+        before_send: called in the caller's thread with the parameters of a bucket before the bucket is sent early.
     """
 
     given: StepArguments
@@ -44,11 +47,12 @@ class Announcement:
     _until: WaitedOnce | None = None
 
     def close(self, until: WaitedOnce) -> None:
-        """Record that the step has come. Buckets that the worker reaches after the end of ``until`` wait for it."""
+        """Record that the step has come. A bucket that the worker reaches after the end of ``until`` is not sent early:
+        the step sends it."""
         self._until = until
 
     def stop(self) -> None:
-        """Send no further bucket early. Earlier buckets may still be in flight."""
+        """Send no further bucket early. Buckets that were sent before this call may still be in flight."""
         self._stopped = True
 
     @property
@@ -67,10 +71,10 @@ class Announced:
         self.requested: dict[LocalBucket, None] = {}
         """Buckets that this rank was asked to send for the next step, in the order in which they were launched."""
         self.tensors: Sequence[Any] = ()
-        """All parameters, as the last announcement or step gave them."""
+        """The device parameters that the last announcement or step was called with."""
 
     def begin_step(self, tensors: Sequence[Any], last: WaitedOnce) -> None:
-        """Begin the step. Buckets are sent early until ``last`` has ended. The step sends the remaining buckets, in
+        """Begin the step. Buckets are sent early until ``last`` has ended. The step sends all other buckets, in
         forward's order.
 
         Args:
@@ -83,12 +87,13 @@ class Announced:
             self.step.close(last)
 
     def request(self, bucket: LocalBucket, present: frozenset[int], *, last: bool, keep_states: bool) -> None:
-        """Have a launched bucket sent early if a step was announced and all the bucket's gradients have arrived.
+        """Have a launched bucket sent early, once its gradients are on the host, if a step was announced and no
+        parameter of the bucket may still get a gradient. All ranks call this alike, because ranks agree on each send.
 
         Args:
-            present: the parameters that had a gradient on this rank.
-            last: True if the bucket's other parameters get no gradient for this step.
-            keep_states: True if the step updates the states.
+            present: the parameters of the bucket that had a gradient on this rank.
+            last: True if the bucket's parameters that are not in ``present`` get no gradient for this step.
+            keep_states: True to leave the update of the bucket's states to the step.
         """
         announced, full = self.step, last or present == bucket.members
         known = max(bucket.members) < len(self.tensors)  # a parameter may have been added since
@@ -117,25 +122,28 @@ class Announced:
 
     @property
     def has_updated(self) -> bool:
-        """True if states may have been updated for a step that has not come. Such an update cannot be undone."""
+        """True if states may have been updated for the announced step, which has not come. Such an update cannot be
+        undone."""
         return bool(self.requested) and self._buckets.terms.updates_early
 
     @property
     def recalled(self) -> bool:
-        """True if the device has parameters of no step."""
+        """True if parameters may be sent early and a bucket is STALE, as after :meth:`recall`."""
         if not self._buckets.terms.sends_early:
             return False
         return any(bucket.publication.state is Publication.STALE for bucket in self._buckets.all)
 
     def recall(self) -> None:  # waits
-        """Treat parameters that were sent early as stale again. The caller has waited for all sends."""
+        """Mark parameters that were sent early as stale, so that the step sends them again. The caller has waited for
+        all sends."""
         for bucket in self.requested:
             if bucket.publication.state is Publication.EARLY and bucket.gradient.state is Gradient.LANDED:
                 bucket.publication.mark_stale(bucket.members, PublicationEvent.RECALL)
         self.requested = {}
 
     def end(self) -> set[LocalBucket]:
-        """Forget the step, which has come or was cancelled. Return the buckets whose states were updated for it."""
+        """Forget the announced step, which has come or was cancelled. Return the buckets whose states were updated for
+        this step."""
         self.step = None
         self.requested = {}
         early = [bucket for bucket in self._buckets.all if bucket.publication.state is Publication.EARLY]

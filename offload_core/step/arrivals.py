@@ -4,13 +4,14 @@
 another gradient after its bucket was launched. Among ranks each backward of an engine is a separate round, unless
 parameters are sent early: only some ranks may know which parameters had a gradient in the backward before.
 
-========  =========================================================================================================
+========  ============================================================================================================
 state     meaning for one parameter in one round
-========  =========================================================================================================
-open      a gradient may come
+========  ============================================================================================================
+open      a gradient of the parameter may come
 deferred  a gradient came, and waits until all ranks are told that the parameter is finalized
-closed    it has its gradient, was finalized without one, or its bucket was launched: the next one is of the next round
-========  =========================================================================================================
+closed    a gradient came, or the parameter was finalized without a gradient, or the parameter's bucket was launched:
+          the parameter's next gradient belongs to the next round
+========  ============================================================================================================
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence, Set
@@ -30,12 +31,12 @@ UNUSED = frozenset({Gradient.FILLING, Gradient.TRAVELLING, Gradient.LANDED})
 
 @dataclass
 class _Round:
-    """See [Note: rounds]."""
+    """One round, as [Note: rounds] describes it."""
 
     filled: list[LocalBucket] = field(default_factory=list)
-    """Buckets in the order in which they filled."""
+    """The buckets that became full in this round, in the order in which they filled."""
     next: int = 0
-    """The index of the next bucket to launch, in the order of launching."""
+    """The index of the next bucket to launch: in ``Arrivals.order`` among ranks, in ``filled`` on a single rank."""
     closed: set[int] = field(default_factory=set)
     """The closed parameters."""
 
@@ -47,15 +48,15 @@ class SinceUpdate:
     present: set[int] = field(default_factory=set)
     """Parameters that had a gradient on this rank."""
     begun: bool = False
-    """True if a gradient came or a bucket was launched. Gradients may have been dropped since."""
+    """True if a gradient came or a bucket was launched. It stays true if gradients are dropped later."""
     backward: bool = False
     """True if all ranks had a backward in this micro-step. This rank may have no gradient."""
     micro_steps: int = 0
-    """Micro-steps that have ended."""
+    """The number of micro-steps that have ended."""
     round: _Round | None = field(default_factory=_Round)
     """The present round; None: the last round has ended and no gradient came since."""
     deferred: dict[int, Any] = field(default_factory=dict)
-    """Gradients that wait until their parameter is finalized."""
+    """The gradients that wait until their parameter is finalized, by parameter."""
 
 
 class Arrivals:
@@ -74,17 +75,19 @@ class Arrivals:
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
         self.per_update = buckets.config.gradient_accumulation_steps
-        """Micro-steps for each update."""
+        """The number of micro-steps for each update."""
         self.order: list[LocalBucket] = []
         """The buckets in the order in which all ranks launch them."""
         self.since = SinceUpdate()
-        """Replaced as one object, so that an interrupt leaves the old or the new one."""
+        """The gradients since the last update. An update replaces the whole object, so that an interrupt leaves either
+        the old or the new one."""
         self._filled_before: list[LocalBucket] = []
-        """Buckets in the order in which they filled in the round before."""
+        """The buckets that became full in the round before, in the order in which they filled."""
         self._deferring: set[int] = set()
-        """Parameters whose gradients wait until they are finalized ([Note: finalized parameters])."""
+        """The parameters whose gradients are deferred until the parameter is finalized ([Note: finalized
+        parameters])."""
         self._stragglers: set[int] = set()
-        """Parameters that are finalized at the end of a backward."""
+        """The parameters that are finalized only at the end of a backward."""
 
     # --- the order -----------------------------------------------------------------------------------
 
@@ -94,8 +97,8 @@ class Arrivals:
         self._deferring.update(i for i, spec in enumerate(self._buckets.params) if spec.finalized_with is not None)
 
     def defer_gradients_of(self, params: Collection[int]) -> None:
-        """From now on, only gradients of ``params`` wait until they are finalized ([Note: finalized parameters]). No
-        gradient has come since the last update."""
+        """From now on, defer the gradients of ``params``, and no other gradients, until their parameter is finalized
+        ([Note: finalized parameters]). No gradient may have come since the last update."""
         self._deferring = set(params)
 
     def order_of_arrival(self) -> list[LocalBucket]:
@@ -112,7 +115,7 @@ class Arrivals:
 
     @property
     def has_begun(self) -> bool:
-        """True if a gradient came since the last update on this rank, or a bucket was launched."""
+        """True if, since the last update, a gradient came on this rank or a bucket was launched."""
         return self.since.begun or any(bucket.gradient.state in UNUSED for bucket in self.order)
 
     @property
@@ -121,23 +124,26 @@ class Arrivals:
         return self.since.micro_steps + 1 >= self.per_update
 
     def divisor(self, *, average: bool = True) -> float:
-        """Return the divisor of the gradients that an update reads, which are averages over the ranks.
+        """Return the number by which an update divides the gradients that it reads, besides the loss scale. These
+        gradients are already averaged over the ranks.
 
         Args:
-            average: True: average over the micro-steps, too.
+            average: True to average over the micro-steps. False to sum over the micro-steps.
         """
         steps = float(self.per_update) if average else 1.0
         return steps if self._buckets.config.average_over_ranks else steps / self._buckets.device.world_size
 
     def has_left(self, params: Set[int]) -> bool:
-        """True if one of these parameters is closed in this round (see the table above)."""
+        """True if one of these parameters is closed in the present round (see the module's table)."""
         round = self.since.round
         return round is not None and not round.closed.isdisjoint(params)
 
     def fill(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> bool:
-        """Put gradients into their parameters' buckets. Return True if a bucket is full, and may be :meth:`ready`.
+        """Put gradients into their parameters' buckets. Return True if this made a bucket full. :meth:`ready` may then
+        yield the bucket.
 
         Args:
+            gradients: device gradients, by parameter.
             without: parameters that are finalized without a gradient.
         """
         since, full = self.since, False
@@ -165,14 +171,15 @@ class Arrivals:
         return full
 
     def _is_full(self, bucket: LocalBucket, round: _Round) -> bool:
-        """True if this bucket, not launched in this round, gets no further gradient."""
+        """True if the bucket gets no further gradient in ``round``. The bucket was not launched in this round."""
         complete = len(bucket.gradient.waiting) == len(bucket.members)
         return complete or (bool(self._deferring) and bucket.members <= round.closed)
 
     # --- parameters that are finalized -----------------------------------------------------------------
 
     def defer(self, gradients: Mapping[int, Any]) -> Mapping[int, Any]:
-        """Keep the gradients that wait until their parameter is finalized. Return the others, for :meth:`fill`."""
+        """Store the gradients that must wait until their parameter is finalized. Return all other gradients. The caller
+        passes these to :meth:`fill`."""
         if not self._deferring or self._deferring.isdisjoint(gradients):
             return gradients
         mine = {param: gradient for param, gradient in gradients.items() if param in self._deferring}
@@ -188,14 +195,23 @@ class Arrivals:
         return self._stragglers.intersection(params)
 
     def finalized(self, params: Collection[int]) -> tuple[dict[int, Any], set[int]]:
-        """Pop the gradients of these parameters that are deferred. Return them, and the parameters that have none."""
+        """Pop the deferred gradients of these parameters, which are finalized now.
+
+        Returns:
+            The popped gradients, by parameter; and the parameters among ``params`` whose gradients would be deferred
+            but did not come.
+        """
         mine, deferred = self._deferring.intersection(params), self.since.deferred
         given = {param: deferred.pop(param) for param in mine.intersection(deferred)}
         return given, mine.difference(given)
 
     def take_deferred(self, params: Collection[int] | None = None) -> dict[int, Any]:
-        """Pop the gradients, of these parameters or of all, that still wait to be finalized. A parameter whose bucket
-        was already launched in this round is a straggler from now on."""
+        """Pop deferred gradients whose parameter was not finalized. If a popped gradient's parameter is already closed
+        in the present round, the parameter is a straggler from now on.
+
+        Args:
+            params: pop only gradients of these parameters; None: of all parameters.
+        """
         deferred = self.since.deferred
         if not deferred:
             return {}
@@ -205,11 +221,12 @@ class Arrivals:
         return given
 
     def _buckets_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
-        """Return at least the buckets of these parameters."""
+        """Return the buckets of these parameters, and perhaps further buckets."""
         return self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all
 
     def ready(self, *, ending: bool = False) -> Iterator[LocalBucket]:
-        """Yield the buckets to launch now, in their order. Launch each before you take the next.
+        """Yield the buckets to launch now, in the order of launching. The caller launches each bucket before it takes
+        the next.
 
         Args:
             ending: True at the end of the micro-step: yield every bucket that was not launched, full or not.
@@ -240,7 +257,7 @@ class Arrivals:
         """Record that all ranks have ended a backward.
 
         Args:
-            has_round: True if this backward has a separate round, also on ranks without a gradient.
+            has_round: True if this backward is a separate round. Ranks without a gradient then also have a round.
         """
         if has_round:
             self.since.round = self.since.round or _Round()
@@ -253,21 +270,25 @@ class Arrivals:
             self.since.round = None
 
     def count_micro_step(self, *, boundary: bool) -> None:
-        """Count a micro-step that has ended."""
+        """Count a micro-step that has ended.
+
+        Args:
+            boundary: True if an update follows, so that the count begins again at 0.
+        """
         self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
         self.since.backward = False
 
     def where(self) -> str:
-        """Return how far the next update is, as a line for somebody who waits."""
+        """Return a line that says how many micro-steps the next update has had, for a user who waits."""
         since = self.since
         steps = f"micro-steps since the last update: {since.micro_steps} of {self.per_update}"
         return f"{steps}, and gradients of {len(since.present)} parameters"
 
     def begin(self, order: Sequence[LocalBucket] | None = None) -> None:
-        """Begin the next step, for which no gradient has come.
+        """Begin the next step: reset :attr:`since`.
 
         Args:
-            order: the order in which buckets are launched; None: unchanged.
+            order: the order in which all ranks launch buckets from now on; None: keep the order.
         """
         self.since = SinceUpdate()
         if order is not None:
@@ -277,7 +298,8 @@ class Arrivals:
     # --- forgetting ----------------------------------------------------------------------------------
 
     def drop_all(self, order: Sequence[LocalBucket] | None = None) -> None:
-        """Discard all gradients that no update has used, lost ones included. The next step begins."""
+        """Discard all gradients that no update has used, also gradients that were lost in flight. Begin the next step
+        with this ``order`` (:meth:`begin`)."""
         unused = [bucket for bucket in self._buckets.all if bucket.gradient.state is not Gradient.USED]
         for bucket in unused:
             try:
@@ -289,7 +311,8 @@ class Arrivals:
             bucket.gradient.forget(GradientEvent.DROP)
 
     def drop(self, params: Sequence[int]) -> None:
-        """Discard the gradients of these parameters. Raise the errors of their buckets' tasks."""
+        """Discard the gradients of these parameters. If a task of one of their buckets has failed, raise its error, and
+        discard nothing."""
         # A gradient that only other ranks had is theirs to discard.
         params = [param for param in params if param in self.since.present]
         touched = dict.fromkeys(bucket for param in params for bucket in self._buckets.of[param])

@@ -2,53 +2,53 @@
 
 **Gradient**: from the device to the update.
 
-==========  ===========================================================================
-state       memory that is alive
-==========  ===========================================================================
-ABSENT      no gradient
-FILLING     device gradients of some parameters; host gradients of earlier micro-steps
-TRAVELLING  the bucket in flight to its owners' host memory
-LANDED      host gradients
-USED        host gradients, which an update reads; none after an early update has read them
-==========  ===========================================================================
+==========  ===============================================================================================
+state       gradients of the bucket that are in memory
+==========  ===============================================================================================
+ABSENT      none
+FILLING     gradients of some parameters on the device; sums of earlier micro-steps on the host
+TRAVELLING  gradients in flight to the host memory of their owners
+LANDED      gradients on the host
+USED        gradients on the host, which an update reads; none once an early update has read them
+==========  ===============================================================================================
 
 A rank without a gradient also takes part in a bucket's reduction. Gradients may be dropped until an update uses them.
-An early update (``early_publish.py``) leaves them USED until its step comes.
+After an early update (``early_publish.py``) the bucket stays USED until the step comes.
 
-**Publication**: the device parameters, compared with the rounded master weights. If some parameters of a bucket are
-sent early, ``BucketPublication.stale`` still names the stale ones among the others.
+**Publication**: the device parameters, compared with the rounded master weights. If only some parameters of a bucket
+are sent early, other parameters of the bucket may be stale: ``BucketPublication.stale`` lists the stale parameters.
 
-========  =============================================================================
+========  =================================================================================================
 state     device parameters
-========  =============================================================================
+========  =================================================================================================
 CURRENT   equal the rounded master weights
-STALE     are of an older step, or of no step: the master weights must be sent
-SENT      are in flight, or have arrived and nobody has waited for them
+STALE     are of an older step, or mix two steps: the master weights must be sent
+SENT      are in flight, or have arrived, and nobody has waited for their arrival
 EARLY     were sent for a step that has not come
 RELEASED  have no memory: nothing may be sent
-========  =============================================================================
+========  =================================================================================================
 
 **Ownership**: the thread that may touch the bucket.
 
-======  ===============================================================================
+======  ===================================================================================================
 CALLER  the thread that calls the pipeline
-WORKER  the pipeline's worker, until the caller has waited for the task that it gave
-======  ===============================================================================
+WORKER  the pipeline's worker, until the caller has waited for the task that the caller gave to the worker
+======  ===================================================================================================
 
-Updates that send parameters do not change the owner. The worker gets them all together, and the caller waits for the
-last one before it takes the first gradient of the next step.
+A step's updates that send parameters do not change the owner. The caller gives the worker all these updates together,
+and waits for the last update before it takes the first gradient of the next step.
 
-**In flight**: tasks that somebody has yet to wait for. They are fields of ``LocalBucket`` and ``BucketPublication`` and
+**In flight**: tasks that nobody has waited for yet. They are fields of ``LocalBucket`` and ``BucketPublication`` and
 not states, because each is an object to wait for.
 
-=======  ==============================================================================
+=======  ==================================================================================================
 field    set from, until
-=======  ==============================================================================
-owed     the step begins, until the states are updated; after a failure such states are updated, and nothing is sent
+=======  ==================================================================================================
+owed     the update is due, until the states are updated (after a failure they are updated without a send)
 written  the parameters are sent, until somebody has waited for their arrival
-arrived  the worker is asked to wait for the arrival, until somebody has waited for that task
-updated  an update that sends nothing is asked for, until somebody has waited for it
-=======  ==============================================================================
+arrived  the worker gets the task that waits for the arrival, until somebody has waited for this task
+updated  the worker gets an update that sends nothing, until somebody has waited for this update
+=======  ==================================================================================================
 """
 
 from ..support.state_machine import Named

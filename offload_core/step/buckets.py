@@ -47,16 +47,16 @@ class LocalBuckets:
         self.params: list[ParamSpec] = []
         self.all: list[LocalBucket] = []
         self.of: list[list[LocalBucket]] = []
-        """The buckets that hold a part of each parameter."""
+        """Entry ``i``: the buckets with elements of parameter ``i``, of any rank."""
         self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
         self.planned: list[PlanRow] = []
-        """The planned rows of host memory, appended by each :meth:`add`."""
+        """The plan's rows of host memory. Each :meth:`add` appends the rows of its parameters."""
         self.gradient_memory = GradientMemory(self.memory, device, self.terms, self.allocated)
         self.staging: StagingRing | None = None
         self.directions: StagingRing | None = None
         """Memory for matrices in flight to and from the device; None: no rule needs any."""
         self._matrix_flops = [0] * device.world_size
-        """The matrix multiplications of each rank in an update of all parameters."""
+        """The operations of each rank for matrix multiplications in an update of all parameters."""
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets in flight to the host, oldest first, each with the task that ends its copy. Each may hold staging."""
         self.store = self.terms.store_kind(config, self.memory, len(device.ranks))
@@ -65,8 +65,8 @@ class LocalBuckets:
         self.worker = self.terms.worker()
 
     def close(self) -> None:
-        """Free the states, the gradient memory and the staging. Garbage collection frees the states, too: a front end
-        without ``close()`` and a ``wrap`` that fails rely on it."""
+        """Free the states, the gradient memory and the staging. If nobody calls this (a user does not close the engine,
+        or ``wrap`` fails), garbage collection frees the states."""
         if self._end.detach() is not None:
             self.store.close()
         self.device.synchronize()  # a step that broke off may have left copies in flight
@@ -81,7 +81,14 @@ class LocalBuckets:
     def add(
         self, specs: Sequence[ParamSpec], tensors: Sequence[Any], frozen: Sequence[ParamSpec] = ()
     ) -> list[LocalBucket]:
-        """Add parameters, as :meth:`Pipeline.add_parameters`. Return the new buckets."""
+        """Add parameters: build buckets, allocate their states and buffers, and copy ``tensors`` to the master weights.
+        Return the new buckets.
+
+        Args:
+            tensors: the start values of each parameter of ``specs``, in any floating-point type.
+            frozen: parameters that are not trained. The front end allocates their shards. Here they only count in the
+                plan.
+        """
         terms = self.terms
         planned = Planner(terms, self.allocated).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
@@ -116,7 +123,8 @@ class LocalBuckets:
         return self.all[-len(layouts) :] if layouts else []
 
     def _allocate(self, buckets: Sequence[Bucket], specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> None:
-        """Allocate the states of new buckets, and staging rings that are large enough for their copies."""
+        """Allocate the states of new buckets. Replace the staging rings by larger ones if the new buckets do not fit
+        into their slots."""
         terms, allocated = self.terms, self.allocated
         self.store.allocate(buckets, terms.state_formats, allocated.state_budget)
         allocated.add_states(buckets)
@@ -135,8 +143,8 @@ class LocalBuckets:
             allocated.direction_slot_bytes = direction_bytes
 
     def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
-        """Return how many bytes of host memory for these first parameters other engines lend: :meth:`add` need not
-        allocate those bytes."""
+        """Return the bytes of host memory that :meth:`add` would borrow from other engines of this process instead of
+        allocating them. The result is 0 once this engine has parameters."""
         if self.all:
             return 0
         sizes = self.terms.working_sizes(self.terms.kinds(specs))
@@ -144,7 +152,7 @@ class LocalBuckets:
         return sum(sum(each) - self.memory.lacking_bytes(each, pinned=pinned) for pinned, each in needed.items())
 
     def _begin_states(self, bucket: LocalBucket) -> None:
-        """Give new states, which are zeros, their first values."""
+        """Fill each state of a new bucket with the state's first value, if this value is not 0."""
         for state in bucket.rule.states if any(state.first for state in bucket.rule.states) else ():
             for piece in bucket.pieces:
                 run = self.store.run([self.extent(bucket, piece)])[state.name]
@@ -170,7 +178,11 @@ class LocalBuckets:
     # --- who may touch a bucket ----------------------------------------------------------------------
 
     def claim(self, bucket: LocalBucket, what: str = "wait") -> None:  # waits
-        """Take the bucket back from the worker, and raise the error of its tasks. ``what`` names the wait in traces."""
+        """Wait for the bucket's task, take the bucket back from the worker, and raise the task's error.
+
+        Args:
+            what: the name of the wait in traces.
+        """
         if bucket.task is None:
             return
         task = bucket.task
@@ -181,7 +193,12 @@ class LocalBuckets:
                 bucket.take()
 
     def wait(self, task: Task[T], bucket: int, what: str = "wait") -> T:  # waits
-        """Wait for a task of the worker on bucket number ``bucket``, and return its result."""
+        """Wait for a task of the worker, and return the task's result. If this raises, it first calls :meth:`recover`.
+
+        Args:
+            bucket: the index of the bucket that the task works on, for traces.
+            what: the name of the wait in traces.
+        """
         try:
             return self._wait_for(task, what, bucket)
         except BaseException:
@@ -195,7 +212,8 @@ class LocalBuckets:
             return task.result()
 
     def recover(self) -> None:  # waits
-        """After a failure: wait for the tasks of the worker and the device, and return all staging."""
+        """After a failure: wait for the tasks of the worker and the device, and return all staging memory to its
+        rings."""
         self.worker.recover()
         self.device.synchronize()
         self.in_staging.clear()
@@ -204,7 +222,7 @@ class LocalBuckets:
             bucket.release_direction()
 
     def run(self, task: Callable[[], T]) -> T:
-        """Have the worker do a task after all earlier ones, and return its result."""
+        """Have the worker do a task after all earlier tasks. Wait for the task, and return its result."""
         try:
             return self._wait_for(self.worker.submit(task), "wait")
         except BaseException:
@@ -212,8 +230,8 @@ class LocalBuckets:
             raise
 
     def promote(self, bucket: LocalBucket) -> np.ndarray:
-        """Return fp32 memory in which the bucket's gradients are summed. If its buffer has another element type,
-        allocate an fp32 buffer and copy the gradients into it."""
+        """Return the bucket's gradient buffer, in fp32, so that gradients can be summed there. If the bucket has no
+        buffer, or one of another element type, allocate a private fp32 buffer and copy the gradients into it."""
         gradient = bucket.gradient
         if gradient.buffer is None or gradient.buffer.dtype != FLOAT32.numpy:
             buffer = self.gradient_memory.allocate(bucket.layout, FLOAT32)
@@ -239,26 +257,39 @@ class LocalBuckets:
         )
 
     def in_place(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
-        """Return the addresses of pieces in the parameters' tensors, which are host memory."""
+        """Return the host address of each piece's first element in its parameter's tensor. The tensors must be in host
+        memory.
+
+        Args:
+            pieces: the indices of the pieces in the bucket.
+            tensors: the tensors of all parameters.
+        """
         arrays = self.device.host_arrays([tensors[param] for param in bucket.table.params[pieces].tolist()])
         return arrays.addresses + (bucket.table.in_tensor[pieces] * bucket.layout.dtype.itemsize).astype(np.uintp)
 
     def load_master(self, bucket: LocalBucket, piece: Piece, tensor: Any) -> None:
-        """Copy a piece of a parameter's tensor to its master weights."""
+        """Overwrite a piece's master weights with the piece's elements of ``tensor``."""
         source = self.read(bucket, piece, tensor)  # keeps the memory alive
         self.store.run([self.extent(bucket, piece)])[MASTER].write(source.view())
 
     def pieces_of(self, param: int) -> list[tuple[LocalBucket, int]]:
-        """Return this process's pieces of a parameter, ascending, as ``(bucket, index of the piece in the bucket)``."""
+        """Return this process's pieces of a parameter, in the order of their elements, each as ``(bucket, index of the
+        piece in bucket.pieces)``."""
         found = [(bucket, i) for bucket in self.of[param] for i in bucket.table.positions.get(param, ())]
         return sorted(found, key=lambda pair: pair[0].pieces[pair[1]].start)
 
     def extent(self, bucket: LocalBucket, piece: Piece) -> Extent:
-        """Return the bucket, offset and length of a piece's states in the store."""
+        """Return the extent of a piece's states in the store."""
         return Extent(bucket.layout.index, piece.offset, piece.numel)
 
     def read(self, bucket: LocalBucket, piece: Piece, tensor: Any, at: int = 0, numel: int | None = None) -> HostArray:
-        """Read a piece of a parameter's tensor, or ``numel`` elements from the piece's ``at`` on, in its dtype."""
+        """Return elements of a piece of a parameter, in host memory and in the element type of ``tensor``.
+
+        Args:
+            tensor: the parameter's tensor, or its shards on disk.
+            at: the offset of the first element, counted from the beginning of the piece.
+            numel: the number of elements; None: the number in the whole piece.
+        """
         start = bucket.layout.in_tensor(piece, len(self.device.ranks)) + at
         numel = piece.numel if numel is None else numel
         if isinstance(tensor, OnDisk):

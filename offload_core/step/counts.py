@@ -1,4 +1,4 @@
-"""The updates that each parameter has had, the kernel scalars of the next update, and each parameter's last change."""
+"""Counts of updates and changes of each parameter, and the kernel scalars of the next update."""
 
 import secrets
 from collections.abc import Collection, Iterable, Sequence
@@ -11,29 +11,30 @@ from .decision import StepArguments
 
 
 class Changes:
-    """Counts all changes of parameters, and keeps the count at each parameter's last change. A load does not reset it.
+    """Counts all changes of parameters, and records the count at each parameter's last change. A load does not reset
+    the count.
 
-    An update changes the parameters that it updates. Changes from outside (a load, a write to a parameter or to its
-    states) count, too.
+    A change is an update of parameters, a load, a user's write to a parameter or its states, or an addition of
+    parameters.
     """
 
     def __init__(self) -> None:
         self._source = secrets.randbits(63)
         """A random number that tells this object's marks from other objects' marks, also in other processes."""
         self.number = 0
-        """The number of changes of parameters so far: updates, loads, and writes from outside."""
+        """The count of changes so far."""
         self.of_all_ranks = 0
-        """The updates and loads among these changes. All ranks have the same count."""
+        """The count of updates and loads so far, which is the same on all ranks."""
         self._last = np.zeros(0, np.int64)
         """The count at each parameter's last change."""
 
     @property
     def mark(self) -> tuple[int, int]:
-        """This object's random number and its present count of changes, for a later :meth:`number_of`."""
+        """This object's random number and its present count of changes. :meth:`number_of` reads such a mark later."""
         return self._source, self.number
 
     def number_of(self, mark: tuple[int, int]) -> int | None:
-        """Return the count of changes at the moment ``mark``; None: the mark is another object's."""
+        """Return the count of changes at the moment ``mark``; None: another object made the mark."""
         return mark[1] if mark[0] == self._source else None
 
     def since(self, number: int) -> np.ndarray:
@@ -63,26 +64,27 @@ class UpdateCounts:
 
     Args:
         changes: records each update as a change.
-        rule: the rule of parameters that name none.
+        rule: the update rule of parameters whose ``ParamSpec.rule`` is None.
     """
 
     def __init__(self, changes: Changes, rule: Rule) -> None:
         self.changes = changes
         changes.hold(0)
         self.updates = 0
-        """Updates made so far."""
+        """The number of updates so far, without skipped updates."""
         self.skipped = 0
-        """Updates that this object has counted as skipped, because a gradient had an inf or a NaN."""
+        """The number of updates that were skipped because a gradient had an inf or a NaN, since this object exists."""
         self.steps: list[np.ndarray] = []
-        """Updates that each parameter has had: zero-dimensional float32 arrays, so that a front end can share them."""
+        """The number of updates that each parameter has had. Each entry is a zero-dimensional float32 array, so that a
+        front end can share its memory."""
         self._memory: list[np.ndarray] = [np.zeros(0, np.float32)]
         """The memory of ``steps``: one array for each call of :meth:`register`."""
         self._rule = rule
         self._rules: list[Rule] = []
         self._matrices: dict[Matrix | None, int] = {None: 0}
-        """An index for each shape of the matrices that parameters consist of."""
+        """Maps each ``ParamSpec.matrix``, the shape of a parameter's matrices or None, to an index."""
         self._of_shape = np.zeros(0, np.int64)
-        """The index of each parameter's shape in ``_matrices``."""
+        """For each parameter, the index of its matrix shape in ``_matrices``."""
 
     def register(self, specs: Sequence[ParamSpec]) -> None:
         """Add parameters, which have had no update."""
@@ -94,7 +96,7 @@ class UpdateCounts:
         self.changes.hold(len(self.steps))
 
     def count(self, params: Collection[int]) -> None:
-        """Count one update, of these parameters."""
+        """Count one update that changed these parameters."""
         self.updates += 1
         self.changes.record(params)
         self.changes.of_all_ranks += 1
@@ -105,11 +107,16 @@ class UpdateCounts:
             had = had[len(counts) :]
 
     def where(self) -> str:
-        """Return the counts as a line for somebody who waits."""
+        """Return the counts as a line for a user who waits."""
         return f"updates: {self.updates}, and {self.skipped} skipped"
 
     def scalars(self, given: StepArguments, params: Collection[int], grad_scale: float) -> Scalars:
-        """Return the kernel scalars of the next update of these parameters. ``grad_scale`` multiplies the gradients."""
+        """Return the kernel scalars of the next update.
+
+        Args:
+            params: the parameters to update.
+            grad_scale: the factor by which the kernel multiplies the gradients.
+        """
         steps = np.concatenate(self._memory)
         return Scalars(
             self._rules,

@@ -1,4 +1,4 @@
-"""The decision of a step: one frozen object, made once from the gradients of all ranks."""
+"""The decision of a step: update or skip, and with which scalars. It is made once, from the gradients of all ranks."""
 
 import math
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ _MANY_SKIPPED = 3
 
 @dataclass(frozen=True)
 class StepArguments:
-    """The arguments of one step, the same when it is announced and when it comes."""
+    """The arguments of one step. An announcement of the step and the step itself take the same class."""
 
     hypers: Sequence[Hyper]
     """The hyperparameters of each parameter group."""
@@ -28,7 +28,7 @@ class StepArguments:
     groups: Sequence[int] = ()
     """The parameter group of each parameter; empty: the groups with which the parameters were added."""
     loss_scale: float = 1.0
-    """Filled in by :meth:`complete`."""
+    """The factor on the loss. The caller leaves it out: :meth:`complete` fills it in."""
 
     def complete(self, params: Sequence[ParamSpec], scaler: LossScaler | None) -> "StepArguments":
         """Return a copy with the groups and the loss scale filled in, and with copies of the lists."""
@@ -42,14 +42,18 @@ class StepArguments:
         return self.loss_scale * self.divisor
 
     def matches(self, later: "StepArguments") -> bool:
-        """True if all arguments but the tensors are equal. ``later`` may have more parameters, which were frozen when
-        the step was announced."""
+        """True if all arguments except the tensors equal the arguments of ``later``. ``later`` may have more
+        parameters, because the user may have unfrozen some since the step was announced."""
         known = len(self.groups)
         mine, theirs = ((g.hypers, g.divisor, g.groups[:known], g.loss_scale) for g in (self, later))
         return mine == theirs
 
     def terms(self, gathered: int) -> str:
-        """Return as text all arguments that must be the same on every rank."""
+        """Return all arguments that must be the same on every rank, as text.
+
+        Args:
+            gathered: in stage 3, the fingerprint of the gathers and their order.
+        """
         return f"{[hyper.numbers for hyper in self.hypers]} {[self.groups, self.divisor, self.loss_scale, gathered]}"
 
 
@@ -60,8 +64,9 @@ class StepReport:
     updated: bool
     """True if parameters were updated."""
     skipped: str | None = None
-    """Why nothing was updated: ``"accumulating"``, ``"no gradients"``, ``"non-finite"`` (an inf or NaN gradient), or
-    ``"overflow"`` (the same under loss scaling)."""
+    """The reason why nothing was updated: ``"accumulating"``, ``"no gradients"``, ``"non-finite"`` (a gradient had an
+    inf or a NaN), or ``"overflow"`` (a gradient had an inf or a NaN under loss scaling). None: parameters were
+    updated."""
     grad_norm: float | None = None
     """Global L2 norm of the averaged, unscaled gradients before clipping; None where it was not computed."""
     clip_coefficient: float = 1.0
@@ -71,40 +76,41 @@ class StepReport:
     lr: tuple[float, ...] = ()
     """Learning rates of the parameter groups; empty while gradients accumulate."""
     step: int = 0
-    """The number of this update (also if it was skipped), counted from 1 on, and on across checkpoints."""
+    """The index of this update: 1 plus the number of updates before, counted on across checkpoints. A skipped update
+    and the next update have the same index."""
     changes: tuple[int, int] = field(default=(0, 0), repr=False, compare=False)
-    """The moment after this call, for ``Engine.named_weights(since=...)``."""
+    """A mark of the moment after this call, for ``Engine.named_weights(since=...)``."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The verdict on the gradients of all ranks: update or not, and the factor that clips them."""
+    """The verdict on the gradients of all ranks: update or skip, and the factor that clips the gradients."""
 
     norm: float | None
-    """The norm of the averaged, unscaled gradients; None where they were not examined."""
+    """The L2 norm of the averaged, unscaled gradients; None: the gradients were not examined."""
     coefficient: float
     """The factor that clips the gradients."""
     skipped: str | None
-    """The reason not to update; None: update."""
+    """The reason to skip the update, as :attr:`StepReport.skipped`; None: update."""
     overflow: bool | None
-    """True if there was an inf or a NaN; None where the gradients were not examined."""
+    """True if a gradient had an inf or a NaN; None: the gradients were not examined."""
 
     @property
     def interferes(self) -> bool:
-        """True if the gradients are clipped or unusable, so that parameters sent early are wrong."""
+        """True if the gradients are clipped or have an inf or a NaN. Parameters that were sent early are then wrong."""
         return self.coefficient != 1.0 or bool(self.overflow)
 
 
 def examine(
     squares: SumOfSquares | None, *, any_gradient: bool, unscale: float, max_norm: float | None, scaled: bool
 ) -> Verdict:
-    """Decide on the gradients of all ranks.
+    """Return the verdict on the gradients of all ranks.
 
     Args:
-        squares: the squares of the summed gradients; None: they are not examined.
+        squares: the sum of squares of the summed gradients; None: the gradients are not examined.
         any_gradient: True if any rank has a gradient.
         unscale: the divisor of the summed gradients.
-        max_norm: the bound on the norm; None: no clipping.
+        max_norm: the largest norm that is not clipped; None: no clipping.
         scaled: True under loss scaling.
     """
     if not any_gradient:
@@ -124,29 +130,34 @@ class Decision:
 
     verdict: Verdict
     present: frozenset[int]
-    """The parameters to update: all with a gradient on any rank."""
+    """The parameters to update: all parameters that have a gradient on any rank."""
     buckets: tuple[LocalBucket, ...]
-    """The buckets with pieces of these parameters, in the order in which the next forward needs them."""
+    """The buckets with elements of the parameters to update, in the order in which the next forward needs the
+    buckets."""
     order: tuple[LocalBucket, ...]
-    """All buckets in the order in which gradients arrive, the same on every rank."""
+    """All buckets, in the order in which they filled on rank 0."""
     scalars: Scalars
     tensors: Sequence[Any]
     """All device parameters."""
     delayed: bool
-    """The device gets this step's parameters one step later."""
+    """True if the next step sends this step's parameters to the device."""
     stale: frozenset[int]
     """Parameters that were stale on the device before this step."""
     report: StepReport
 
 
 class SkippedSteps:
-    """Counts steps that are skipped in a row."""
+    """Counts consecutive steps that were skipped because of an inf or a NaN, and warns."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def record(self, verdict: Verdict, *, scale_fell: bool) -> None:
-        """Warn at the third step in a row that was skipped without lowering the loss scale."""
+        """Count a step. Warn at the third consecutive step that was skipped without lowering the loss scale.
+
+        Args:
+            scale_fell: True if the step lowered the loss scale.
+        """
         if not verdict.overflow or scale_fell:
             self._in_a_row = 0
             return

@@ -1,4 +1,5 @@
-"""The directions of an update: whole matrices that the device transforms between the two passes of the kernel."""
+"""The directions of an update, for rules such as Muon. A first pass of the kernel computes them from gradients and
+moments, the device transforms them as whole matrices, and a second pass applies the result to the master weights."""
 
 import numpy as np
 
@@ -12,16 +13,17 @@ from .local_bucket import Direction, LocalBucket
 
 
 class Directions:
-    """Computes directions. This changes no state, so an update that failed can start again."""
+    """Computes the directions of buckets. This changes no optimizer state, so a failed update can start again."""
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
 
     def start(self, bucket: LocalBucket, scalars: Scalars, among: frozenset[int] | None = None) -> None:
-        """Start to compute a bucket's directions, once, if it has any. All processes call it in the same order.
+        """Start to compute a bucket's directions. Do nothing if the bucket's rule has none or they were started before.
+        All processes call this for the same buckets in the same order.
 
         Args:
-            among: only these parameters, the same on all processes.
+            among: compute the directions of these parameters only, the same on all processes; None: of all.
         """
         buckets = self._buckets
         if bucket.matrices is None or bucket.direction is not None:
@@ -55,10 +57,12 @@ class Directions:
     def of(
         self, bucket: LocalBucket, scalars: Scalars, among: frozenset[int] | None, then: LocalBucket | None
     ) -> np.ndarray | None:
-        """Return the address of each piece's direction; None: the bucket has none.
+        """Wait for a bucket's directions. Return the address of the direction of each piece; None: the bucket's rule
+        has no directions.
 
         Args:
-            then: the next bucket, started before this one is waited for.
+            among: compute the directions of these parameters only; None: of all.
+            then: the next bucket. Its directions are started before this call waits.
         """
         self.start(bucket, scalars, among)
         if then is not None:

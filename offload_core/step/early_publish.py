@@ -1,4 +1,4 @@
-"""Parameters that are published early: sent to the device in backward, for a step that is still to come."""
+"""Early publishing: new parameters are sent to the device during backward, before their step."""
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class EarlyPublish:
-    """Announces and confirms a step, and recalls parameters that were sent early for it."""
+    """Announces and confirms a step, and recalls parameters that were sent early for this step."""
 
     _buckets: LocalBuckets
     _arrivals: Arrivals
@@ -32,20 +32,22 @@ class EarlyPublish:
 
     @property
     def has_begun(self) -> bool:
-        """True if buckets were updated or sent for a step that is still to come."""
+        """True if this rank was asked to update or send a bucket for a step that has not come."""
         return bool(self._announced.requested)
 
     def expect_step(
         self, arguments: StepArguments, before_send: Callable[[Collection[int]], None] = lambda params: None
     ) -> None:
-        """Announce the arguments of the :meth:`Pipeline.step` that ends this micro-step, before its first gradient.
+        """Announce the :meth:`Pipeline.step` that ends this micro-step, before the micro-step's first gradient.
 
-        With ``update_in_backward``, parameters may then be written as soon as all gradients of their bucket have
-        arrived. An error after this is an error in mid-update, as :meth:`Pipeline.step` says.
+        With ``update_in_backward``, each bucket's parameters may then be written as soon as all gradients of the bucket
+        have arrived. An error between this call and the step is an error in mid-update.
 
         Args:
-            before_send: called in this thread with parameters before they are sent: their readers must wait from then
-                on. Every call that may launch a bucket may call it.
+            arguments: the arguments with which :meth:`Pipeline.step` will be called.
+            before_send: called with the parameters of a bucket before the bucket is sent. Readers of these parameters
+                must wait from then on. Each method that may launch a bucket may call ``before_send``, in its caller's
+                thread.
         """
         assert self._state_lock.changing.locked()
         terms, verdict = self._buckets.terms, self._last_step.verdict
@@ -60,12 +62,14 @@ class EarlyPublish:
         self._announced.tensors = given.tensors
 
     def confirm_step(self, arguments: StepArguments) -> None:
-        """Confirm that the announced step has come, with these arguments. Buckets that are launched at the end of the
-        micro-step use these arguments.
+        """Confirm that the announced step has come, and give its arguments to buckets that are launched from now on, at
+        the end of the micro-step.
 
-        If parameters were sent with other arguments, but no states updated, :meth:`Pipeline.step` recalls them.
+        If parameters were already sent with other arguments, the announcement keeps its arguments, and
+        :meth:`Pipeline.step` recalls the parameters.
 
-        Raises :class:`StateError` if states were updated with other arguments.
+        Raises:
+            StateError: states were updated with other arguments.
         """
         announced = self._announced
         if announced.step is None:
@@ -76,9 +80,10 @@ class EarlyPublish:
             announced.step.given, announced.step.scalars, announced.tensors = given, scalars, given.tensors
 
     def check_expected(self, arguments: StepArguments) -> StepArguments:
-        """Return these arguments of :meth:`Pipeline.step`, completed (:meth:`StepArguments.complete`).
+        """Return these arguments of :meth:`Pipeline.step`, with the groups and the loss scale filled in.
 
-        Raises :class:`StateError` if states were updated with other arguments.
+        Raises:
+            StateError: states were updated with other arguments.
         """
         given, announced = arguments.complete(self._buckets.params, self._scaler), self._announced
         if announced.requested and not self._buckets.terms.examines and announced.differs(given):
@@ -89,13 +94,16 @@ class EarlyPublish:
         return given
 
     def recall(self, params: Collection[int] | None = None, *, by_all: bool = True) -> None:  # waits
-        """Recall all early sends if any of these parameters was sent early: the step sends the parameters again.
+        """If one of these parameters was sent early, recall all parameters that were sent early. The step then sends
+        them again.
 
         Args:
-            by_all: True if all ranks call this: they then all raise, or none does. False: only a rank without a
+            params: the parameters to look for; None: all.
+            by_all: True if all ranks call this. Then all ranks raise, or none does. False if only a rank without a
                 gradient calls this.
 
-        Raises :class:`StateError` if states have been updated, too.
+        Raises:
+            StateError: early sends also update states (``BucketTerms.updates_early``) and cannot be recalled.
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         announced = self._announced
@@ -123,8 +131,9 @@ class EarlyPublish:
     def stop(self) -> None:
         """Stop early sends for the announced step, and recall parameters that were sent early.
 
-        Raises :class:`StateError`, on all ranks or on none, if a step was announced and early sends also update states
-        (``BucketTerms.updates_early``).
+        Raises:
+            StateError: a step was announced, and early sends also update states (``BucketTerms.updates_early``). All
+                ranks raise this, or none does.
         """
         assert self._state_lock.changing.locked()
         announced = self._announced.step
@@ -139,9 +148,12 @@ class EarlyPublish:
             announced.stop()
 
     def undo(self) -> None:  # waits
-        """Undo early sends: write the parameters of the last step again, and wait for them.
+        """Undo early sends: recall the parameters, send the parameters of the last step, and wait for their arrival.
 
-        All processes call it alike.
+        All processes call this alike.
+
+        Raises:
+            StateError: early sends also update states (``BucketTerms.updates_early``) and cannot be recalled.
         """
         assert self._state_lock.changing.locked()
         self.recall()

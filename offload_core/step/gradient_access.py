@@ -1,8 +1,9 @@
 """Reads and writes gradients between a backward and its update, for programs that log, clip or project gradients.
 
-This module uses the pipeline, which does not import it. A value is the gradient that the update would use before
-clipping: the mean over ranks, without the loss scale. It is read as ``sum / divisor`` and written as
-``values * divisor``, each rounded once to fp32, where ``divisor`` also contains the loss scale.
+This module imports the pipeline, and the pipeline does not import this module. Callers read and write the gradient that
+the update would use before clipping: the mean over ranks, without the loss scale. The host has gradients with the loss
+scale, so a read returns ``gradient / (divisor * loss scale)``, and a write stores ``values * (divisor * loss scale)``,
+both in fp32.
 """
 
 from functools import partial
@@ -20,12 +21,13 @@ from .pipeline import Pipeline
 
 
 class GradientAccess:
-    """The gradients of one process's shards, as its pipeline would use them now.
+    """Reads and writes the gradients of one process's shards, as an update would use them now.
 
-    Parameters are numbered as in the pipeline, and their elements are in its order. A method that returns or replaces a
-    gradient first has all gradients that came so far reduced (:meth:`Gradients.reduce_now`): all ranks call it alike.
+    Parameters are numbered as in the pipeline, and their elements are in the pipeline's order. A method that returns or
+    replaces a gradient first reduces all gradients that came so far (:meth:`Gradients.reduce_now`). So all ranks call
+    such a method alike.
 
-    ``divisor`` is the divisor of the summed gradients besides the loss scale, as in ``StepArguments``.
+    The argument ``divisor`` is the divisor of the summed gradients besides the loss scale, as in ``StepArguments``.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -50,13 +52,13 @@ class GradientAccess:
         return bool(known.sums[0])
 
     def own(self, param: int, *, divisor: float = 1.0) -> list[tuple[int, np.ndarray]] | None:
-        """Return a copy of this process's part of the gradient: ``(start, fp32 values)`` a piece, ascending. None: no
-        rank has had a gradient of the parameter since the last update."""
+        """Return a copy of this process's pieces of the gradient, ascending: ``(start, fp32 values)`` for each piece.
+        None: no rank has had a gradient of the parameter since the last update."""
         return self._own(param, divisor) if self.has(param) else None
 
     def whole(self, param: int, *, divisor: float = 1.0) -> np.ndarray | None:
-        """Return a copy of the whole gradient, in fp32 and one-dimensional, with the parts of all ranks. None: no rank
-        has had a gradient since the last update."""
+        """Return a copy of the whole gradient, gathered from all ranks: fp32, one-dimensional. None: no rank has had a
+        gradient of the parameter since the last update."""
         if not self.has(param):
             return None
         spec, device = self._pipeline.params[param], self._pipeline.device
@@ -69,10 +71,13 @@ class GradientAccess:
         return whole
 
     def load(self, param: int, values: np.ndarray, *, divisor: float = 1.0) -> None:
-        """Overwrite this process's part of a gradient with the same elements of a whole fp32 array.
+        """Overwrite this process's pieces of a gradient with the elements of ``values`` at the same indices.
 
         The caller's own gradient tensor does not change. The norm, clipping and the search for an inf or a NaN use the
         new values. A gradient that comes before the update is added to the new values.
+
+        Args:
+            values: the whole gradient, fp32 and one-dimensional.
 
         Raises:
             StateError: no rank has had a gradient of the parameter since the last update.
@@ -115,7 +120,8 @@ class GradientAccess:
         return self._pipeline.loss_scale * divisor
 
     def _to_write(self, bucket: LocalBucket, i: int) -> np.ndarray:
-        """Return private fp32 memory of the bucket that from now on holds the gradient of piece ``i``."""
+        """Return private fp32 memory of the bucket for the gradient of piece ``i``. The update reads the gradient from
+        this memory."""
         if self._buckets.terms.direct:  # the gradient's present memory is the caller's
             memory = np.empty(bucket.pieces[i].numel, np.float32)
             bucket.gradient.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))

@@ -1,14 +1,15 @@
 """The host memory in which gradients wait for their update.
 
-Each bucket borrows memory of its size (its *buffer*) from its launch until its update has read the gradients, or they
-are dropped. At other times other engines of the process use that memory (``memory/working_memory.py``). If a bucket's
-update follows its arrival (``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only
-``BucketGradient.buffer`` records who has memory, so that an interrupt cannot lose any. On one rank with host tensors
-(``BucketTerms.direct``), each bucket keeps separate memory for its sums.
+Each bucket borrows a *buffer* for its gradients when it is launched, and returns the buffer when its update has read
+the gradients, or when they are dropped. Between a return and the next launch, other engines of the process may borrow
+the buffer (``memory/working_memory.py``). If each update follows the arrival of its bucket's gradients
+(``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only ``BucketGradient.buffer`` records
+which bucket has a buffer, so that an interrupt cannot lose one. On one rank with host tensors (``BucketTerms.direct``),
+each bucket keeps private memory for its sums.
 
-A bucket's update may still have to wait for ``step()``: if nobody announced the step (a plain ``loss.backward()``), or
-another rank does not take part. If such buckets hold all slots, none would ever get free. Then the next bucket gets
-private memory, for good.
+A bucket in a slot must wait for ``step()`` if nobody announced the step (a plain ``loss.backward()``), or if another
+rank does not take part. If such buckets have all slots, no slot gets free. Then the next bucket gets private memory,
+and keeps it.
 """
 
 import weakref
@@ -31,11 +32,11 @@ from .local_bucket import LocalBucket
 @dataclass(eq=False)
 class _BufferSlot:
     holder: LocalBucket | None = None
-    """The bucket that the slot was lent to last."""
+    """The bucket that borrowed the slot last."""
     lent: "weakref.ref[np.ndarray] | None" = None
-    """The memory that was lent last. The bucket keeps it alive."""
+    """The buffer of the last loan. The bucket keeps this array alive as long as it has the slot."""
     turn: int = 0
-    """The number of this loan, in the order of all loans."""
+    """The count of all loans of slots at this slot's last loan: the slot that was lent first has the smallest."""
 
     @property
     def held(self) -> bool:
@@ -60,7 +61,8 @@ class GradientMemory:
         self._warned = False
 
     def register(self, buckets: Sequence[Bucket]) -> list[np.ndarray | None]:
-        """Reserve memory for new buckets. Return each one's private memory; None: it borrows memory, or needs none."""
+        """Reserve gradient memory for new buckets. Return, for each bucket, its private memory; None: the bucket
+        borrows a buffer, or needs none."""
         terms = self._terms
         if terms.direct:
             return [self.allocate(b, terms.buffer_dtype(b)) if terms.has_buffer else None for b in buckets]
@@ -82,17 +84,17 @@ class GradientMemory:
         return [None] * len(buckets)
 
     def allocate(self, bucket: Bucket, dtype: ElementType) -> np.ndarray:
-        """Return private memory for a bucket's gradients."""
+        """Return new private memory for a bucket's gradients, in element type ``dtype``."""
         numel = len(self._device.ranks) * bucket.shard_numel
         pinned = self._terms.may_arrive_as(bucket, dtype)
         return self._memory.allocate(GRADIENTS_ON_HOST, numel, dtype.numpy, pinned=pinned)
 
     def lend(self, bucket: LocalBucket, await_use: Callable[[LocalBucket], None]) -> None:
-        """Lend a bucket host memory for its gradients. If it needs a slot and none gets free, it gets private memory,
-        for good.
+        """Lend a bucket a buffer for its gradients. If the bucket needs a slot and no slot gets free, give it private
+        memory, which it keeps.
 
         Args:
-            await_use: waits for a bucket's task. If that was its update, the bucket's slot is free.
+            await_use: waits for a bucket's task. If the task was the bucket's update, the bucket's slot is free then.
         """
         dtype = bucket.gradient.buffer_dtype
         numel = len(self._device.ranks) * bucket.layout.shard_numel

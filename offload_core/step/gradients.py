@@ -1,8 +1,8 @@
-"""The gradients of one process between two updates: from a backward to their owner's host memory.
+"""The gradients of one process between two updates, from a backward to the host memory of their owners.
 
-:meth:`Gradients.add` -> the gradient's bucket fills (``arrivals.py``) and is launched (``reduction.py``: the device
-reduces the bucket over the ranks and copies it to its owner's host memory). There the gradient waits, or is added to
-the gradients of earlier micro-steps.
+:meth:`Gradients.add` puts a gradient into its bucket (``arrivals.py``). A full bucket is launched (``reduction.py``):
+the device reduces the bucket over the ranks and copies each shard to its owner's host memory. There the gradient waits
+for the update, and gradients of later micro-steps are added to it.
 """
 
 from collections.abc import Collection, Mapping, Sequence, Set
@@ -27,7 +27,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class Gradients:
-    """Takes gradients, and tells which parameters had a gradient since the last update."""
+    """Takes the gradients of each micro-step, and tells which parameters had a gradient since the last update."""
 
     _buckets: LocalBuckets
     _arrivals: Arrivals
@@ -49,7 +49,7 @@ class Gradients:
         return self._arrivals.holds_gradients
 
     def have(self, param: int) -> bool:
-        """True if the parameter had a gradient since the last update, on this rank."""
+        """True if this rank had a gradient of parameter ``param`` since the last update."""
         return param in self._arrivals.since.present
 
     @property
@@ -59,12 +59,12 @@ class Gradients:
 
     @property
     def micro_steps(self) -> int:
-        """The micro-steps that have ended since the last update."""
+        """The number of micro-steps that have ended since the last update."""
         return self._arrivals.since.micro_steps
 
     @property
     def per_update(self) -> int:
-        """The micro-steps of an update, as ``gradient_accumulation_steps`` says now."""
+        """The number of micro-steps for each update: the present ``gradient_accumulation_steps``."""
         return self._arrivals.per_update
 
     @property
@@ -74,12 +74,22 @@ class Gradients:
 
     @property
     def are_read_in_place(self) -> bool:
-        """True if an update reads gradients in place. All must then stay in memory, unchanged, until the update."""
+        """True if an update reads gradients in place. The caller must then keep all gradients in memory, unchanged,
+        until the update."""
         return self._buckets.terms.direct
 
     def check_none(self, what: str, *, waiting: bool) -> None:
-        """Raise :class:`StateError` if no step may follow, or gradients wait for an update here or, if ``waiting``,
-        in the front end."""
+        """Raise an error if gradients wait for an update, or no step may follow.
+
+        Args:
+            what: the caller's action, for the error message.
+            waiting: True if the front end has gradients that wait for an update.
+
+        Raises:
+            StateError: gradients wait for an update, or a step or a load broke off, or parameters have no memory on
+                the device.
+            CollectiveError: another rank was lost.
+        """
         self._health.check(Use.STEP)
         if waiting or self.are_waiting:
             raise StateError(
@@ -88,22 +98,30 @@ class Gradients:
             )
 
     def divisor(self, *, average: bool = True) -> float:
-        """As :meth:`Arrivals.divisor`."""
+        """Return the number by which an update divides the gradients that it reads, besides the loss scale. These
+        gradients are already averaged over the ranks.
+
+        Args:
+            average: True to average over the micro-steps. False to sum over the micro-steps.
+        """
         return self._arrivals.divisor(average=average)
 
     # --- backward ------------------------------------------------------------------------------------
 
     def check(self, param: int, gradient: Any) -> None:
-        """As :meth:`Reduction.check`."""
+        """Raise :class:`GradientError` if ``gradient`` does not have the parameter's number of elements, or its element
+        type is not the parameter's. Any element type is allowed with ``communication_dtype`` or if
+        :attr:`are_read_in_place`."""
         self._reduction.check(param, gradient)
 
     def defer_gradients_of(self, params: Collection[int]) -> None:
-        """From now on, only gradients of ``params`` wait for :meth:`finalize`. No gradient may wait for an update
-        now."""
+        """From now on, defer the gradients of ``params``, and no other gradients, until :meth:`finalize`. No gradient
+        may wait for an update when this is called."""
         self._arrivals.defer_gradients_of(params)
 
     def begin_backward(self) -> None:
-        """Begin a backward, on all ranks alike. If each backward is a round, end the round of the one before."""
+        """Begin a backward. All ranks call this alike. If each backward is a round, end the round of the backward
+        before."""
         assert self._state_lock.changing.locked()
         if self._arrivals.since.backward and self._backwards_are_rounds:
             self._take_stragglers()
@@ -111,22 +129,23 @@ class Gradients:
             self._arrivals.since.backward = False  # last: a second call after an interrupt ends the round again
 
     def end_backward(self) -> None:
-        """End a backward, on all ranks alike. This rank may have had no gradient."""
+        """End a backward. All ranks call this alike, also ranks that had no gradient."""
         assert self._state_lock.changing.locked()
         self._begin_gradients()
         self._arrivals.end_backward(has_round=self._backwards_are_rounds)
 
     @property
     def _backwards_are_rounds(self) -> bool:
-        """True if each backward is a separate round. Where parameters are sent early, the last micro-step's backwards
-        share one round."""
+        """True if each backward is a separate round. If parameters are sent early, all backwards of the micro-step
+        before an update share one round."""
         return not (self._buckets.terms.sends_early and self._arrivals.at_boundary)
 
     def add(self, gradients: Mapping[int, Any]) -> None:
-        """Take gradients of this micro-step, by parameter, each checked by :meth:`Reduction.check`.
+        """Take gradients of this micro-step. Several gradients of one parameter before an update are summed in fp32.
 
-        Later gradients of the same parameter before the next update are summed in fp32. If the device is addressable,
-        gradients are not copied: the caller must not change them until the update.
+        Args:
+            gradients: device gradients, by parameter. :meth:`check` has accepted each one. If the device is
+                addressable, gradients are not copied: the caller must not change them until the update.
         """
         assert self._state_lock.changing.locked()
         self._begin_gradients()
@@ -138,14 +157,16 @@ class Gradients:
     def finalize(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
         """Finalize these parameters: they get no further gradient in this backward.
 
-        All ranks call it alike: at the same points of backward, with the same parameters. It affects only parameters
-        whose gradients may come on some ranks and not on others (:attr:`ParamSpec.finalized_with`).
+        All ranks call this at the same points of backward, with the same parameters. The call affects only parameters
+        whose gradients are deferred (:attr:`ParamSpec.finalized_with`).
 
         Args:
-            ended: the backward has ended.
+            ended: True if the backward has ended.
 
         Returns:
-            The stragglers, which are finalized only at the end of a backward: a gradient once came too late.
+            The stragglers among ``params``, which this call has not finalized: they are finalized at the end of the
+            backward. A straggler is a parameter whose gradient once came after the parameter was finalized or its
+            bucket was launched.
         """
         assert self._state_lock.changing.locked()
         stragglers = frozenset[int]() if ended else self._arrivals.stragglers(params)
@@ -158,7 +179,12 @@ class Gradients:
         return stragglers
 
     def _take(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> None:
-        """Put gradients into buckets, and launch full buckets. ``without``: parameters finalized without a gradient."""
+        """Put gradients into buckets, and launch full buckets.
+
+        Args:
+            gradients: device gradients, by parameter.
+            without: parameters that are finalized without a gradient.
+        """
         params = gradients.keys() | without if without else gradients.keys()
         arrivals = self._arrivals
         if self._announced.requested and self._buckets.device.world_size == 1:
@@ -173,7 +199,8 @@ class Gradients:
             raise
 
     def _begin_round(self) -> None:
-        """End the present round, so that the next can begin. All ranks call it alike, and exchange every bucket."""
+        """End the present round, in which all ranks launch every bucket, so that the next round can begin. All ranks
+        call this alike."""
         if self._announced.requested and self._buckets.device.world_size > 1:
             self._early.recall()
         if self._arrivals.since.round is not None:
@@ -184,7 +211,8 @@ class Gradients:
                 raise
 
     def _begin_gradients(self) -> None:
-        """Before a step's first gradient, wait until parameters are written: ranks do one exchange at a time."""
+        """Before a step's first gradient, wait until the last step's parameters are written, because ranks do one
+        exchange at a time. Raise an error if no step may follow."""
         present = self._arrivals.since.present
         if not present or self._health.state is Health.LOST:
             self._health.check(Use.STEP)
@@ -192,7 +220,13 @@ class Gradients:
             self._last_step.finish_publications()
 
     def _launch(self, *, ending: bool = False, boundary: bool = False) -> None:
-        """Launch the buckets that are ready. At the boundary, have their parameters sent early."""
+        """Launch the buckets that are ready. If an update is due at the end of this micro-step, have their parameters
+        sent early.
+
+        Args:
+            ending: True to launch every bucket that was not launched in this round, full or not.
+            boundary: True if the launched buckets get no further gradient before the update.
+        """
         terms = self._buckets.terms
         for bucket in self._arrivals.ready(ending=ending):
             at_boundary = self._arrivals.at_boundary
@@ -203,7 +237,8 @@ class Gradients:
                 self._announced.request(bucket, present, last=last, keep_states=self._buckets.terms.examines)
 
     def _take_stragglers(self) -> None:
-        """Take the gradients that still wait to be finalized. All ranks have such a gradient, or none."""
+        """Put deferred gradients whose parameter was not finalized into buckets. All ranks have such gradients, or no
+        rank has."""
         if left := self._arrivals.take_deferred():
             self._take(left)
 
@@ -212,13 +247,16 @@ class Gradients:
         self._arrivals.end_round()
 
     def reduce_now(self) -> None:
-        """Launch all gradients that came so far. Buckets may still be in flight when it returns.
+        """Launch every bucket that was not launched in this round, and recall parameters that were sent early. Buckets
+        may still be in flight when this returns.
 
-        Later gradients are added to them until the next update. Parameters that were sent early are recalled. All
-        ranks call it alike, after a backward in which each rank had a gradient. All continue alike: with another
-        backward, or with the end of the micro-step, which then finds nothing left to reduce.
+        Gradients that come later are added to the launched gradients, until the next update. All ranks call this alike,
+        after a backward in which each rank had a gradient. All ranks then continue with another backward, or all with
+        the end of the micro-step, which then launches nothing.
 
-        Raises :class:`StateError` if ``update_in_backward`` has updated states.
+        Raises:
+            StateError: ``update_in_backward`` has updated states, or no step may follow.
+            CollectiveError: another rank was lost.
         """
         assert self._state_lock.changing.locked()
         self._health.check(Use.STEP)
@@ -226,8 +264,8 @@ class Gradients:
         self._launch_rest()
 
     def _launch_rest(self) -> None:
-        """Launch every bucket that was not launched in this round. The round goes on: a parameter that is added now may
-        still get a gradient in it."""
+        """Launch every bucket that was not launched in this round. The round does not end: a parameter that is added
+        after this may still get a gradient in this round."""
         try:
             self._take_stragglers()
             self._launch(ending=True, boundary=self._buckets.terms.updates_early)
@@ -236,19 +274,27 @@ class Gradients:
             raise
 
     def reduce_first(self) -> None:
-        """Reduce the gradients that came, on all ranks alike, before another exchange or before they are discarded.
+        """Before another exchange, or before gradients are discarded, launch every bucket that was not launched in this
+        round. All ranks call this alike. With a single rank, or without gradients, do nothing.
 
-        With updates during backward, buckets that are launched here are also updated.
+        If states are updated during backward, the buckets that are launched here are also updated.
         """
         if self._buckets.device.world_size > 1 and self._arrivals.holds_gradients:
             reduce = self._launch_rest if self._buckets.terms.updates_early else self.reduce_now
             self._state_lock.change("an exchange between ranks", reduce)
 
     def drop(self, params: Sequence[int] | None = None) -> None:
-        """Discard the gradients of these parameters, or of all.
+        """Discard gradients that came since the last update.
 
-        With ``params``, raise the error of a gradient that was lost in flight, and discard nothing.
-        :meth:`EarlyPublish.undo` brings back parameters that were sent early.
+        This recalls parameters that were sent early. :meth:`EarlyPublish.undo` brings their earlier values back to the
+        device.
+
+        Args:
+            params: discard only the gradients of these parameters. If one of these gradients was lost in flight, raise
+                its error and discard nothing. None: discard all gradients, and raise no such error.
+
+        Raises:
+            StateError: ``update_in_backward`` has updated states.
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
         if not self._arrivals.holds_gradients:
@@ -268,11 +314,13 @@ class Gradients:
             self._arrivals.drop_all()
 
     def discard_all(self) -> bool:  # waits
-        """Discard all gradients, on all ranks alike, and bring back parameters that were sent early. Ranks first reduce
-        the gradients that came, because one rank may have begun exchanges that the others have not.
+        """Discard all gradients, and bring the earlier values of parameters that were sent early back to the device.
+        All ranks call this alike. The ranks first launch every bucket, because one rank may have begun an exchange that
+        another rank has not begun.
 
         Returns:
-            True if parameters are older than their states: :meth:`Parameters.flush` sends them.
+            True if the last step broke off and left some parameters older than their states. The caller then calls
+            :meth:`Parameters.flush`, which sends them.
         """
         if self._health.usable:
             self.reduce_first()
@@ -283,14 +331,16 @@ class Gradients:
     def end_micro_step(
         self, *, reduce: bool = True, boundary: bool | None = None, arguments: StepArguments | None = None
     ) -> StepReport | None:
-        """End a micro-step. Return its report if no update follows, and None at the boundary, where an update is due.
-
-        Except at the boundary, the caller may then free the gradients on the device.
+        """End a micro-step.
 
         Args:
-            reduce: False if no rank has added a gradient: the ranks then exchange nothing.
-            boundary: True or False from a caller that counts itself; None: as ``gradient_accumulation_steps`` says.
-            arguments: of a step that was announced (:meth:`EarlyPublish.expect_step`) and follows now.
+            reduce: False if no rank has added a gradient. The ranks then exchange nothing.
+            boundary: True if an update follows, False if not; None: decide by ``gradient_accumulation_steps``.
+            arguments: the arguments of an announced step (:meth:`EarlyPublish.expect_step`) that follows now.
+
+        Returns:
+            The micro-step's report if no update follows. The caller may then free the gradients on the device. None: an
+            update follows.
         """
         assert self._state_lock.changing.locked()
         if arguments is not None and self._announced.step is not None:
@@ -322,7 +372,8 @@ class Gradients:
     # --- the step ------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Wait until all gradients are on the host. Raise the error of a gradient that was lost, before any change."""
+        """Wait until all gradients are on the host. If a gradient was lost in flight, raise its error: the step has
+        changed nothing yet."""
         if self._arrivals.since.round is not None:
             self._take_stragglers()
             self._end_round(boundary=True)

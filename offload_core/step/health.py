@@ -3,21 +3,22 @@
 ===========  =========================================================  ======  =======  ====
 state        optimizer states and parameters                            read    publish  step
 ===========  =========================================================  ======  =======  ====
-SOUND        are of one step                                            yes     yes      yes
-INTERRUPTED  on the only rank: states are of a step that broke off,     yes     yes      yes
-             some parameters of the step before
-DIVERGED     as INTERRUPTED, but other ranks have their parameters and  yes     no       no
-             will not send them again
-LOST         are of one step; another rank was lost between two steps   yes     yes      no
-TORN         a load broke off: some are the old ones, others the        no      no       no
-             checkpoint's; or a step's update cannot be completed
-GONE         another rank was lost, and they are of no step             no      no       no
+SOUND        all are of one step                                        yes     yes      yes
+INTERRUPTED  there is one rank: the states are of a step that broke     yes     yes      yes
+             off, some parameters of the step before
+DIVERGED     there are other ranks: states and parameters as in         yes     no       no
+             INTERRUPTED, and other ranks will not send theirs again
+LOST         all are of one step; another rank was lost between steps   yes     yes      no
+TORN         a load broke off: some are old, some the checkpoint's; or  no      no       no
+             a step broke off: states are of two steps
+GONE         another rank was lost: some are of one step, others of     no      no       no
+             another
 ===========  =========================================================  ======  =======  ====
 
-From INTERRUPTED, the next step or flush sends the parameters again. A load repairs DIVERGED and TORN, because it
-replaces all states. Nothing repairs LOST and GONE.
+In state INTERRUPTED, the next step or flush sends the parameters again. A load repairs DIVERGED and TORN, because a
+load replaces all states. Nothing repairs LOST and GONE.
 
-In each state the device's parameters may be *released*: then only ``read`` is allowed.
+In each state the device's parameters may be *released* (have no memory on the device). Then only ``read`` is allowed.
 """
 
 from enum import Enum
@@ -88,23 +89,32 @@ class PipelineHealth(StateMachine[Health, HealthEvent]):
         super().__init__("optimizer", H.SOUND, HEALTH)
         self._reason = ""
         self.released = ""
-        """The error message for uses that need the device parameters, while these have no memory. Else empty."""
+        """The error message of uses that need the device parameters while the parameters have no memory on the device.
+        Empty while they have memory."""
 
     def on(self, event: HealthEvent, reason: str = "") -> None:
-        """Move to the state after ``event``. ``reason``: the error message of uses that are refused from now on."""
+        """Move to the state after ``event``.
+
+        Args:
+            reason: the error message of uses that are refused from now on; empty: keep the present message.
+        """
         super().on(event)
         self._reason = reason or self._reason
 
     def check(self, use: Use) -> None:
-        """Raise an error if this use is refused: :class:`CollectiveError` if only a lost rank is the reason, else
-        :class:`StateError`."""
+        """Raise an error if this use is refused.
+
+        Raises:
+            CollectiveError: the state is LOST.
+            StateError: another state refuses the use, or parameters are released.
+        """
         if self.state in REFUSED[use]:
             raise (CollectiveError if self.state is H.LOST else StateError)(self._reason)
         if self.released and use is not Use.READ:
             raise StateError(self.released)
 
     def where(self) -> str:
-        """Return what may be done, and the last error, as a line for somebody who waits."""
+        """Return the state, the allowed uses and the last error, as a line for a user who waits."""
         state = self.state
         allowed = [use.value for use in Use if state not in REFUSED[use] and (use is Use.READ or not self.released)]
         if state in REFUSED[Use.STEP] and HEALTH[state, HealthEvent.LOAD] is Health.SOUND:

@@ -22,7 +22,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class LastStep:
-    """The last step that was called. Methods that wait for it raise the error of its updates."""
+    """The last call of ``step``. A method that waits for the step's updates raises their error."""
 
     _buckets: LocalBuckets
     _arrivals: Arrivals
@@ -32,22 +32,24 @@ class LastStep:
     _health: PipelineHealth
     _state_lock: StateLock
     verdict: Verdict | None = None
-    """The step's verdict; None before the first step."""
+    """The last step's verdict on the gradients; None before the first step."""
     published: Mapping[int, bool] = field(default_factory=dict)
-    """Parameters that the last step or flush wrote (with ``schedule="delayed"``, the parameters of the step before).
-    False: the step broke off before the parameter was completely written."""
+    """Maps each parameter that the last step or flush writes on the device to True, or to False if the step broke off
+    before the parameter was completely written. With ``schedule="delayed"`` a step writes the parameters of the step
+    before. Empty after the loss of a rank."""
     publications: int = 0
-    """Steps and flushes that have set ``published``: an interrupted caller sees here if its own call has."""
+    """The number of steps and flushes that have set :attr:`published`. A caller that was interrupted compares it with
+    the number before its call, to see if the call has set :attr:`published`."""
 
     def begin(self, params: Iterable[int]) -> None:
-        """Begin a step or a flush that writes these parameters."""
+        """Record that a step or a flush begins, and that it writes these parameters."""
         self.published = dict.fromkeys(params, True)
         self._health.on(HealthEvent.PUBLISH)
         self.publications += 1
 
     @property
     def stale(self) -> frozenset[int]:
-        """Stale parameters, older than their master weights."""
+        """The stale parameters: the device's values are older than the master weights."""
         return frozenset().union(*(bucket.publication.stale for bucket in self._buckets.all))
 
     # --- waiting -------------------------------------------------------------------------------------
@@ -90,18 +92,25 @@ class LastStep:
 
     @property
     def returning(self) -> list[LocalBucket]:
-        """The buckets whose parameters :meth:`restore` sends again: their only memory is on the device."""
+        """The buckets whose parameters :meth:`restore` sends again. Their parameters are copied from the host to the
+        device, and the host has master weights for them."""
         sent = [bucket for bucket in self._buckets.all if bucket.writes is Writes.STAGING]
         return [bucket for bucket in sent if bucket.master is not Master.PARAMETER]
 
     def release(self, reason: str) -> None:
-        """Record that parameters lose their memory on the device. All have arrived, and none is stale."""
+        """Record that parameters lose their memory on the device. Before the call, all parameters have arrived and none
+        is stale.
+
+        Args:
+            reason: the error message of uses that need the parameters.
+        """
         for bucket in self.returning:
             bucket.publication.on(PublicationEvent.RELEASE)
         self._health.released = reason
 
     def restore(self, tensors: Sequence[Any]) -> None:
-        """Send all released parameters, in forward's order: they have memory again. Readers may wait for each one."""
+        """Send all released parameters, in forward's order. They have memory on the device again. Readers may wait for
+        one parameter."""
         after = self._buckets.device.mark()
 
         def publish() -> None:
@@ -117,7 +126,8 @@ class LastStep:
     # --- breaking off ----------------------------------------------------------------------------------
 
     def wait(self, act: Callable[[], None]) -> None:  # waits
-        """Call ``act``, which waits. An error breaks the step off. After an interrupt the wait can be repeated."""
+        """Call ``act``, which waits for the last step's updates. If an update has failed, break the step off and raise
+        the error. If an interrupt ends the wait, the caller can wait again."""
         try:
             act()
         except BaseException as error:
@@ -126,7 +136,7 @@ class LastStep:
             raise
 
     def change(self, act: Callable[[], None]) -> None:
-        """Call ``act`` in one section that no signal interrupts. An error breaks the step off."""
+        """Call ``act`` in one section that no signal interrupts. If ``act`` raises an error, break the step off."""
 
         def section() -> None:
             try:
@@ -138,23 +148,28 @@ class LastStep:
         uninterrupted(section)
 
     def abandon(self) -> bool:
-        """End an announced step that will not come. States that were updated for it stay updated, and the step counts.
-        Return False if no states may have been updated for an announced step."""
+        """End an announced step that will not come. States that were updated for this step stay updated, and the step
+        counts.
+
+        Returns:
+            False if no states may have been updated for an announced step. Nothing has changed then.
+        """
         if not self._announced.has_updated:
             return False
         uninterrupted(partial(self._abort, StateError("the step that update_in_backward=True began does not come")))
         return True
 
     def lose_gradient(self, error: BaseException) -> None:
-        """Record that a gradient was lost. This breaks off an announced step, because it is an error in mid-update. It
-        breaks off the last step if an update of that step failed."""
+        """Record that ``error`` has lost a gradient. If a step is announced, this is an error in mid-update and breaks
+        the step off. If an update of the last step has failed, this breaks the last step off."""
         if self._announced.step is not None or self._updates.broke_off:
             uninterrupted(partial(self._abort, error))
         elif isinstance(error, CollectiveError) and not self._health.lost_a_rank:
             self._health.on(HealthEvent.LOSE_RANK, str(error))
 
     def _abort(self, error: BaseException) -> None:  # waits
-        """Break the step off: complete its updates of states, and mark lost parameters as stale."""
+        """Break the step off: complete its updates of states, discard all gradients, and mark the parameters that were
+        not written as stale."""
         buckets, device, health = self._buckets, self._buckets.device, self._health
         if isinstance(error, CollectiveError):  # other ranks may not have made this update
             health.on(
@@ -202,7 +217,8 @@ class LastStep:
             self.published = {param: param not in stale for param in self.published}
 
     def _complete(self, error: BaseException) -> list[LocalBucket]:
-        """Update the states that the step still owes after this error. Return their buckets."""
+        """After ``error``, update the states of each bucket whose update is due. Return these buckets; an empty list if
+        a rank was lost or an update fails."""
         if self._health.lost_a_rank:
             return []
         try:

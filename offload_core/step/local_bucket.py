@@ -1,4 +1,4 @@
-"""One bucket as one process sees it: its shards, their gradients in this step, and its tasks in flight."""
+"""One bucket in one process: the process's shards, their gradients in this step, and the bucket's tasks in flight."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -32,7 +32,8 @@ from .bucket_states import (
 
 
 class Writes(Enum):
-    """The memory that the kernel writes besides states. (A parameter may be a state: its own master weight.)"""
+    """The memory to which an update's kernel writes parameters. If a parameter is its own master weight, it counts as a
+    state: each update writes it."""
 
     STATES = "none"
     IN_PLACE = "the parameters where they are"
@@ -41,48 +42,50 @@ class Writes(Enum):
 
 @dataclass(eq=False)
 class Direction:
-    """The direction of a bucket's update, which the device computes from whole matrices (``directions.py``)."""
+    """The directions of a bucket's update, which the device computes from whole matrices (``directions.py``)."""
 
     shards: np.ndarray
-    """The direction in bfloat16, with the same offsets as the process's shards."""
+    """The directions in bfloat16: one element for each element of the process's shards, at the same offset."""
     lease: Lease
     computed: Event = field(default_factory=Done)
 
     def addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Return the addresses of the elements at these offsets."""
+        """Return the address of the direction at each of these offsets."""
         return kernels.address(self.shards) + (offsets * self.shards.itemsize).astype(np.uintp)
 
 
 class PieceTable:
-    """A bucket's pieces in columns: each array has one element for each piece."""
+    """A process's pieces of a bucket, as a table. Each array is one column, with one element for each piece."""
 
     def __init__(self, bucket: Bucket, pieces: Sequence[Piece], specs: Mapping[int, ParamSpec]) -> None:
         self.params = np.array([piece.param for piece in pieces], np.int64)
-        """The parameter of each piece."""
+        """The index of each piece's parameter."""
         self.offsets = np.array([piece.offset for piece in pieces], np.int64)
-        """The offset of each piece among this process's shards, in elements."""
+        """The offset of each piece in the concatenation of this process's shards, in elements."""
         self.starts = np.array([piece.start for piece in pieces], np.int64)
         """The offset of each piece in its parameter, in elements."""
         self.in_tensor = np.array([bucket.in_tensor(piece) for piece in pieces], np.int64)
         """The offset of each piece in its parameter's tensor, in elements."""
         self.numels = np.array([piece.numel for piece in pieces], np.int64)
         self.numbers = self.starts + np.array([specs[piece.param].first or 0 for piece in pieces], np.int64)
-        """The index of each piece's first element in the random numbers of its states."""
+        """The position of each piece's first element in the sequence of random numbers that round its parameter's
+        states."""
         self.seeds = np.array([specs[piece.param].seed for piece in pieces], np.uint64)
         """The seed of the random numbers of each piece's states."""
         self.counted = np.array([specs[piece.param].counted for piece in pieces], bool)
         """True for each piece whose gradient counts in the norm."""
         self.positions: dict[int, list[int]] = {}
-        """The indices of each parameter's pieces: one, unless the process's ranks are not consecutive."""
+        """Maps each parameter to the indices of its pieces. There is one piece, unless the process's ranks are not
+        consecutive."""
         for i, piece in enumerate(pieces):
             self.positions.setdefault(piece.param, []).append(i)
 
 
 class BucketGradient(StateMachine[Gradient, GradientEvent]):
-    """A bucket's gradients from the device to the update, in the states of ``bucket_states.py``.
+    """A bucket's gradients, from their arrival on the device until the update. ``bucket_states.py`` has the states.
 
     Args:
-        offsets: as :attr:`PieceTable.offsets`.
+        offsets: the bucket's :attr:`PieceTable.offsets`.
     """
 
     def __init__(
@@ -104,16 +107,17 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         self.buffer_dtype = buffer_dtype
         """The element type in which gradients wait on the host: fp32 if they are summed there."""
         self.private = private
-        """The bucket's private host memory for gradients. None: the bucket borrows memory, or gradients are read in
-        place."""
+        """The bucket's private host memory for gradients. None: the bucket borrows a buffer, or the update reads
+        gradients in place."""
         self.buffer = private
-        """The memory in which gradients wait, private or borrowed; None: the bucket has none now."""
+        """The host memory in which gradients wait, private or borrowed; None: the bucket has no such memory now."""
         self.waiting: dict[int, Any] = {}
-        """Device gradients that arrived since the last launch, by parameter."""
+        """The device gradients that came since the bucket's last launch, by parameter."""
         self.arrays = self._none
-        """The host gradient of each piece, replaced as one object, so that an interrupt leaves the old or new."""
+        """The host gradient of each piece. Methods replace the whole object, so that an interrupt leaves either the old
+        or the new gradients."""
         self.squares: SumOfSquares | None = None
-        """The sum of squares; None: not computed since the gradients changed."""
+        """The sum of squares of the host gradients; None: it was not computed since the gradients changed."""
 
     @property
     def has_landed(self) -> bool:
@@ -121,7 +125,7 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         return bool(self.arrays.addresses.any())
 
     def in_buffer(self) -> HostArrays:
-        """Return the host gradient of each piece, in the bucket's buffer."""
+        """Return the host gradients of all pieces, with addresses in the bucket's buffer."""
         assert self.buffer is not None
         n = len(self._offsets)
         addresses = kernels.address(self.buffer) + self._offsets * self.buffer.itemsize
@@ -129,7 +133,12 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         return HostArrays(addresses.astype(np.uintp), codes, [self.buffer] * n)
 
     def hold(self, pieces: np.ndarray, arrays: HostArrays) -> None:
-        """Set the host gradients of these pieces to these arrays."""
+        """Set the host gradients of pieces, without a copy.
+
+        Args:
+            pieces: the indices of the pieces.
+            arrays: the gradient of each of these pieces.
+        """
         addresses, codes, owners = self.arrays
         addresses, codes, owners = addresses.copy(), codes.copy(), list(owners)
         addresses[pieces], codes[pieces] = arrays.addresses, arrays.codes
@@ -138,11 +147,15 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         self.arrays = HostArrays(addresses, codes, owners)
 
     def held(self, among: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
-        """Return the pieces in the mask ``among`` that have a host gradient, by the gradient's element type."""
+        """Return the pieces that have a host gradient, one entry for each element type of gradients.
+
+        Args:
+            among: bool[pieces]: return only pieces for which this is True.
+        """
         return self.arrays.by_type((self.arrays.addresses != 0) & among)
 
     def forget(self, event: GradientEvent) -> None:
-        """Discard all gradients. ``event`` is the reason."""
+        """Discard all gradients of the bucket, and move to the state after ``event``."""
         self.waiting = {}
         self.squares = None
         self.give_back()
@@ -155,16 +168,18 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
 
 
 class BucketPublication(StateMachine[Publication, PublicationEvent]):
-    """A bucket's device parameters, compared with the master weights, in the states of ``bucket_states.py``."""
+    """The device parameters of a bucket, compared with the master weights. ``bucket_states.py`` has the states."""
 
     def __init__(self, bucket: int) -> None:
         super().__init__(f"bucket {bucket}", Publication.CURRENT, PUBLICATION)
         self.stale: set[int] = set()
-        """The parameters that are STALE. :meth:`mark_stale`, :meth:`send` and :meth:`confirm` alone edit it."""
+        """The stale parameters of the bucket. Only :meth:`mark_stale`, :meth:`send` and :meth:`confirm` edit this
+        set."""
         self.sent_early: frozenset[int] = frozenset()
-        """The parameters that were sent early last."""
+        """The parameters of the bucket's last early send."""
         self.written: Task[Event] | None = None
-        """The task that starts the last send; its result is the arrival's event. None: it has been waited for."""
+        """The task that starts the last send. Its result is the event at the parameters' arrival. None: somebody has
+        waited for the arrival."""
         self.arrived: Task[None] | None = None
         """The worker's task that waits for the last arrival. None: somebody has waited for it."""
 
@@ -179,7 +194,7 @@ class BucketPublication(StateMachine[Publication, PublicationEvent]):
         self.on(PublicationEvent.SEND)
 
     def confirm(self) -> None:
-        """Record that the step has come for which parameters were sent early."""
+        """Record that the step of the last early send has come."""
         self.stale -= self.sent_early
         self.on(PublicationEvent.CONFIRM)
         if self.written is None:  # somebody has waited for their arrival
@@ -193,31 +208,32 @@ class BucketPublication(StateMachine[Publication, PublicationEvent]):
 
 @dataclass(eq=False)
 class LocalBucket:
-    """A bucket's place among this process's shards, its gradients, its publication, and its tasks in flight."""
+    """A bucket in one process: the pieces that the process owns, their gradients, the state of the device parameters,
+    and the tasks in flight."""
 
     layout: Bucket
     pieces: tuple[Piece, ...]
-    """The ranges of parameters that this process's ranks own."""
+    """The pieces of the bucket that this process's ranks own."""
     table: PieceTable
-    """The same ranges, in columns."""
+    """The same pieces as a table."""
     rule: Rule
-    """The update rule of its parameters."""
+    """The update rule of the bucket's parameters."""
     gradient: BucketGradient
     master: Master
-    """The place of the master weights. A parameter can be stale only if it is SEPARATE."""
+    """Tells where the bucket's master weights are. Parameters can be stale only if this is SEPARATE."""
     writes: Writes
-    """The memory of the parameters that a step updates."""
+    """The memory to which a step writes the bucket's new parameters."""
     matrices: Matrices | None = None
     """The matrices that the device computes with in an update; None: the rule computes nothing on the device."""
     direction: Direction | None = None
-    """The direction of the present or the next update."""
+    """The directions of the present or the next update; None: none were started."""
     owed: tuple[Scalars, Sequence[Any], frozenset[int] | None] | None = None
-    """The arguments of an update that has yet to change the states: the scalars, the device parameters, and the numbers
-    of the parameters to update (None: all). The update's task sets it to None."""
+    """The arguments of an update that has not changed the states yet: the scalars, the device parameters, and the
+    parameters to update (None: all that have a gradient). The update's task sets this to None."""
     task: Task[Any] | None = None
-    """Ownership: the last task that the worker was given for this bucket."""
+    """The last task that the worker got for this bucket. None: the bucket is the caller's."""
     updated: Task[None] | None = None
-    """Ownership: the last task that updates states and sends nothing. None: somebody has waited for it."""
+    """The last task that updates the bucket's states and sends no parameters. None: somebody has waited for it."""
     lease: Lease | None = None
     """The staging memory of the bucket's last copy to or from the host."""
 
@@ -238,19 +254,23 @@ class LocalBucket:
         self.owner.on(OwnerEvent.TAKE)
 
     def chosen(self, scalars: Scalars, among: frozenset[int] | None = None) -> np.ndarray:
-        """Return True for each piece that is updated with these scalars; ``among``: only pieces of these parameters."""
+        """Return bool[pieces]: True for each piece that an update with these scalars changes.
+
+        Args:
+            among: True only for pieces of these parameters; None: of all parameters.
+        """
         chosen = scalars.rows[self.table.params] >= 0
         if among is not None and among != self.members:
             chosen &= np.isin(self.table.params, list(among))
         return chosen
 
     def release(self) -> None:
-        """Return the staging memory."""
+        """Return the bucket's staging memory to the ring."""
         if self.lease is not None:
             self.lease.release()
 
     def release_direction(self) -> None:
-        """Return the memory of the direction."""
+        """Return the memory of the bucket's directions to the ring, and discard the directions."""
         if self.direction is not None:
             self.direction.lease.release()
             self.direction = None

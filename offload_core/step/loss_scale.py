@@ -14,14 +14,15 @@ from ..support.checks import LARGEST, shown
 
 
 class LossScaler:
-    """A fixed (``window=None``) or dynamic loss scale. ``scale`` applies to all backwards until the next ``update``.
+    """A loss scale. ``scale`` applies to all backwards until the next :meth:`update`.
 
     Args:
         scale: the first scale.
-        window: updates in a row without overflow after which the scale doubles.
-        least: the scale is not halved below this.
-        hysteresis: with 3, the third overflow since the scale doubled, and each one after it, halves the scale.
-        consecutive: True: count overflows since the last update without overflow.
+        window: the scale doubles after this number of consecutive updates without overflow; None: the scale is fixed.
+        least: the smallest scale to which an overflow can lower the scale.
+        hysteresis: the number of overflows, since the scale doubled, at which the scale begins to fall. With 3, the
+            first two overflows leave the scale unchanged, and each later overflow halves it.
+        consecutive: True to count overflows since the last update without overflow, instead of since the scale doubled.
     """
 
     GROWTH = 2.0
@@ -38,11 +39,15 @@ class LossScaler:
         self.consecutive = consecutive
         self.good_steps = 0
         self.tolerated = hysteresis - 1
-        """Overflows that the scale still ignores."""
+        """The number of further overflows that leave the scale unchanged."""
 
     @classmethod
     def of(cls, config: OffloadConfig, dtypes: Iterable[ElementType]) -> "LossScaler | None":
-        """Return the loss scaler for this configuration and these element types of parameters; None: no scaling."""
+        """Return the loss scaler of a configuration; None: losses are not scaled.
+
+        Args:
+            dtypes: the element types of the parameters. With float16 the default is a dynamic scale.
+        """
         scale = config.loss_scale
         if scale is None and FLOAT16 in dtypes:
             scale = "dynamic"
@@ -59,7 +64,11 @@ class LossScaler:
         )
 
     def update(self, *, overflow: bool) -> None:
-        """Count one update, which was skipped if there was an overflow."""
+        """Count one update, and change the scale.
+
+        Args:
+            overflow: True if a gradient had an inf or a NaN, so that the update was skipped.
+        """
         if self.window is None:
             return
         if overflow:
@@ -81,12 +90,12 @@ class LossScaler:
         return {"scale": self.scale, "good_steps": self.good_steps, "tolerated": self.tolerated}
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Load a ``state_dict``, or raise as :meth:`checked` and change nothing."""
+        """Load a ``state_dict``. If it is not valid, raise the error of :meth:`checked` and change nothing."""
         self.scale, self.good_steps, self.tolerated = self.checked(state)
 
     @staticmethod
     def checked(state: Mapping[str, Any]) -> tuple[float, int, int]:
-        """Return the numbers of a ``state_dict``: scale, good steps, tolerated overflows.
+        """Return the values of a ``state_dict``: ``(scale, good_steps, tolerated)``.
 
         Raises:
             ValueError, KeyError, TypeError, OverflowError: ``state`` is not a valid ``state_dict``.

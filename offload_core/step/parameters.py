@@ -1,4 +1,4 @@
-"""A process's parameters on the device: waits for the updates that write them, and their release from the device."""
+"""Waits for the updates that write a process's device parameters, and releases the parameters from the device."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from .update import Updates
 
 @dataclass(eq=False)
 class Parameters:
-    """The trained parameters on the device, by their numbers.
+    """The trained parameters on the device. Methods name a parameter by its index, in the order of addition.
 
     Tensors are passed in the device's form: one-dimensional and contiguous.
     """
@@ -35,30 +35,35 @@ class Parameters:
 
     @property
     def written(self) -> Mapping[int, bool]:
-        """As :attr:`LastStep.published`."""
+        """Maps each parameter that the last step or flush writes on the device to True, or to False if the step broke
+        off before the parameter was completely written. With ``schedule="delayed"`` a step writes the parameters of the
+        step before."""
         return self._last_step.published
 
     @property
     def publications(self) -> int:
-        """The steps and flushes that have set :attr:`written`. An interrupted caller sees here if its own call has."""
+        """The number of steps and flushes that have set :attr:`written`. A caller that was interrupted compares it with
+        the number before its call, to see if the call has set :attr:`written`."""
         return self._last_step.publications
 
     @property
     def are_in_flight(self) -> bool:
-        """True if the last step or flush may not have written all of its parameters yet."""
+        """True if parameters that the last step or flush sends may not have arrived yet."""
         return self._last_step.is_publishing
 
     @property
     def stale(self) -> frozenset[int]:
-        """The parameters that are older than their master weights."""
+        """The parameters whose device values are older than their master weights."""
         return self._last_step.stale
 
     def finish(self) -> None:  # waits
-        """Wait until the last step's parameters are written, and raise its error. States may still be updated."""
+        """Wait until the last step's parameters are written, and raise the step's error. Updates of states may still
+        run."""
         self._last_step.finish_publications()
 
     def flush(self, tensors: Sequence[Any]) -> None:  # waits
-        """Send all stale parameters (with ``schedule="delayed"``, the last step's), and wait for all updates."""
+        """Send all stale parameters, and wait for their arrival and for all updates. With ``schedule="delayed"`` the
+        last step's parameters are stale."""
         assert self._state_lock.changing.locked()
         if self._last_step.stale or self._buckets.terms.sends_early:  # ranks exchange parameters
             self._gradients.reduce_first()
@@ -68,21 +73,24 @@ class Parameters:
     # --- one parameter ---------------------------------------------------------------------------------
 
     def update_of(self, param: int) -> Event:
-        """Return an event: the end of all updates of a parameter that were started so far."""
+        """Return the event at the end of all updates of a parameter that were started so far."""
         return self._updates.update_of(param)
 
     def was_sent_early(self, param: int) -> bool:
-        """As :meth:`EarlyPublish.holds`."""
+        """True if this parameter was sent early and its step is still pending or was cancelled."""
         return self._early.holds(param)
 
     def await_param(self, param: int, *, on_host: bool = False) -> None:  # waits
-        """Make later device work of this thread wait for the parameter's update.
+        """Make later device work of this thread wait for the parameter's update. With one rank, first undo an early
+        send whose step has not come.
 
         Args:
-            on_host: wait here until the parameter has been written, for readers on any stream.
+            on_host: True to wait in this call until the parameter has been written, for readers on any stream.
 
-        Raises the error of the updates. Raises :class:`StateError` if parameters are released, or, with several ranks,
-        if the parameter was sent early for a step that has not come.
+        Raises:
+            StateError: parameters have no memory on the device; or the parameter was sent early for a step that has not
+                come, and there are several ranks or early sends also update states.
+            Exception: the error of the parameter's update.
         """
         self.check_present()
         if self._early.holds(param):
@@ -123,6 +131,7 @@ class Parameters:
         self._last_step.release(reason)
 
     def restore(self, tensors: Sequence[Any]) -> None:
-        """Send all parameters, which have memory on the device again. Readers :meth:`await_param` each one."""
+        """Send all parameters. They have memory on the device again. Readers call :meth:`await_param` for each
+        parameter that they read."""
         assert self._state_lock.changing.locked()
         self._last_step.restore(tensors)

@@ -1,25 +1,27 @@
 """Composes the parts of a training step: gradients in, updated parameters out.
 
-The way of a gradient: :meth:`Gradients.add` (``gradients.py``) brings it to its owner's host memory ->
-:meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping) -> ``update.py`` runs one pass
-in C, which unscales, clips, updates and casts (or two passes, around a part that the device computes) -> the device
-publishes the shards to every rank's parameters.
+1. :meth:`Gradients.add` (``gradients.py``) brings a gradient to its owner's host memory.
+2. :meth:`Pipeline.step` makes one ``Decision`` (``decision.py``: norm, clipping, skipping).
+3. ``update.py`` runs one pass in C over each bucket, which unscales, clips, updates and casts. For rules with a device
+   kernel it runs two passes, and the device computes between them (``directions.py``).
+4. The device publishes the shards to every rank's parameters.
 
-With ``schedule="overlap"`` one thread (``worker.py``) does the tasks that follow a launch, in the order in which they
-were submitted, while the caller goes on. The caller claims a bucket back from that thread (:meth:`LocalBuckets.claim`)
-before it touches the bucket. A reader waits only for the parameter that it reads (:meth:`Parameters.await_param`).
+With ``schedule="overlap"`` one thread (``support/worker.py``) does the tasks that follow a launch, in the order in
+which they were submitted, while the caller goes on. The caller claims a bucket back from that thread
+(:meth:`LocalBuckets.claim`) before it touches the bucket. A reader waits only for the parameter that it reads
+(:meth:`Parameters.await_param`).
 
 With ``update_in_backward`` a bucket's new parameters are published early (``early_publish.py``): during backward, as
-soon as the bucket's gradients are on the host. If the step need not examine all gradients first, the states are updated
-early, too; gradients then need the memory of only a few buckets on the host (``gradient_memory.py``). Otherwise the
-states do not change before the step. The step updates them. After clipping or an overflow it also sends the parameters
-again (:meth:`EarlyPublish.recall`).
+soon as the bucket's gradients are on the host. If the step need not examine all gradients first, the states are also
+updated early. Gradients then take the host memory of only a few buckets (``gradient_memory.py``). If the step examines
+all gradients, the step updates the states. After clipping or an overflow the step also sends the parameters again
+(:meth:`EarlyPublish.recall`).
 
 One rank whose tensors are host memory copies nothing (``BucketTerms.direct``): kernels read gradients and write
 parameters in place. Only gradients that accumulate are copied, to fp32.
 
-An interrupt (``KeyboardInterrupt``) leaves the state before the step or the state after it: a step changes states in
-one section that no signal interrupts (:meth:`LastStep.change`).
+An interrupt (``KeyboardInterrupt``) leaves the states as they were before the step or as they are after the step: a
+step changes states in one section that no signal interrupts (:meth:`LastStep.change`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,12 +59,13 @@ T = TypeVar("T")
 
 
 class Pipeline:
-    """Composes the parts of one process's training steps, and calls them in order.
+    """Creates the objects that do one process's training steps, and calls them in order.
 
-    Its parts are attributes, for the modules of the core that use them. Front ends call ``offload_core/engine.py``.
+    These objects are attributes, for other modules of the core. Front ends call ``offload_core/engine.py``.
 
     Parameters are numbered in the order in which they were added. Tensors are passed in and out in the device's form:
-    one-dimensional and contiguous. The next method that waits for the last step's updates raises their error.
+    one-dimensional and contiguous. If an update of the last step fails, the next method that waits for the updates
+    raises the error.
     """
 
     def __init__(
@@ -70,26 +73,27 @@ class Pipeline:
     ) -> None:
         """
         Args:
-            rule: the rule of parameters that name none; None: the configuration's rule.
+            rule: the update rule of parameters whose ``ParamSpec.rule`` is None; None: the configuration's rule.
         """
         self.config = config
         self._rule = rule or config.rule()
         self.device = device
         self.scaler = scaler
         self.state_lock = StateLock()
-        """Front ends hold it while they change or save states. Methods that change states assert it."""
+        """The lock that front ends hold while they change or save states. Methods that change states assert that it is
+        held."""
         self.save_asked = False
         """True if this rank was asked to save (by a signal). The next step tells the other ranks."""
         self.save_agreed = False
-        """True if any rank was asked to save before the last step; the same on all ranks."""
+        """True if any rank was asked to save before the last step. All ranks have the same value."""
         self.health = PipelineHealth()
         self._skipped = SkippedSteps()
         self.changes = Changes()
-        """The last change of each parameter."""
+        """Records the last change of each parameter."""
         self._begin()
 
     def _begin(self) -> None:
-        """Create all parts, without parameters."""
+        """Create all objects of the step, without parameters."""
         self.buckets = buckets = LocalBuckets(self.config, self.device, scaled=self.scaler is not None)
         self._examines = buckets.terms.examines
         self.params = buckets.params
@@ -130,10 +134,11 @@ class Pipeline:
     ) -> None:
         """Add parameters: allocate their states, and copy ``tensors`` to the master weights.
 
-        The tensors may have another element type than the specs (the model's own, before it is cast).
+        The element type of a tensor may differ from its spec's: the tensor may have the model's original type, and the
+        spec the type to which the model is cast.
 
         Args:
-            frozen: parameters that are not trained; the front end allocates their shards in ``memory``.
+            frozen: parameters that are not trained. The front end allocates their shards in ``memory``.
         """
         assert self.state_lock.changing.locked()
         self.parameters.check_present()
@@ -151,11 +156,12 @@ class Pipeline:
 
     @contextmanager
     def replacing_states(self, *, masters: bool = True) -> Iterator[None]:
-        """Replace all states in the body. After an error there, every call raises until another load has replaced them.
+        """Return a context whose body replaces all states. After an error in the body, every call raises until another
+        load has replaced all states.
 
         Args:
-            masters: False if master weights are not replaced and follow their parameters, which may still get
-                earlier values back.
+            masters: False if the body does not replace master weights. They then follow their parameters, which may
+                still get earlier values back (:meth:`StateAccess.adopt`).
         """
         self.parameters.check_present()
         self.health.on(HealthEvent.LOAD)
@@ -177,10 +183,10 @@ class Pipeline:
     # --- gradients ---------------------------------------------------------------------------------
 
     def exchange(self, task: Callable[[], T]) -> T:
-        """Return the result of a task that exchanges something with the other ranks, outside a step.
+        """Run a task that exchanges data with the other ranks outside a step, and return its result.
 
         Between a backward and its update, only some ranks may have launched a bucket, because other ranks lack the
-        gradient of a parameter. So all ranks first reduce the gradients that came.
+        gradient of a parameter. So all ranks first launch every bucket.
         """
         self.gradients.reduce_first()
         return self.buckets.run(task)
@@ -192,7 +198,8 @@ class Pipeline:
             waiting: True if the front end has gradients that wait for an update.
 
         Raises:
-            StateError: gradients wait for an update, or there is no memory for sums.
+            StateError: gradients wait for an update, or no step may follow, or there is no memory for sums.
+            CollectiveError: another rank was lost.
         """
         assert self.state_lock.changing.locked()
         self.gradients.check_none("gradient_accumulation_steps is to change", waiting=waiting)
@@ -209,13 +216,14 @@ class Pipeline:
     def step(self, arguments: StepArguments, *, gathered: int = 0) -> StepReport:
         """Update every parameter that has a gradient, or skip the step.
 
-        With ``schedule="overlap"`` it returns while updates go on; the next call that waits for them raises their
-        error. After an error in mid-update (a device copy that fails) only the earlier buckets are updated. The step
-        counts for all parameters, the gradients are discarded, and the next step continues from there. After the loss
-        of another rank every call raises :class:`StateError`.
+        With ``schedule="overlap"`` this returns while updates go on, and the next call that waits for the updates
+        raises their error. After an error in mid-update (for example a device copy that fails), all states are still
+        updated, the step counts, and the gradients are discarded. If this process has all ranks, the next step sends
+        the parameters that were not written. Otherwise ``health.py`` lists the uses that are still allowed. After the
+        loss of another rank in mid-update, every call raises :class:`StateError`.
 
         Args:
-            gathered: stage 3: a fingerprint of the gathers and their order (``LiveParams.release_all``).
+            gathered: in stage 3, a fingerprint of the gathers and their order (``LiveParams.release_all``).
         """
         assert self.state_lock.changing.locked()
         given = self.early.check_expected(arguments)
@@ -246,7 +254,12 @@ class Pipeline:
             self.early.recall()
 
     def _decide(self, given: StepArguments, gathered: int) -> Decision:
-        """Agree with all ranks on the update. This changes nothing, but may recall parameters that were sent early."""
+        """Agree with all ranks on the update. This does not change states, but may recall parameters that were sent
+        early.
+
+        Raises:
+            StateError: ranks differ in the arguments that must be the same on every rank.
+        """
         agreed = agree(
             self.buckets,
             self.arrivals,
@@ -372,7 +385,8 @@ class OrderedCollectives:
         self._run(lambda: self._collectives.broadcast(array, what, source))
 
     def where(self) -> str:
-        """As :meth:`Collectives.where`."""
+        """Return the exchange that this process waits for, and the last one, as lines for a user who waits. Takes no
+        lock."""
         return self._collectives.where()
 
     def _run(self, task: Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from .local_bucket import LocalBucket
 
 
 class Reduction:
-    """Brings the gradients of launched buckets to the host, and keeps them there."""
+    """Brings the gradients of launched buckets to the host, where they stay until the update."""
 
     def __init__(self, buckets: LocalBuckets) -> None:
         self._buckets = buckets
@@ -29,7 +29,9 @@ class Reduction:
         """The arrival of the bucket that was launched last."""
 
     def check(self, param: int, gradient: Any) -> None:
-        """Raise :class:`GradientError` unless the gradient fits its parameter."""
+        """Raise :class:`GradientError` if ``gradient`` does not have the parameter's number of elements, or its element
+        type is not the parameter's. Any element type is allowed with ``communication_dtype`` or if the update reads
+        gradients in place."""
         spec = self._buckets.params[param]
         numel, dtype = self._buckets.device.numel(gradient), self._buckets.device.dtype(gradient)
         if numel != spec.numel:
@@ -45,10 +47,10 @@ class Reduction:
             )
 
     def launch(self, bucket: LocalBucket, *, examine: bool) -> frozenset[int]:
-        """Bring the gradients of this bucket to their owners' host memory and keep them there.
+        """Start to reduce the gradients of this bucket over the ranks, and to copy them to their owners' host memory.
 
         Args:
-            examine: True: sum the squares of the gradients when they have arrived.
+            examine: True to sum the squares of the gradients when they have arrived.
 
         Returns:
             The parameters of the bucket that had a gradient on this rank.
@@ -71,7 +73,8 @@ class Reduction:
         return frozenset(gradients)
 
     def _reduce(self, bucket: LocalBucket, gradients: Mapping[int, Any], *, examine: bool) -> None:
-        """Have the device reduce the bucket, and add the result to the gradients of earlier micro-steps."""
+        """Have the device reduce the bucket's gradients. The worker adds the result to the gradients of earlier
+        micro-steps."""
         buckets = self._buckets
         assert buckets.staging is not None
         buckets.await_buffer(bucket)
@@ -108,7 +111,12 @@ class Reduction:
             buckets.in_staging.append((bucket, landed))
 
     def _sum(self, bucket: LocalBucket, arrival: Arrival, received: np.ndarray) -> None:
-        """Sum the parts of each shard in order in fp32, divide once, and add to the gradients that already wait."""
+        """For each shard, sum the parts that the device delivered, in order and in fp32, divide the sum once, and add
+        it to the gradients of earlier micro-steps.
+
+        Args:
+            received: the parts of all shards, end to end.
+        """
         add = bucket.gradient.has_landed
         buffer = self._buckets.promote(bucket)
         n_ranks, threads = len(self._buckets.device.ranks), self._buckets.threads
@@ -118,7 +126,8 @@ class Reduction:
             )
 
     def _keep(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> None:
-        """Keep a parameter's first gradient in place if no gradient is to be added to it. Otherwise sum in fp32."""
+        """Set the host gradients of a bucket whose gradients are host memory. If no gradient is to be added to another,
+        the update reads ``gradients`` in place. Otherwise sum them in the bucket's fp32 buffer."""
         pieces = np.array(
             [bucket.table.positions[param][0] for param in gradients]
         )  # this process has whole parameters
@@ -151,7 +160,8 @@ class Reduction:
                 total.add(spans, dtype, threads=self._buckets.threads)
 
     def add_squares(self, total: SumOfSquares) -> None:
-        """Add the squares of all gradients to ``total``. Buckets whose squares were summed on arrival are not read."""
+        """Add the squares of all host gradients to ``total``. A bucket's gradients are read only if their squares were
+        not summed on arrival."""
         for bucket in self._buckets.all:
             if bucket.gradient.squares is None:
                 self._square(bucket, total)

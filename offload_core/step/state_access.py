@@ -1,7 +1,7 @@
 """Reads and writes optimizer states outside the step: for checkpoints, ``state_dict`` and changed parameters.
 
-This module uses the pipeline, which does not import it. Methods that return or replace states wait for the last step's
-updates, and raise their errors.
+This module imports the pipeline, and the pipeline does not import this module. Methods that return or replace states
+wait for the last step's updates, and raise the updates' errors.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -24,7 +24,7 @@ from .local_bucket import LocalBucket
 from .pipeline import Pipeline
 
 _PIECE = 2**18
-"""Elements that are rounded at a time."""
+"""The number of elements that are rounded at a time."""
 
 
 class ParameterRun(NamedTuple):
@@ -35,16 +35,18 @@ class ParameterRun(NamedTuple):
     arrays: dict[str, StateRun]
     """The states of the parameter's rule, by name."""
     in_place: bool
-    """True if the parameter is its own master weight: ``"master"`` is its memory."""
+    """True if the parameter is its own master weight. ``arrays["master"]`` is then the parameter's memory."""
     read_parameter: Callable[[int, np.ndarray], None]
-    """``read_parameter(at, out)`` copies elements of the device parameter, from the run's ``at`` on, to ``out``."""
+    """``read_parameter(at, out)`` copies elements ``[start + at, start + at + out.size)`` of the device parameter to
+    ``out``."""
 
 
 class StateAccess:
-    """The states of one process's shards.
+    """Reads and writes the states of one process's shards.
 
-    Parameters are numbered as in the pipeline, and tensors are the device's, one-dimensional and contiguous. States
-    have the names that the parameter's rule gives them; a parameter that is its own master weight has no ``"master"``.
+    Parameters are numbered as in the pipeline. Tensors are the device's, one-dimensional and contiguous. States have
+    the names that the parameter's update rule gives them. A parameter that is its own master weight has no state
+    ``"master"``.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:
@@ -54,12 +56,13 @@ class StateAccess:
     # --- reading -------------------------------------------------------------------------------------
 
     def elements(self, param: int) -> Elements:
-        """Return the offset of each of a parameter's elements in its tensor."""
+        """Return the offset of each element of a parameter in the parameter's tensor."""
         spec = self._pipeline.params[param]
         return spec.elements or InMemory((spec.numel,))
 
     def states(self, param: int) -> list[tuple[int, dict[str, np.ndarray]]]:
-        """Return this process's states of a parameter: ``(start, {name: values})`` for each contiguous run, ascending.
+        """Return this process's states of a parameter: ``(start, {name: values})`` for each contiguous range of
+        elements that this process owns, ascending. ``start`` is the index of the range's first element.
 
         If the store keeps states in memory, float32 and bfloat16 values are views: call :meth:`will_change` before you
         write to them. All other values are read-only copies.
@@ -68,25 +71,35 @@ class StateAccess:
         return [(start, {name: run.values() for name, run in runs.items()}) for start, runs in self._states(param)]
 
     def extents(self, param: int) -> list[tuple[int, int]]:
-        """Return ``(start, number of elements)`` of each run of :meth:`states`."""
+        """Return ``(start, number of elements)`` of each range of :meth:`states`."""
         return [(start, sum(extent.numel for extent in extents)) for start, extents in self._extents(param)]
 
     def local_states(self, param: int) -> dict[str, np.ndarray]:
-        """Return the runs of :meth:`states`, concatenated: one one-dimensional array for each state."""
+        """Return, for each state, the concatenation of the ranges of :meth:`states`: a one-dimensional array."""
         return {name: run.values() for name, run in self.local_runs(param).items()}
 
     def local_runs(self, param: int) -> dict[str, StateRun]:
-        """Return the states of :meth:`local_states` to read and write. Call :meth:`will_change` before you write."""
+        """Return the states of :meth:`local_states` as runs that the caller may read and write. Call
+        :meth:`will_change` before you write."""
         self._pipeline.last_step.finish()
         return self._local_runs(param)
 
     def runs(self, param: int, tensor: Any) -> list[ParameterRun]:
-        """Return this process's states of a parameter, one run for each piece."""
+        """Return this process's states of a parameter, one run for each piece.
+
+        Args:
+            tensor: the device parameter.
+        """
         self._pipeline.last_step.finish()
         return self._runs(param, tensor)
 
     def own_masters(self, param: int, tensor: Any) -> list[tuple[int, np.ndarray]]:
-        """Return ``(start, memory)`` of each run of a parameter that is its own master weight; else an empty list."""
+        """Return this process's memory of a parameter that is its own master weight: ``(start, values)`` for each
+        piece. Return an empty list if the parameter is not its own master weight.
+
+        Args:
+            tensor: the device parameter.
+        """
         if not any(bucket.master is Master.PARAMETER for bucket in self._buckets.of[param]):
             return []
         if self._pipeline.params[param].partitioned:
@@ -94,10 +107,10 @@ class StateAccess:
         return [(0, self._pipeline.device.host_array(tensor).view())]
 
     def parameter_memory(self, param: int) -> np.ndarray | None:
-        """Return the memory of this process's shard of a partitioned parameter, padding included, if it is the upper
-        half of the master weights (SPLIT). None: it is not, and the tensor is the caller's.
+        """Return the memory of this process's shard of a partitioned parameter, padding included, if this memory is the
+        upper half of the master weights (SPLIT). None: it is not, and the caller allocates the shard.
 
-        Only the update and this class may write to it.
+        Only the update and this class may write to this memory.
         """
         layouts, n_ranks = [bucket.layout for bucket in self._buckets.of[param]], len(self._pipeline.device.ranks)
         if self._buckets.terms.shards_on_disk:
@@ -107,8 +120,8 @@ class StateAccess:
         return None if master is None else master.upper
 
     def parameter_parts(self, param: int) -> list[tuple[Bucket, StateRun]] | None:
-        """Return, by bucket, the master weights of this process's shard of a partitioned parameter that is in the
-        store with its states. None: the parameter is not in the store."""
+        """Return the master weights of this process's shard of a partitioned parameter that the store keeps with its
+        states: ``(bucket, run)`` for each bucket. None: the store does not keep the parameter."""
         if not all(self._buckets.terms.in_store(bucket.layout) for bucket in self._buckets.of[param]):
             return None
         n_ranks = len(self._pipeline.device.ranks)
@@ -118,11 +131,12 @@ class StateAccess:
         return [(layout, store.run([extent])[MASTER]) for layout, extent in zip(layouts, whole, strict=True)]
 
     def step_count(self, param: int) -> np.ndarray:
-        """Return the number of updates that a parameter has had: a zero-dimensional float32 view of the count."""
+        """Return the number of updates that a parameter has had, as a zero-dimensional float32 array. The array is the
+        pipeline's count itself, not a copy."""
         return self._pipeline.counts.steps[param]
 
     def largest_step_count(self) -> int:
-        """Return the most updates that a parameter has had."""
+        """Return the largest number of updates that any parameter has had."""
         return int(max(map(float, self._pipeline.counts.steps), default=0))
 
     def rule(self, param: int) -> Rule:
@@ -134,13 +148,13 @@ class StateAccess:
     ) -> dict[str, np.ndarray]:
         """Return a copy of a parameter's whole states, gathered from all ranks: ``{name: array}``.
 
-        Arrays are one-dimensional, in the order of :meth:`states`. All processes call it alike.
+        Arrays are one-dimensional, with elements in the order of :meth:`states`. All processes call this alike.
+        Rounding to ``dtype`` takes up to 1 MiB of host memory in addition to the arrays.
 
         Args:
             names: the names of the states; None: all.
-            tensor: the device parameter, which is read if it is its own master weights.
-            dtype: the arrays' element type; values are rounded to nearest. Besides the arrays this takes the memory of
-                one fp32 piece.
+            tensor: the device parameter. Its values are read if it is its own master weight.
+            dtype: the arrays' element type. Values are rounded to nearest.
         """
         self._pipeline.health.check(Use.READ)
         wanted = self.rule(param).state_names if names is None else names
@@ -149,22 +163,29 @@ class StateAccess:
     # --- writing -------------------------------------------------------------------------------------
 
     def will_change(self, params: Collection[int]) -> None:
-        """Call this before you write to states of these parameters. It recalls parameters that were sent early, because
-        they came from the old states."""
+        """Call this before you write to states of these parameters. If one of these parameters was sent early, this
+        recalls early sends, because they were computed from the old states."""
         self._pipeline.last_step.finish()
         self._pipeline.early.recall(params)
         self._pipeline.changes.record(params)
         self._buckets.store.will_change(params)
 
     def watch(self, before_change: Callable[[Iterable[int]], None] | None) -> None:
-        """Register a bound method that is called, in any thread, before states of parameters change; None removes it.
-        The caller keeps the method's object alive."""
+        """From now on, call ``before_change(params)`` before the states of ``params`` change, in the thread that
+        changes them.
+
+        Args:
+            before_change: a bound method, whose object the caller keeps alive; None: call nothing.
+        """
         self._buckets.store.watch(before_change)
 
     def set_states(self, param: int, values: Mapping[str, np.ndarray]) -> None:
-        """Overwrite states of a parameter with whole fp32 arrays, by name, in the order of :meth:`states`.
+        """Overwrite this process's states of a parameter.
 
-        The caller then writes the device parameter, which may be its own master weights.
+        The caller then writes the device parameter, which may be its own master weight.
+
+        Args:
+            values: whole states by name: one-dimensional fp32 arrays, with elements in the order of :meth:`states`.
         """
         self.will_change([param])
         for start, runs in self._states(param):
@@ -172,21 +193,22 @@ class StateAccess:
                 runs[name].write(values[name][start : start + runs[name].size])
 
     def reload_master(self, param: int, tensor: Any) -> None:
-        """Take a parameter's master weights from the device parameter."""
+        """Overwrite a parameter's master weights with the values of the device parameter ``tensor``."""
         self.will_change([param])
         for bucket, piece in self._pieces_of(param):
             if bucket.master is not Master.PARAMETER:
                 self._buckets.load_master(bucket, piece, tensor)
 
     def adopt(self, param: int, tensor: Any) -> None:
-        """Take over a change made to a device parameter from outside: an element that differs from its rounded master
-        weight replaces it. The other master weights keep their low bits.
+        """Take over a user's change of a device parameter: each element that differs from its rounded master weight
+        replaces the master weight. All other master weights keep their low bits.
 
-        A parameter that gets its last published values back before the next update gets its master weights back, too.
+        If the user puts the last published values back before the next update, the old master weights come back, too.
 
         Args:
-            tensor: the parameter's values, now or soon. They are copied to the memory of :meth:`parameter_memory`.
-                ``tensor`` must be other memory, because the old values there tell which elements differ.
+            tensor: the parameter's new values. They are copied to the memory of :meth:`parameter_memory`, if there is
+                such memory. ``tensor`` must not share this memory, because the old values there tell which elements
+                differ.
         """
         self._pipeline.last_step.finish()
         self._pipeline.early.recall([param])
@@ -197,7 +219,7 @@ class StateAccess:
                 self._buckets.store.follow(self._buckets.extent(bucket, piece), param, source.view())
 
     def publish_later(self, params: Iterable[int]) -> None:
-        """Mark these parameters as stale, because their master weights were replaced: the next ``flush`` sends them."""
+        """Mark these parameters as stale, because their master weights were replaced. The next ``flush`` sends them."""
         for param in params:
             for bucket in self._buckets.of[param]:
                 if bucket.master is Master.SEPARATE:
@@ -209,7 +231,7 @@ class StateAccess:
         return [(bucket, bucket.pieces[i]) for bucket, i in self._buckets.pieces_of(param)]
 
     def _extents(self, param: int) -> list[tuple[int, list[Extent]]]:
-        """Return ``(start, extents)`` of each contiguous run of elements."""
+        """Return ``(start, extents)`` for each contiguous range of elements that this process owns."""
         found: list[tuple[int, list[Extent]]] = []
         end = None
         for bucket, piece in self._pieces_of(param):
@@ -237,7 +259,7 @@ class StateAccess:
         return found
 
     def _read_as(self, dtype: ElementType, run: StateRun, out: np.ndarray) -> None:
-        """Copy a run to ``out``, whose element type is ``dtype``."""
+        """Copy the elements of ``run`` to ``out``, an array of element type ``dtype``."""
         if dtype is FLOAT32:
             run.read(0, out)
             return

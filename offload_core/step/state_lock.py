@@ -1,4 +1,4 @@
-"""The lock of a pipeline's states: one thread at a time, and no save in the middle of a change.
+"""The lock of a pipeline's states. One thread at a time uses the states, and no save runs in the middle of a change.
 
 A save in another thread waits until the change (a step, a gradient's arrival, a load) has ended, and the next change
 waits for the save. A signal handler interrupts the main thread. If that thread is in the middle of a change, waiting
@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 class StateLock:
-    """The lock of one pipeline. It is held only during calls; other threads wait.
+    """The lock of one pipeline. A thread holds it only during a call, and other threads wait meanwhile.
 
-    Both locks are implemented in C and held in ``with``, so that no interrupt leaves them locked.
+    ``_of_thread`` and ``changing`` are implemented in C and held in ``with``, so that no interrupt leaves them locked.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class StateLock:
         self.changing = threading.Lock()
         """Held, inside ``_of_thread``, while states change."""
         self._change = ""
-        """The name of the change, for error messages."""
+        """The name of the call that is in progress, for error messages."""
         self._mixes_steps = False
         """True if a snapshot taken during this change would mix two steps."""
         self._unfinished = ""
@@ -64,11 +64,12 @@ class StateLock:
         return self.changing.locked() and self._of_thread._is_owned() and not RUNNING_SECTIONS  # type: ignore[attr-defined]
 
     def change(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``act``, which changes states. It may be a part of another change."""
+        """Call ``act``, which changes states. This thread may already be in the middle of a change."""
         return self.run(self._alone, what, True, act, *args, **kwargs)
 
     def use(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``act``, which changes no states. A signal handler may not use them meanwhile."""
+        """Call ``act``, which changes no states. Meanwhile :meth:`consistent` and :meth:`begin` raise if a signal
+        handler of this thread calls them."""
         return self.run(self._alone, what, False, act, *args, **kwargs)
 
     def _alone(self, what: str, mixes_steps: bool, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -87,10 +88,10 @@ class StateLock:
         return self.run(self._checked, what, act, *args, **kwargs)
 
     def begin(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call ``act``, which changes consistent states. It may not be a part of another change.
+        """Call ``act``, which changes consistent states.
 
         Raises:
-            StateError: as :meth:`consistent`.
+            StateError: this thread is already in the middle of a change.
         """
         change: Callable[P, T] = partial(self._alone, what, True, act)
         return self.run(self._checked, what, change, *args, **kwargs)
@@ -105,11 +106,11 @@ class StateLock:
         return act(*args, **kwargs)
 
     def where(self) -> str:
-        """Return the call that is in the middle of a change, as a line for somebody who waits. Takes no lock."""
+        """Return the name of the call that has the lock, as a line for a user who waits. Takes no lock."""
         return f"call: {self._change if self.changing.locked() else 'none that changes anything'}"
 
     def after_fork(self) -> None:
-        """In a forked process, which has no other threads: replace locks that other threads held."""
+        """Replace locks that other threads held at a fork. A forked process calls this: it has no other threads."""
         if self._of_thread.acquire(blocking=False):  # free, or this thread's own
             self._of_thread.release()
             if RUNNING_SECTIONS and not self.changing.locked():  # a change may have been separated from its caller
@@ -136,22 +137,25 @@ Method = Callable[Concatenate[Any, P], T]
 
 
 def changes(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """Decorate a method that changes states, of an object with a ``_state_lock``: see :meth:`StateLock.change`."""
+    """Decorate a method that changes states: it runs in :meth:`StateLock.change` of its object's ``_state_lock``."""
     return partial(_locked, StateLock.change, what)
 
 
 def uses(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """Decorate a method that must not be interrupted by another use of the states: see :meth:`StateLock.use`."""
+    """Decorate a method that uses states and changes none: it runs in :meth:`StateLock.use` of its object's
+    ``_state_lock``."""
     return partial(_locked, StateLock.use, what)
 
 
 def consistent(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """Decorate a method that needs consistent states: see :meth:`StateLock.consistent`."""
+    """Decorate a method that needs consistent states: it runs in :meth:`StateLock.consistent` of its object's
+    ``_state_lock``."""
     return partial(_locked, StateLock.consistent, what)
 
 
 def begins(what: str) -> Callable[[Method[P, T]], Method[P, T]]:
-    """Decorate a method that changes consistent states: see :meth:`StateLock.begin`."""
+    """Decorate a method that changes consistent states: it runs in :meth:`StateLock.begin` of its object's
+    ``_state_lock``."""
     return partial(_locked, StateLock.begin, what)
 
 

@@ -35,20 +35,20 @@ class Updates:
         self._buckets = buckets
         self._directions = Directions(buckets)
         self._travelling: deque[LocalBucket] = deque()
-        """Buckets that were sent and whose arrival no task waits for yet, oldest first."""
+        """The buckets that were sent and for whose arrival no task waits yet, oldest first."""
 
     # --- the tasks of a step -------------------------------------------------------------------------
 
     def owe(self, buckets: Iterable[LocalBucket], decision: Decision) -> None:
-        """Record that the step must update these buckets."""
+        """Record that an update of these buckets' states is due."""
         for bucket in buckets:
             bucket.owed = decision.scalars, decision.tensors, None
 
     def start(self, buckets: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
-        """Update buckets and send their parameters, bucket after bucket.
+        """Update the states of buckets and send their parameters, bucket after bucket.
 
         Args:
-            after: device work before this mark ends before parameters are written.
+            after: a mark of the device. The device writes no parameter before the work before this mark has ended.
         """
 
         def update(bucket: LocalBucket) -> Event:
@@ -75,7 +75,8 @@ class Updates:
         self.land()
 
     def start_ahead(self, buckets: Sequence[LocalBucket], decision: Decision) -> None:
-        """Update only the states. The parameters were sent early, or :meth:`publish` sends them later."""
+        """Update the states of buckets, and send no parameters. The parameters were sent early, or :meth:`publish`
+        sends them later."""
 
         def update(bucket: LocalBucket) -> None:
             self._run(bucket, decision.scalars, Writes.STATES)
@@ -100,9 +101,11 @@ class Updates:
         *,
         but: frozenset[int] = frozenset(),
     ) -> None:
-        """Round the master weights of stale parameters, and send them.
+        """Round the master weights of stale parameters, and send the rounded values.
 
         Args:
+            tensors: the device parameters to write.
+            after: a mark of the device. The device writes no parameter before the work before this mark has ended.
             but: parameters to leave out, because an update sends them.
         """
         for bucket in buckets:
@@ -121,15 +124,14 @@ class Updates:
         *,
         keep_states: bool,
     ) -> None:
-        """Send a bucket's new parameters, or write them in place, as soon as its gradients are on the host, if
-        ``is_open()`` is then true.
-
-        All ranks call it alike. Nothing is sent unless ``is_open()`` is true on all ranks.
+        """As soon as a bucket's gradients are on the host, send the bucket's new parameters or write them in place, if
+        ``is_open()`` is true on all ranks at that moment. All ranks call this alike.
 
         Args:
-            present: the parameters that had a gradient on this rank.
+            present: the parameters of the bucket that had a gradient on this rank.
             scalars: the kernel scalars; None: ``is_open()`` is false.
-            keep_states: True: do not change the states.
+            tensors: the device parameters to write.
+            keep_states: True to compute the parameters without a change of the states.
         """
 
         def start() -> Event:
@@ -160,7 +162,13 @@ class Updates:
     def _all_ranks(self, send: bool, present: frozenset[int], bucket: LocalBucket) -> frozenset[int] | None:
         """Agree with all processes to send the bucket early, or not.
 
-        Return the parameters that have a gradient on any rank. None: a process would not send the bucket early.
+        Args:
+            send: True if this process would send the bucket.
+            present: the parameters of the bucket that had a gradient on this process.
+
+        Returns:
+            The parameters of the bucket that had a gradient on any process, if all processes would send the bucket.
+            Else None.
         """
         if self._buckets.device.world_size == 1:
             return present if send else None
@@ -184,15 +192,19 @@ class Updates:
         keep_states: bool = False,
         then: LocalBucket | None = None,
     ) -> np.ndarray | None:
-        """Update the pieces that have a gradient and scalars. Return the staging that was written, if any.
+        """Update the bucket's pieces that have a gradient and scalars.
 
-        A parameter that is its own master weight, or the upper half of one, is always written.
+        The kernel always writes a parameter that is its own master weight, or the upper half of its master weight.
 
         Args:
-            writes: where other parameters are written.
-            tensors: the device parameters. Not needed if only states are written.
-            among: only these parameters.
-            then: the next bucket to update: the device computes with its matrices meanwhile.
+            writes: the memory to which the kernel writes all other parameters.
+            tensors: the device parameters. They may be left out if the kernel writes only states.
+            among: update only these parameters; None: all.
+            keep_states: True to write parameters without a change of the states.
+            then: the next bucket to update. The device computes with its matrices meanwhile.
+
+        Returns:
+            The staging memory with the bucket's new parameters; None: ``writes`` is not ``STAGING``.
         """
         store = self._buckets.store
         out = self._borrow(bucket) if writes is Writes.STAGING else None
@@ -240,7 +252,12 @@ class Updates:
     def _addresses(
         self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: np.ndarray | None
     ) -> np.ndarray:
-        """Return the addresses to write these pieces of parameters to: in staging, or in place without staging."""
+        """Return the address to which each of these pieces of parameters is written.
+
+        Args:
+            pieces: the indices of the pieces in the bucket.
+            out: the staging memory of the bucket; None: the pieces are written in place.
+        """
         if out is None:
             return self._buckets.in_place(bucket, pieces, tensors)
         return kernels.address(out) + bucket.table.offsets[pieces] * out.itemsize
@@ -264,7 +281,8 @@ class Updates:
         return self._buckets.device.publish(bucket.layout, out, tensors, set(stale), self._lease(bucket), after)
 
     def _send(self, bucket: LocalBucket, start: Callable[[], Event]) -> Task[Event]:
-        """Submit a bucket's update and send. At most ``depth`` buckets are in flight, so that staging suffices."""
+        """Submit the task that updates and sends a bucket. At most ``worker.depth`` buckets are in flight, because
+        there is staging memory for this number of buckets."""
         if len(self._travelling) == self._buckets.worker.depth:
             self._await_arrival()
         try:
@@ -274,7 +292,7 @@ class Updates:
         return bucket.publication.written
 
     def land(self) -> None:
-        """Submit tasks that wait for each bucket's arrival."""
+        """For each bucket in flight, submit the task that waits for its arrival."""
         for _ in range(len(self._travelling)):
             self._await_arrival()
 
@@ -304,9 +322,11 @@ class Updates:
     # --- waiting for the end ---------------------------------------------------------------------------
 
     def await_param(self, param: int, *, on_host: bool) -> None:  # waits
-        """As :meth:`Parameters.await_param`.
+        """Make later device work of this thread wait for the parameter's update. If the update has failed, raise its
+        error.
 
-        Raises the errors of the updates.
+        Args:
+            on_host: True to wait in this call until the parameter has been written.
         """
         for bucket in self._buckets.of[param]:
             written = bucket.publication.written
@@ -319,7 +339,7 @@ class Updates:
                         arrived.order()
 
     def update_of(self, param: int) -> Event:
-        """Return an event: the end of the parameter's updates that were started so far."""
+        """Return the event at the end of all updates of a parameter that were started so far."""
         tasks = [bucket.publication.written for bucket in self._buckets.of[param]]
         written = [task for task in tasks if task is not None]
 
@@ -340,7 +360,7 @@ class Updates:
         return not self.publishes and all(bucket.updated is None for bucket in self._buckets.all)
 
     def finish_publications(self) -> None:  # waits
-        """Wait until parameters have been written, and raise the error of a failed update or send."""
+        """Wait until all parameters in flight have arrived, and raise the error of a failed update or send."""
         self.land()
         for bucket in self._buckets.all:
             publication = bucket.publication
@@ -351,7 +371,7 @@ class Updates:
                 publication.arrived = None  # last: after an interrupt, wait for the bucket again
 
     def finish_states(self) -> None:  # waits
-        """Wait until buckets with nothing to send have been updated, and raise the error of a failed update."""
+        """Wait for all updates that send no parameters, and raise the error of a failed update."""
         for bucket in self._buckets.all:
             if (task := bucket.updated) is not None:
                 self._buckets.wait(task, bucket.layout.index)
@@ -366,15 +386,19 @@ class Updates:
 
     @property
     def broke_off(self) -> bool:
-        """True if a task has failed. If not, an interrupted wait can be repeated."""
+        """True if a task that somebody has yet to wait for has failed. If False, an interrupted wait can be
+        repeated."""
         asked = [task for bucket in self._buckets.all for task in (bucket.publication.arrived, bucket.updated) if task]
         return any(task.done() and task.exception() is not None for task in asked)
 
     def complete(self) -> list[LocalBucket]:
-        """After a failure in a send: complete the step's updates of states. Return the buckets updated here.
+        """After a failed send, complete the step's updates of states. Return the buckets that were updated here.
 
-        Raises the error of an update, or :class:`StateError` if ranks would have to exchange matrices again, which the
-        other processes will not do. This bucket and later ones then have the states of the step before.
+        If this raises, the bucket whose update failed and all later buckets keep the states of the step before.
+
+        Raises:
+            StateError: ranks would have to exchange matrices again, and the other processes will not do that.
+            Exception: the error of an update.
         """
         owing = [bucket for bucket in self._buckets.all if bucket.owed is not None]
         device = self._buckets.device
@@ -393,7 +417,8 @@ class Updates:
         return owing
 
     def forget(self) -> set[LocalBucket]:
-        """After a failure: clear all tasks in flight. Return the buckets whose parameters may not have been written."""
+        """After a failure, forget all tasks in flight. Return the buckets whose parameters may not have been
+        written."""
         arrivals = [(bucket, bucket.publication.arrived) for bucket in self._buckets.all]
         lost = {bucket for bucket, arrived in arrivals if arrived is not None and arrived.exception() is not None}
         lost.update(self._travelling)
