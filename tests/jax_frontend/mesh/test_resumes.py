@@ -65,7 +65,7 @@ def saved(tmp_path_factory):
     return folder_of
 
 
-@pytest.mark.draws(2)
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("name", SAVED)
 def test_a_run_that_saves_and_one_that_resumes_have_the_bits_of_one_at_a_stretch(name, saved):
     kind, devices, fields = SAVED[name]
