@@ -218,13 +218,15 @@ class BucketTerms:
         return len(self.device.ranks) * bucket.shard_numel * self.buffer_dtype(bucket).itemsize
 
     def gradient_slot_bytes(self, kinds: Kinds, existing: int = 0) -> int | None:
-        """Return the bytes of each of the host buffers (``GRADIENT_SLOTS``) that new and existing buckets share for
-        their gradients: the bytes of the largest bucket. None: each new bucket has a separate buffer or needs none,
-        because :attr:`lends_gradient_memory` is False or shared buffers would take no less memory.
+        """Return the size in bytes of one shared gradient buffer: the largest bucket's gradients on the host.
+
+        New and existing buckets share ``GRADIENT_SLOTS`` such buffers. Return None if the new buckets share no buffers,
+        because :attr:`lends_gradient_memory` is False or shared buffers would take no less memory. Each new bucket then
+        has a separate buffer or needs no buffer.
 
         Args:
             kinds: the kinds of the new buckets.
-            existing: the bytes of each existing shared buffer; 0: there are none.
+            existing: the size in bytes of one existing shared buffer; 0: no shared buffer exists.
         """
         if not self.lends_gradient_memory:
             return None

@@ -104,8 +104,9 @@ class Ring:
             done += n
 
     def read_parameter(self, bucket: int, name: str, at: int, out: np.ndarray) -> None:
-        """Copy elements ``[at, at + out.size)`` of the parameter to ``out``. If the parameter is not stored with this
-        state, copy the state's elements, rounded to the element type of ``out``."""
+        """Copy elements ``[at, at + out.size)`` of the parameter that is stored with state ``name`` to ``out``. If no
+        parameter is stored with this state, copy these elements of the state, rounded to the element type of ``out``.
+        """
         there = self._slots.on_disk[bucket]
         state = there.layout.states[name]
         for done in range(0, out.size, _READ_AT_A_TIME):

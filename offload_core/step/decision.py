@@ -72,7 +72,7 @@ class StepReport:
     clip_coefficient: float = 1.0
     """The factor that clipped the gradients; 1: they were not clipped."""
     loss_scale: float = 1.0
-    """The loss scale that these gradients carried."""
+    """The loss scale of the gradients that this ``step`` call got: the factor on their loss."""
     lr: tuple[float, ...] = ()
     """Learning rates of the parameter groups; empty while gradients accumulate."""
     step: int = 0

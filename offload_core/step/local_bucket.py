@@ -68,8 +68,8 @@ class PieceTable:
         """The offset of each piece in its parameter's tensor, in elements."""
         self.numels = np.array([piece.numel for piece in pieces], np.int64)
         self.numbers = self.starts + np.array([specs[piece.param].first or 0 for piece in pieces], np.int64)
-        """The position of each piece's first element in the sequence of random numbers that round its parameter's
-        states."""
+        """For each piece, the index of its first element in the parameter's sequence of random numbers. These numbers
+        round the parameter's states, one number for each element."""
         self.seeds = np.array([specs[piece.param].seed for piece in pieces], np.uint64)
         """The seed of the random numbers of each piece's states."""
         self.counted = np.array([specs[piece.param].counted for piece in pieces], bool)
@@ -194,7 +194,8 @@ class BucketPublication(StateMachine[Publication, PublicationEvent]):
         self.on(PublicationEvent.SEND)
 
     def confirm(self) -> None:
-        """Record that the step of the last early send has come."""
+        """Record that the step for which the parameters in :attr:`sent_early` were sent has come. These parameters are
+        no longer stale."""
         self.stale -= self.sent_early
         self.on(PublicationEvent.CONFIRM)
         if self.written is None:  # somebody has waited for their arrival

@@ -17,8 +17,8 @@ updated early. Gradients then take the host memory of only a few buckets (``grad
 all gradients, the step updates the states. After clipping or an overflow the step also sends the parameters again
 (:meth:`EarlyPublish.recall`).
 
-One rank whose tensors are host memory copies nothing (``BucketTerms.direct``): kernels read gradients and write
-parameters in place. Only gradients that accumulate are copied, to fp32.
+If there is only one rank and its tensors are host memory (``BucketTerms.direct``), kernels read gradients and write
+parameters in place, without a copy. Only gradients that accumulate are copied, to fp32.
 
 An interrupt (``KeyboardInterrupt``) leaves the states as they were before the step or as they are after the step: a
 step changes states in one section that no signal interrupts (:meth:`LastStep.change`).

@@ -120,8 +120,9 @@ class StateAccess:
         return None if master is None else master.upper
 
     def parameter_parts(self, param: int) -> list[tuple[Bucket, StateRun]] | None:
-        """Return the master weights of this process's shard of a partitioned parameter that the store keeps with its
-        states: ``(bucket, run)`` for each bucket. None: the store does not keep the parameter."""
+        """Return access to this process's master weights of a partitioned parameter: ``(bucket, run)`` for each of the
+        parameter's buckets, in order. ``run`` is the bucket's run of master weights. None: the store does not keep the
+        parameter with the parameter's states."""
         if not all(self._buckets.terms.in_store(bucket.layout) for bucket in self._buckets.of[param]):
             return None
         n_ranks = len(self._pipeline.device.ranks)

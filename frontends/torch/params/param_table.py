@@ -47,8 +47,8 @@ class CheckedTensors:
         self._guards = None
 
     def holds(self, tensors: Collection[Any], of: Sequence[int] = ()) -> bool:
-        """True if these tensors have the properties of the tensors that passed, and ``of`` lists the same
-        parameters."""
+        """True if these tensors have the properties that the last :meth:`learn` recorded, and ``of`` equals the ``of``
+        of that call."""
         return self._guards is not None and self._of == of and self._guards.check(*tensors)
 
 

@@ -46,7 +46,7 @@ class Slot:
     local: LocalElements
     """Access to this process's elements of the parameter."""
     placed: Placement
-    """The elements of the parameter that its tensor has on this process."""
+    """The parameter's placement: it tells which elements of the parameter ``param`` has on this process."""
     managed: ManagedTensor
     """The parameter's ``ManagedTensor``, which refers to this slot."""
 

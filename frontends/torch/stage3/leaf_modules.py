@@ -1,14 +1,19 @@
 """The leaf modules of a model, and the finalizing of their parameters.
 
-A leaf module's run keeps the parameters of all inner modules whole. The inner modules' own runs keep none, because
-ranks may run different inner modules, in different orders (experts).
+A run is one forward of a module and the backward of its outputs. A leaf module's run keeps the parameters of all inner
+modules whole. The runs of inner modules keep none, because ranks may run different inner modules (experts), in
+different orders.
 
 [Note: when a leaf module's parameters are finalized] Ranks may have gradients of different parameters of a leaf module,
-at different times. Parameters are finalized ([Note: finalized parameters] in ``arrivals.py``) where all ranks are at
-the same point: when the backward of the last leaf-module forward that used them has ended, because then none of the
-forward's nodes is left. Other runs have no such point, and the end of the whole backward finalizes their parameters.
-These are a run inside a backward (checkpointing that computes forward again and runs a separate backward), a run whose
-graph is kept for another backward, and a run that shares a parameter with a run whose backward has not come.
+at different times. So all ranks finalize a parameter ([Note: finalized parameters] in ``arrivals.py``) at the same
+point: when the last expected backward of a leaf-module run with this parameter has ended. Then no node of these runs
+is left.
+
+Three kinds of runs have no such point. The end of the whole backward finalizes their parameters:
+
+- a run inside a backward: checkpointing computes forward again and runs a separate backward
+- a run whose graph is kept for another backward (``retain_graph=True``)
+- a run that shares a parameter with a run whose backward has not come
 """
 
 import weakref

@@ -61,7 +61,8 @@ class WholeParameters:
                 arrive(tensor)
 
     def was_sent_early(self, record: PartitionedParameter) -> bool:
-        """Return True if the parameter's shards may be of a step that has not come (``update_in_backward``)."""
+        """Return True if the parameter's shards may already have the values of a step that is still pending or was
+        cancelled (``update_in_backward``)."""
         return record.index is not None and self._parameters.was_sent_early(record.index)
 
     def release(self, records: Sequence[PartitionedParameter], *, may_stay: bool = True) -> None:
