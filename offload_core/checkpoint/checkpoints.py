@@ -62,7 +62,7 @@ class Contents:
     run: TrainingRun | None = None
     """The run that the checkpoint is of; None: weights and states alone are saved."""
     state: Any = None
-    """Further plain values; those of process 0 are saved. With a ``run`` they are a dictionary."""
+    """Further plain values. Process 0's values are saved. With a ``run``, ``state`` is a dictionary."""
     own: Any = None
     """Plain values of this process; saved for each process. With a ``run`` they are the run's."""
     types: Sequence[ArrayType] = ()

@@ -22,7 +22,7 @@ from .safetensors import checked_integer
 
 
 class RandomState:
-    """The global random generators of Python and NumPy. A front end adds those of its framework."""
+    """The global random generators of Python and NumPy. A front end adds its framework's generators."""
 
     def get(self) -> dict[str, Any]:
         """Return the states of the generators."""

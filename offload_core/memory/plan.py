@@ -63,7 +63,7 @@ class ArrayBytes:
     def of_shards(
         cls, params: Sequence[int], specs: Sequence[ParamSpec], copies: Sequence[int], *, on_host: bool
     ) -> "ArrayBytes":
-        """Return those of an array whose shards are parameters of the core.
+        """Return the bytes of an array whose shards are parameters of the core.
 
         Args:
             params: the numbers of ``specs``.

@@ -102,7 +102,7 @@ def peak_of(offloaded, plan, before, gradients):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Donated, "use", then(Donated.use))  # called when a bucket has been packed
         patch.setattr(JaxMeshDevice, "_publish", then(JaxMeshDevice._publish))
-        patch.setattr(pipeline, "end_micro_step", then(pipeline.gradients.end_micro_step, opened.set))
+        patch.setattr(pipeline.gradients, "end_micro_step", then(pipeline.gradients.end_micro_step, opened.set))
         patch.setattr(updates, "follow", lambda of=updates.follow: (of(), sample()))
         for _ in range(3):
             old = offloaded.params  # the new ones come beside them

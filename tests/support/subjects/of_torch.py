@@ -564,7 +564,7 @@ BY_HAND = {
 
 
 def given_weights(run: "Engine", folder: Path) -> None:
-    run.engine.named_weights(into=run.shapes())
+    run.engine.named_weights(into=run.given)
 
 
 def in_a_block(run: "Engine", folder: Path) -> None:
@@ -595,7 +595,7 @@ CALLS = {
     "backward": Call(lambda run, folder: run.backward(2)),
     "flush": Call(lambda run, folder: run.engine.flush()),
     "named_weights": Call(lambda run, folder: [*run.engine.named_weights(dtype="float32")]),
-    "named_weights, into": Call(given_weights),
+    "named_weights, into": Call(given_weights, lambda run, folder: run.__dict__.update(given=run.shapes())),
     "whole_state_dict": Call(lambda run, folder: run.engine.whole_state_dict()),
     "torch_state_dict": Call(lambda run, folder: run.optimizer.torch_state_dict()),
     "load_state_dict": Call(lambda run, folder: run.optimizer.load_state_dict(run.optimizer.state_dict())),
