@@ -182,6 +182,10 @@ class OffloadConfig:
     """Bound on the global L2 norm of the gradients, or None. ``math.inf`` clips nothing, but has the norm computed."""
     gradient_accumulation_steps: int = 1
     """Micro-steps of an update; their gradients are accumulated in fp32 and averaged."""
+    layerwise: bool = field(default=False, kw_only=True)
+    """In torch: the gradients of several micro-batches are summed on the device, in fp32, by ``engine.accumulate()``,
+    and leave for the host once, as fp32. True has memory for them: a bf16 parameter's gradient takes 4 bytes on its
+    way and on the host, not 2."""
     average_plain_backward: bool = False
     """In torch: an engine averages the gradients of a plain ``loss.backward()`` over the micro-steps, too, as DeepSpeed
     does (True in its configurations). False sums them, as in PyTorch."""
@@ -266,7 +270,8 @@ class OffloadConfig:
     """Bytes on each device that activations take. Nothing is allocated for them: they are counted in the check,
     before any allocation, that training fits."""
     host_activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
-    """Bytes of activations that wait in a process's host memory (torch's ``save_on_cpu``), counted in the same way."""
+    """Bytes of activations that wait in a process's host memory (torch's ``save_on_cpu``), counted in the same way. In
+    torch's ``engine.accumulate()`` the inputs of blocks wait there, up to so many bytes, and on the device beyond."""
     pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
     """Pin the staging buffers if the device copies from host memory."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
@@ -332,6 +337,7 @@ class OffloadConfig:
             "cast_inputs",
             "pin_memory",
             "bind_threads",
+            "layerwise",
             "average_plain_backward",
             "average_over_ranks",
             "skip_nonfinite",

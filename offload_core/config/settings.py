@@ -42,6 +42,7 @@ class SettingsButLr(TypedDict, total=False):
     cast_inputs: bool
     gradient_clipping: float | None
     gradient_accumulation_steps: int
+    layerwise: bool
     average_plain_backward: bool
     average_over_ranks: bool
     skip_nonfinite: bool | None

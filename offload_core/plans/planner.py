@@ -484,16 +484,18 @@ class Planner:
 
     def _gatherings(self, partitioned: int) -> int:
         """Return how often a parameter is gathered in a step: once in each micro-step, or twice if parameters may not
-        stay whole from forward to backward.
+        stay whole from forward to backward. If all micro-batches pass a block while it is whole, twice in all.
 
         Args:
             partitioned: the number of elements of all partitioned parameters.
         """
         stays = partitioned <= min(self.terms.config.max_live_parameters, self.terms.config.max_reuse_distance)
-        return self.terms.config.gradient_accumulation_steps * (1 if stays else 2)
+        if self.terms.config.layerwise:
+            return 2
+        return self.terms.micro_steps * (1 if stays else 2)
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
-        steps = self.terms.config.gradient_accumulation_steps
+        steps = self.terms.micro_steps
         gradient = self.terms.buffer_dtype(bucket) if self.terms.has_buffer else bucket.dtype
         formats = self.terms.state_formats(bucket)
         separate = self.terms.master(bucket) is Master.SEPARATE

@@ -48,7 +48,9 @@ class BucketTerms:
         self.direct = device.addressable and device.world_size == 1
         """True if there is one rank and its tensors are host memory. Kernels then read gradients and write parameters
         in place, without a copy."""
-        self.sums = config.gradient_accumulation_steps > 1 or device.world_size > 1
+        self.micro_steps = 1 if config.layerwise else config.gradient_accumulation_steps
+        """The number of times in a step that gradients leave the device: once if it sums those of all micro-batches."""
+        self.sums = self.micro_steps > 1 or device.world_size > 1
         """True if gradients are summed on the host, in fp32."""
         self.shards_on_disk = config.offload_param == "nvme"
         """True if the store keeps the shards of partitioned parameters on disk, with their states."""
@@ -64,7 +66,7 @@ class BucketTerms:
             self.sends_early = False
         self.updates_early = self.sends_early and not self.examines
         """True if an early send of parameters also updates their states, so that both are always of one step."""
-        self.lends_gradient_memory = self.updates_early and not self.direct and config.gradient_accumulation_steps == 1
+        self.lends_gradient_memory = self.updates_early and not self.direct and self.micro_steps == 1
         """True if the gradients of all buckets share a few host buffers (``GRADIENT_SLOTS``), because a bucket's update
         follows as soon as its gradients have arrived."""
         self.host_budget = self.store_kind.host_budget(config)
@@ -198,14 +200,16 @@ class BucketTerms:
 
     @property
     def accumulates(self) -> bool:
-        return self.config.gradient_accumulation_steps > 1 and self.device.world_size == 1
+        return self.sums and self.device.world_size == 1
 
     @property
     def has_buffer(self) -> bool:
         return self.sums or not self.direct
 
     def comm_dtype(self, bucket: Bucket) -> ElementType:
-        """Return the element type in which gradients travel."""
+        """Return the element type in which gradients travel: fp32 if they are sums over micro-batches."""
+        if self.config.layerwise:
+            return FLOAT32
         asked = self.config.communication_dtype
         return bucket.dtype if asked is None or self.device.world_size == 1 else BY_NAME[asked]
 

@@ -30,8 +30,8 @@ class Reduction:
 
     def check(self, param: int, gradient: Any) -> None:
         """Raise :class:`GradientError` if ``gradient`` does not have the parameter's number of elements, or its element
-        type is not the parameter's. Any element type is allowed with ``communication_dtype`` or if the update reads
-        gradients in place."""
+        type is not the parameter's. Any element type is allowed with ``communication_dtype`` or ``layerwise``, or
+        if the update reads gradients in place."""
         spec = self._buckets.params[param]
         numel, dtype = self._buckets.device.numel(gradient), self._buckets.device.dtype(gradient)
         if numel != spec.numel:
@@ -39,7 +39,8 @@ class Reduction:
                 f"parameter {spec.name!r}: gradient has {numel} elements, expected {spec.numel}; "
                 "was the parameter resized after wrap()?"
             )
-        rounds = not self._buckets.terms.direct and self._buckets.config.communication_dtype is None
+        config = self._buckets.config
+        rounds = not (self._buckets.terms.direct or config.layerwise) and config.communication_dtype is None
         if dtype is not spec.dtype and rounds:
             raise GradientError(
                 f"parameter {spec.name!r}: gradient is {dtype}, expected {spec.dtype} as the parameter is: it would be "
