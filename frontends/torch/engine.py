@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -129,6 +129,8 @@ class Engine(nn.Module):
         """False if FSDP2 gathers parameters without a wait for their updates."""
         self._kept: list[tuple[int, int]] = []
         """The gradients that FSDP2 had kept at the last micro-step."""
+        self._layerwise: Any = None
+        """Runs micro-batches block by block (``LayerwiseRuns``); None: :meth:`accumulate` was not called yet."""
         self._traced = False
         """True if code was compiled that calls the engine."""
         self._compiled = self._have_compiled_modules_wait()
@@ -220,6 +222,63 @@ class Engine(nn.Module):
         except BaseException:
             self._recover()
             raise
+
+    @untraced
+    def accumulate(
+        self,
+        batches: Sequence[Any],
+        loss: Callable[[Any, Any], torch.Tensor] | None = None,
+        *,
+        blocks: str | Sequence[str] | Sequence[nn.Module] | None = None,
+        average: bool = True,
+    ) -> list[torch.Tensor]:
+        """Run forward and backward of several micro-batches, block by block; :meth:`step` then updates as ever.
+
+        It means ``for batch in batches: engine.backward(loss(engine(batch), batch))``, and counts as so many
+        micro-steps. But all micro-batches pass one block of the model after the other, so that in stage 3 each block is
+        gathered twice in all, and each gradient leaves the device once, as the sum over the micro-batches, in fp32.
+        Each block runs again in backward, as a checkpointed one does. docs/layerwise.md says what models can run so,
+        and which bits are those of the loop.
+
+        Args:
+            batches: what the engine is called with for each micro-batch: tensors, tuples of arguments, or dicts of
+                keyword arguments.
+            loss: a function of the output and the micro-batch, which returns a tensor of one element; None: the output
+                has it, as ``.loss``.
+            blocks: the name of an ``nn.ModuleList`` or ``nn.Sequential`` whose modules run one after the other, or
+                modules or their names in their order; None: they are found.
+            average: as in :meth:`backward`.
+
+        Returns:
+            The loss of each micro-batch, without a graph and without a loss scale.
+
+        Raises:
+            ParameterError, ConfigError, GradientError, StateError: before anything runs, or in the middle. Then no
+                gradient of any micro-batch is kept.
+        """
+        from .layerwise.accumulate import LayerwiseRuns  # greenlet is of this method alone
+
+        steps = self._training_steps("accumulate()")
+        components = steps.components
+        if self._layerwise is None or not self._layerwise.of(components):
+            self._layerwise = LayerwiseRuns(self.module, components, self)
+        runs, losses = self._layerwise, list[torch.Tensor]()
+        runs.check(batches, blocks, average=average)
+        components.core.gradients.count_as(runs.counted(batches))
+        if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
+            steps.expect(self.optimizer.param_groups, average=average)
+
+        def act(scale: float | None) -> None:
+            losses.extend(runs.run(batches, loss, scale))
+
+        try:
+            components.device_memory.before_backward()
+            steps.or_break_off(partial(components.grad_hooks.run_backward, act, average=average))
+        except BaseException:
+            self._recover()
+            steps.discard()
+            raise
+        return losses
 
     @untraced
     def step(self, *, boundary: bool | None = None) -> StepReport:

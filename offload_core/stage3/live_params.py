@@ -41,7 +41,7 @@ class PartitionedParam:
     """A parameter of which each rank has a shard.
 
     The parameter is whole from its gathering to its release. ``holds`` counts the calls of :meth:`LiveParams.acquire`
-    that need it whole, and it is released only when ``holds`` is 0.
+    and :meth:`LiveParams.hold` that need it whole, and it is released only when ``holds`` is 0.
     """
 
     number: int
@@ -161,15 +161,42 @@ class LiveParams:
             raise
 
     @changes("a gathering of parameters")
+    def hold(self, params: Sequence[PartitionedParam]) -> None:
+        """Keep parameters whole from now on, or from their next :meth:`acquire` on, until :meth:`release`.
+
+        Their gathering begins now if a thread gathers. Otherwise only the reads from disk begin.
+
+        Raises:
+            StateError: the parameters were released from the device.
+        """
+        self.check_present()
+        held = 0
+        try:
+            for param in params:
+                param.holds, held = param.holds + 1, held + 1
+                self._ahead.pop(param, None)
+                if param.gathering is None and self._tasks.is_asynchronous:
+                    self._make_room(param.numel)
+                    self._gather(param)
+                elif param.gathering is None:
+                    self._expect(param)
+        except BaseException:
+            for param in params[:held]:
+                param.holds -= 1
+            self.release_idle()
+            self._tasks.recover()
+            raise
+
+    @changes("a gathering of parameters")
     def release(self, params: Sequence[PartitionedParam], *, may_stay: bool = True) -> None:
-        """End the use of the parameters of one :meth:`acquire`.
+        """End the use of the parameters of one :meth:`acquire` or :meth:`hold`.
 
         Args:
             may_stay: True to keep parameters whole whose predicted next use comes soon.
         """
         for param in params:
             param.holds -= 1
-            if not param.holds and not (may_stay and self._stays(param)):
+            if not param.holds and param in self._whole and not (may_stay and self._stays(param)):
                 self._release(param)
 
     @changes("a gathering of parameters")

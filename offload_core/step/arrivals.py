@@ -53,6 +53,8 @@ class SinceUpdate:
     """True if all ranks had a backward in this micro-step. This rank may have no gradient."""
     micro_steps: int = 0
     """The number of micro-steps that have ended."""
+    counts_as: int = 1
+    """The number of micro-steps that the present one counts as: more than one if its gradients are sums."""
     round: _Round | None = field(default_factory=_Round)
     """The present round; None: the last round has ended and no gradient came since."""
     deferred: dict[int, Any] = field(default_factory=dict)
@@ -121,7 +123,7 @@ class Arrivals:
     @property
     def at_boundary(self) -> bool:
         """True if an update is due at the end of this micro-step."""
-        return self.since.micro_steps + 1 >= self.per_update
+        return self.since.micro_steps + self.since.counts_as >= self.per_update
 
     def divisor(self, *, average: bool = True) -> float:
         """Return the number by which an update divides the gradients that it reads, besides the loss scale. These
@@ -275,7 +277,8 @@ class Arrivals:
         Args:
             boundary: True if an update follows, so that the count begins again at 0.
         """
-        self.since.micro_steps = 0 if boundary else self.since.micro_steps + 1
+        self.since.micro_steps = 0 if boundary else self.since.micro_steps + self.since.counts_as
+        self.since.counts_as = 1
         self.since.backward = False
 
     def where(self) -> str:

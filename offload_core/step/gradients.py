@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
+from ..dtypes import FLOAT32
 from ..errors import StateError
 from ..support.threads import RUNNING_SECTIONS
 from .announced import Announced
@@ -66,6 +67,23 @@ class Gradients:
     def per_update(self) -> int:
         """The number of micro-steps for each update: the present ``gradient_accumulation_steps``."""
         return self._arrivals.per_update
+
+    def count_as(self, micro_steps: int) -> None:
+        """Have the present micro-step count as so many, because each of its gradients is a sum over as many. All ranks
+        call this alike, before the first gradient."""
+        self._arrivals.since.counts_as = micro_steps
+
+    @property
+    def counts_as(self) -> int:
+        """The number of micro-steps that the present one counts as."""
+        return self._arrivals.since.counts_as
+
+    @property
+    def take_sums(self) -> bool:
+        """True if a gradient in fp32, the sum of several in its parameter's element type, is not rounded on its
+        way."""
+        buckets = self._buckets
+        return buckets.terms.direct or all(bucket.gradient.comm_dtype is FLOAT32 for bucket in buckets.all)
 
     @property
     def at_boundary(self) -> bool:

@@ -147,6 +147,11 @@ def uncompiled_module(module: nn.Module) -> nn.Module:
     return getattr(module, COMPILED, module)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if the module's own forward is compiled."""
+    return module._compiled_call_impl is not None or hasattr(module, COMPILED)
+
+
 def run_compiled_modules(model: nn.Module, around: Around) -> bool:
     """Have ``around`` run the forwards of a model's compiled modules; return True if there are any.
 

@@ -17,12 +17,13 @@ from offload_core.rules import Matrix
 from ..internals.compiled import Around, run_compiled_modules
 from ..params.casting import Casts
 from ..ranks.device_ranks import device_for
+from .blocks import PartitionedBlocks
 from .gathering import Gathering
 from .hooks import check_hooks_run
 from .leaf_modules import leaf_modules
 from .parameters import PartitionedParameter, PartitionedParameters
 from .runs import ModuleRuns
-from .sharding import Entries, Sharding
+from .sharding import Blocks, Entries, Sharding
 
 
 class PartitionedModel(Sharding):
@@ -115,6 +116,10 @@ class PartitionedModel(Sharding):
     @property
     def units(self) -> Around:
         return self.runs.units
+
+    def block_by_block(self) -> Blocks:
+        self.gathering.check_closed("accumulate()")
+        return PartitionedBlocks(self.parameters, self.runs)
 
     def before_change(self) -> int:
         self.gathering.check_closed()

@@ -125,6 +125,7 @@ class ModuleRuns:
         self._model = weakref.ref(model)
         self._parameters = parameters
         self.forwards = _Forwards()
+        """The forwards that are running, of the micro-batch that is running (:meth:`switch`)."""
         self._backwards: dict[int, list[_ModuleRun]] = {}
         """Maps a backward (``backward_number``) to the runs that keep parameters whole in it."""
         self._saved = SavedTensors()
@@ -169,6 +170,25 @@ class ModuleRuns:
             self.leaves.choose(module, leaf)
             if leaf:
                 self.hook(module)
+
+    # --- several micro-batches at a time -------------------------------------------------------------
+
+    @staticmethod
+    def forwards_of_another() -> "_Forwards":
+        """Return the forwards of a further micro-batch, for :meth:`switch`. No new round begins in any of them."""
+        return _Forwards([_ModuleRun(None, [])])
+
+    def switch(self, forwards: "_Forwards") -> "_Forwards":
+        """Continue with the forwards of another micro-batch. Return the forwards that were running."""
+        before, self.forwards = self.forwards, forwards
+        return before
+
+    def end_forwards(self, forwards: "_Forwards") -> None:
+        """Release the parameters that a micro-batch's forwards keep whole."""
+        for run in reversed(forwards):
+            _end_saving(run)
+            self.whole.release(run.params)
+        forwards.clear()
 
     # --- forward -------------------------------------------------------------------------------------
 

@@ -97,6 +97,10 @@ class Sharding(ABC):
         """Runs the forwards of compiled modules."""
 
     @abstractmethod
+    def block_by_block(self) -> "Blocks":
+        """Return a context in which several micro-batches run block by block."""
+
+    @abstractmethod
     def before_change(self) -> int:
         """Release all parameters before they change.
 
@@ -188,6 +192,38 @@ class Sharding(ABC):
         """Remove the hooks. Parameters stay in shards, or whole after :meth:`make_whole`."""
 
 
+class Blocks:
+    """A context in which several micro-batches run block by block, each block for all of them while its parameters are
+    whole. This class is for parameters that are always whole."""
+
+    def __enter__(self) -> "Blocks":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def new_line(self) -> Any:
+        """Return what is recorded of one micro-batch's forward, for :meth:`switch`."""
+        return None
+
+    def switch(self, line: Any) -> Any:
+        """Continue with another micro-batch. Return what is recorded of the one that was running."""
+        return None
+
+    def end_line(self, line: Any) -> None:
+        """End a micro-batch's forward."""
+
+    def hold(self, block: nn.Module) -> None:
+        """Begin to gather all parameters inside a block, and keep them whole until :meth:`release`."""
+
+    def release(self, block: nn.Module) -> None:
+        """Release the parameters of a block."""
+
+    def staying(self) -> AbstractContextManager[None]:
+        """Return a context until whose end each parameter that is read inside stays whole."""
+        return nullcontext()
+
+
 class NoSharding(Sharding):
     """No parameter is in shards: stages 1 and 2, and optimizers without an engine."""
 
@@ -216,6 +252,9 @@ class NoSharding(Sharding):
 
     def cut(self, entries: Entries, first: int) -> AbstractContextManager[Mapping[torch.Tensor, torch.Tensor | OnDisk]]:
         return nullcontext({})
+
+    def block_by_block(self) -> Blocks:
+        return Blocks()
 
     def before_change(self) -> int:
         return 0

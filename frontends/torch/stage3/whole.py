@@ -3,8 +3,8 @@ engine."""
 
 import gc
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -35,6 +35,8 @@ class WholeParameters:
         self._parameters = core.parameters
         self._state_lock = core.state_lock
         self._touch = weakref.WeakMethod(touch)
+        self._staying: dict[PartitionedParameter, None] | None = None
+        """The parameters that stay whole until the end of :meth:`staying`; None outside of it."""
         self._kept: dict[PartitionedParameter, bool] = {}
         """Maps a parameter that stays whole after its run to True if it stays whole until it changes, or to False if it
         stays whole until the next forward."""
@@ -59,6 +61,28 @@ class WholeParameters:
         for record in records:
             for tensor in record.values.tensors:
                 arrive(tensor)
+        if self._staying is not None:
+            self._stay([record for record in records if record not in self._staying])
+
+    def _stay(self, records: Sequence[PartitionedParameter]) -> None:
+        assert self._staying is not None
+        self._live.hold([record.live for record in records])
+        self._staying |= dict.fromkeys(records)
+
+    @contextmanager
+    def staying(self) -> Iterator[None]:
+        """A context until whose end each parameter that is acquired inside stays whole."""
+        outer, self._staying = self._staying, {}
+        try:
+            yield
+        finally:
+            stayed, self._staying = [*self._staying], outer
+            self.release(stayed, may_stay=False)
+
+    def hold(self, records: Sequence[PartitionedParameter]) -> None:
+        """Keep parameters whole from now on, or from their next :meth:`acquire` on, until :meth:`release`. Begin to
+        gather them, and do not wait for them."""
+        self._live.hold([record.live for record in records])
 
     def was_sent_early(self, record: PartitionedParameter) -> bool:
         """Return True if the parameter's shards may already have the values of a step that is still pending or was

@@ -242,7 +242,7 @@ class DeviceMemory:
     ) -> None:
         self._core, self._parameters, self._gradients = core, core.parameters, core.gradients
         self._world = core.device
-        self._memory, self._host_memory = memory, core.memory
+        self.memory, self._host_memory = memory, core.memory
         self._registration = registration
         self._grad_hooks = grad_hooks
         self._sharding = sharding
@@ -458,7 +458,7 @@ class DeviceMemory:
         ends: dict[int, list[Event]] = {}
         after = self._world.mark()
         for copies, host in self._chunks(copied):
-            event = self._memory.to_device(host, copies, after)
+            event = self.memory.to_device(host, copies, after)
             for copy in copies:
                 ends.setdefault(_number(copy.tensor), []).append(event)
         for memory in copied:

@@ -2,8 +2,8 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import is_
 from typing import Any
@@ -19,6 +19,7 @@ from ..internals.private import no_read
 from ..params.dtensor import local_of
 from ..params.slots import Slot
 from ..params.tensors import check_gradient, flat_like
+from .gradient_sums import GradientSums
 from .registration import Registration
 
 
@@ -86,6 +87,8 @@ class GradHooks:
         """True if the gradients of the engine's last ``backward`` stay in ``p.grad``."""
         self._deferrals = OpenBlocks()
         """Blocks of ``Engine.no_sync``: gradients stay in ``p.grad`` while one runs."""
+        self._sums: GradientSums | None = None
+        """The sums of gradients that wait on the device; None outside of :meth:`summing`."""
         self._handles: list[Any] = []
         weakref.finalize(self, _remove, self._handles).atexit = False
 
@@ -146,8 +149,16 @@ class GradHooks:
                 f"parameter {slot.name!r}: gradient of a plain loss.backward() under loss scaling, which would be "
                 "unscaled without having been scaled; expected engine.backward(loss)"
             )
-        if first and (i in self._arrived or self._gradients.have(i)) and not self._continues(i, gradient):
-            self._drop([i])  # earlier ones were discarded or replaced by hand
+        sums = self._sums
+        again = sums is not None and i in sums
+        if first and not again and (i in self._arrived or self._gradients.have(i)):
+            if not self._continues(i, gradient):
+                self._drop([i])  # earlier ones were discarded or replaced by hand
+        if sums is not None:
+            sums.add(i, flat_like(gradient, slot.values))
+            if first:
+                slot.param.grad = None
+            return
         if self._deferrals:
             self._deferred[i], self.fresh = gradient, True
         else:
@@ -198,11 +209,46 @@ class GradHooks:
             The stragglers among these parameters, which are finalized only when the backward has ended.
         """
         indices = {self._slots[param].index for param in params if param in self._slots}
-        if not self._early or not (indices or ended):
+        if not self._early or self._sums is not None or not (indices or ended):
             return set()
         stragglers = self._gradients.finalize(indices, ended=ended)
         self.fresh = self._reduces = True
         return {self._param_table.params[i] for i in stragglers}
+
+    @contextmanager
+    def summing(self) -> Iterator[None]:
+        """A context in which arriving gradients are summed on the device. Each sum stays there until
+        :meth:`hand_over`."""
+        self._sums = GradientSums()
+        try:
+            yield
+        finally:
+            self._sums = None
+
+    @property
+    def summed(self) -> list[torch.Tensor]:
+        """The parameters that have a sum, inside :meth:`summing`."""
+        return [] if self._sums is None else [self._param_table.params[i] for i in self._sums]
+
+    @changes("backward()")
+    def hand_over(self, params: Iterable[torch.Tensor], *, ended: bool = False) -> None:
+        """Give the core the sums of these parameters' gradients. No further gradient of them is to come, on any rank.
+
+        Args:
+            ended: True: no gradient of any parameter is to come.
+        """
+        assert self._sums is not None
+        indices = [self._slots[param].index for param in params if param in self._slots]
+        given = self._sums.pop(indices)
+        if given:
+            self._take(given)
+        for i in given:
+            self._arrived[i] = self._arrived.get(i, 0) + 1
+            if self._backward.average:
+                self._averaged[i] = self._averaged.get(i, 0) + 1
+        if self._meets and (indices or ended):
+            self._gradients.finalize(indices, ended=ended)
+            self.fresh = self._reduces = True
 
     def _take(self, given: Mapping[int, torch.Tensor]) -> None:
         """Pass gradients that fit their parameters to the core. With ``early``, put stand-ins in their place in
@@ -257,6 +303,11 @@ class GradHooks:
     def _end(self) -> None:
         if not self._keeps:
             self._gradients.end_backward()
+
+    @property
+    def is_deferring(self) -> bool:
+        """True inside :meth:`deferring`."""
+        return bool(self._deferrals)
 
     def deferring(self) -> AbstractContextManager[Any]:
         """Return a context in which arriving gradients stay in ``p.grad``. Each stays there until another gradient of

@@ -158,6 +158,14 @@ class Steps:
         if self._core.abandon():
             self._end_broken_step()
 
+    @changes("accumulate()")
+    def discard(self) -> None:
+        """After an error in the middle of several micro-batches, discard the gradients of all. If
+        ``update_in_backward`` has updated states, the step ends here, and counts."""
+        self._core.abandon()
+        self._end_broken_step()
+        self._gradients.count_as(1)
+
     def _end_broken_step(self) -> None:
         """After an error or an interrupt in a step, discard the step's gradients, and have no reader wait for
         parameters any longer."""

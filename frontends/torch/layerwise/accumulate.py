@@ -1,0 +1,118 @@
+"""``accumulate(engine, ...)``: checks what it is given, and runs the sweeps."""
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
+from offload_core.support.checks import kind_of
+
+from ..training.components import Components
+from .find import Chosen, find_blocks
+from .sweeps import Sweeps
+from .waiting import HostSlots, WaitingTensors
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+class LayerwiseRuns:
+    """Runs micro-batches block by block, for one engine. It keeps the host memory in which inputs wait.
+
+    Args:
+        call: the engine, called with a micro-batch.
+    """
+
+    def __init__(self, model: nn.Module, components: Components, call: Callable[..., Any]) -> None:
+        self._model = model
+        self._components = components
+        self._call = call
+        memory: Any = components.device_memory.memory
+        self._device: torch.device = memory.device
+        n_bytes = components.core.config.host_activation_memory
+        moves = n_bytes and not memory.addressable
+        self._waiting = WaitingTensors(memory, HostSlots(components.core.memory, n_bytes)) if moves else None
+
+    def of(self, components: Components) -> bool:
+        """Return True if these are the components of the optimizer that this object hands gradients to."""
+        return components is self._components
+
+    def counted(self, batches: Sequence[Any]) -> int:
+        """Return the number of micro-steps that the present one counts as, with these micro-batches."""
+        earlier = self._components.core.gradients.counts_as if self._components.grad_hooks.fresh else 0
+        return len(batches) + earlier
+
+    def check(self, batches: Sequence[Any], chosen: Chosen, *, average: bool) -> None:
+        """Raise an error unless :meth:`run` can take these micro-batches."""
+        self._blocks = find_blocks(self._model, chosen)
+        if isinstance(batches, torch.Tensor | str | bytes | Mapping) or not isinstance(batches, Sequence):
+            raise ParameterError(
+                f"accumulate: batches is {kind_of(batches)}, expected a list of micro-batches: tensors, tuples of "
+                "arguments or dicts of keyword arguments"
+            )
+        if not batches:
+            raise ParameterError("accumulate: no micro-batches; expected a list of at least one")
+        first = _structure(batches[0])
+        for i, batch in enumerate(batches):
+            if _structure(batch) != first:
+                raise ParameterError(
+                    f"accumulate: micro-batch {i} is {_structure(batch)}, and micro-batch 0 is {first}; expected all "
+                    "alike: the blocks must have the same arguments"
+                )
+        gradients, n = self._components.core.gradients, len(batches)
+        if self._components.grad_hooks.is_deferring:
+            raise StateError("accumulate() inside no_sync(); expected it outside: it sums on the device anyway")
+        if n > 1 and not gradients.take_sums:
+            raise ConfigError(
+                f"accumulate: {n} micro-batches, and the sums of their gradients would be rounded to the parameters' "
+                "element type on their way to the host; expected wrap(..., layerwise=True), with which they travel in "
+                "fp32"
+            )
+        counted = gradients.micro_steps + self.counted(batches)
+        if average and counted > gradients.per_update:
+            raise GradientError(
+                f"accumulate: {counted} micro-batches since the last update, whose gradients would be divided by "
+                f"gradient_accumulation_steps={gradients.per_update}; expected "
+                f"set_gradient_accumulation_steps({counted}), or average=False for losses that are divided already"
+            )
+
+    def run(self, batches: Sequence[Any], loss: Loss | None, scale: float | None) -> list[torch.Tensor]:
+        """Run all micro-batches forward and backward, in the blocks that :meth:`check` has found, and return their
+        losses."""
+        losses = [partial(self._loss, i, batch, loss) for i, batch in enumerate(batches)]
+        sweeps = Sweeps(self._model, self._components, self._blocks, losses, self._device, self._waiting)
+        sweeps.run(scale)
+        return sweeps.losses
+
+    def _loss(self, number: int, batch: Any, loss: Loss | None) -> Any:
+        if isinstance(batch, torch.Tensor):
+            output = self._call(batch)
+        elif isinstance(batch, Mapping):
+            output = self._call(**batch)
+        else:
+            output = self._call(*batch)
+        if loss is not None:
+            return loss(output, batch)
+        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if found is None:
+            raise GradientError(
+                f"accumulate: the output for micro-batch {number} is {kind_of(output)}, without a loss; expected "
+                "loss=function(output, batch), or an output with .loss (Hugging Face: labels among the arguments)"
+            )
+        return found
+
+
+def _structure(batch: Any) -> str:
+    """Return what a micro-batch is, in words that are equal for micro-batches that can pass together."""
+    if isinstance(batch, torch.Tensor):
+        return "a tensor"
+    if isinstance(batch, Mapping):
+        return f"a dict of {', '.join(sorted(map(str, batch)))}"
+    if isinstance(batch, tuple | list):
+        return f"a {type(batch).__name__} of {len(batch)}"
+    raise ParameterError(
+        f"accumulate: a micro-batch is {kind_of(batch)}, expected what the engine is called with: a tensor, a tuple of "
+        "arguments or a dict of keyword arguments"
+    )

@@ -1,0 +1,261 @@
+"""Calls of blocks, with the graph of each micro-batch cut around them.
+
+[Note: cut graphs] A block runs without a graph in forward, and hands on leaves. In backward it runs again, with one. So
+each micro-batch has a small graph before the first block, between blocks, and after the last block. A tensor that goes
+into a block and requires a gradient is made a leaf in place, where it is no view, and its graph is kept as an edge. Its
+gradients from all later uses are summed in ``grad``, in the order in which one backward through the whole graph sums
+them, and go on along the edge after the backward of the first block that it goes into: all its other uses are later
+ones.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from offload_core.errors import ParameterError, StateError
+
+from .lines import ThreadState
+
+_OPAQUE = ("Cache",)
+"""Classes, by name, of arguments that a block writes to, so that it must not run twice with one."""
+
+
+class Border:
+    """A tensor that one micro-batch hands from block to block, and its gradient.
+
+    Args:
+        edge: the graph that made it before a block; None: it is the output of a block.
+        first: the number of the first block that it goes into, if it has an edge.
+    """
+
+    def __init__(self, tensor: torch.Tensor, edge: GradientEdge | None = None, first: int = -1) -> None:
+        self.tensor = tensor
+        self.edge = edge
+        self.first = first
+        self.order = -1 if edge is None else edge.node._sequence_nr()
+        self.is_view = edge is not None and tensor._is_view()
+        """True if it could not be made a leaf, because it is a view: the micro-batch's own graph has it, too."""
+        self._of_view: torch.Tensor | None = None
+
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The sum of its gradients so far. Autograd adds those of uses outside of blocks, if it is a leaf."""
+        return self._of_view if self.is_view else self.tensor.grad
+
+    @gradient.setter
+    def gradient(self, gradient: torch.Tensor | None) -> None:
+        if self.is_view:
+            self._of_view = gradient
+        else:
+            self.tensor.grad = gradient
+
+
+class Borders:
+    """The tensors that cross the borders of blocks in one micro-batch."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, Border] = {}
+
+    def __iter__(self) -> Iterator[Border]:
+        return iter([*self._of.values()])
+
+    def get(self, tensor: torch.Tensor) -> Border | None:
+        return self._of.get(id(tensor))
+
+    def add(self, border: Border) -> None:
+        self._of[id(border.tensor)] = border
+
+    def forget(self, border: Border) -> None:
+        self._of.pop(id(border.tensor), None)
+
+    @property
+    def have_views(self) -> bool:
+        """True if the graph of one is kept for its edge, and may be reached in another way, too."""
+        return any(border.is_view for border in self)
+
+
+class RandomState:
+    """The states of torch's generators, of the CPU and of the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._of_host = torch.get_rng_state()
+        self._of_device = None if device.type == "cpu" else self._module().get_rng_state(device)
+
+    def _module(self) -> Any:
+        return torch.get_device_module(self._device)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self._of_host)
+        if self._of_device is not None:
+            self._module().set_rng_state(self._of_device, self._device)
+
+
+@dataclass(eq=False)
+class BlockCall:
+    """One call of a block by one micro-batch.
+
+    Args:
+        forward: the block's own forward.
+        number: the block's, from 0.
+    """
+
+    name: str
+    number: int
+    block: nn.Module
+    forward: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: Mapping[str, Any]
+    borders: Borders
+    device: torch.device
+    inputs: list[Border] = field(default_factory=list)
+    """The tensors that go into the block and require a gradient, but leaves of the user's and parameters."""
+    outputs: list[tuple[int, Border]] = field(default_factory=list)
+    """The tensors that the block returned, each with its position among all."""
+
+    @property
+    def given(self) -> list[Border]:
+        """The borders among the arguments."""
+        leaves = tree_leaves((self.args, self.kwargs))
+        found = [self.borders.get(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [*dict.fromkeys(border for border in found if border is not None)]
+
+    def run(self) -> Any:
+        """Run the block without a graph, and return its output with leaves in place of tensors that it made.
+
+        Raises:
+            StateError: the block writes to what it gets.
+            ParameterError: it gets or returns an object that may hold tensors, and that cannot be cut.
+        """
+        given, _ = tree_flatten((self.args, self.kwargs))
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        for leaf in given:
+            self._check_argument(leaf)
+        if not torch.is_grad_enabled():
+            raise StateError(
+                f"accumulate: block {self.name!r} runs without grad mode, in torch.no_grad() or under reentrant "
+                "checkpointing; expected neither around blocks: each runs again in backward anyway. With Hugging "
+                "Face: model.gradient_checkpointing_disable()"
+            )
+        for tensor in {id(tensor): tensor for tensor in tensors}.values():
+            self._cut(tensor)
+        self._state, self._random = ThreadState(self.device), RandomState(self.device)
+        versions = [tensor._version for tensor in tensors]
+        buffers = [buffer._version for buffer in self.block.buffers()]
+        with torch.no_grad():
+            output = self.forward(*self.args, **self.kwargs)
+        if [tensor._version for tensor in tensors] != versions:
+            raise StateError(
+                f"accumulate: block {self.name!r} changes a tensor that it gets in place, and would get another one "
+                "when it runs again in backward; expected x = x + ... in place of x += ..."
+            )
+        self._writes_buffers = [buffer._version for buffer in self.block.buffers()] != buffers
+        leaves, self._structure = tree_flatten(output)
+        differentiable = bool(self.inputs) or any(t.requires_grad for t in [*tensors, *self.block.parameters()])
+        same = {id(tensor) for tensor in tensors}
+        for i, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor) or id(leaf) in same:
+                self._check_output(leaf)
+            elif differentiable and leaf.is_floating_point():
+                leaves[i] = leaf.detach().requires_grad_()
+                border = Border(leaves[i])
+                self.borders.add(border)
+                self.outputs.append((i, border))
+        return tree_unflatten(leaves, self._structure)
+
+    def _check_argument(self, leaf: Any) -> None:
+        if any(kind.__name__ in _OPAQUE for kind in type(leaf).__mro__):
+            raise ParameterError(
+                f"accumulate: block {self.name!r} gets a {type(leaf).__name__}, which it writes to, and it runs again in "
+                "backward; expected no cache in training: use_cache=False, in the call or in model.config"
+            )
+
+    def _check_output(self, leaf: Any) -> None:
+        if not isinstance(leaf, torch.Tensor) and any(
+            isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()
+        ):
+            raise ParameterError(
+                f"accumulate: block {self.name!r} returns a {type(leaf).__name__}, whose tensors cannot be found; "
+                "expected tensors, or tuples, lists and dicts of them (torch.utils._pytree.register_pytree_node)"
+            )
+
+    def _cut(self, tensor: torch.Tensor) -> None:
+        """Make a tensor that goes into the block a border, if it requires a gradient and is no leaf of the user's."""
+        border = self.borders.get(tensor)
+        if border is None and tensor.grad_fn is not None:
+            border = Border(tensor, get_gradient_edge(tensor), self.number)
+            if not border.is_view:
+                tensor.detach_().requires_grad_()
+            self.borders.add(border)
+        if border is not None:
+            self.inputs.append(border)
+
+    # --- backward ------------------------------------------------------------------------------------
+
+    @property
+    def has_backward(self) -> bool:
+        """True if a gradient of one of its outputs came."""
+        return any(border.gradient is not None for _, border in self.outputs)
+
+    def backward(self) -> None:
+        """Run the block again, with a graph, and backpropagate the gradients of its outputs through it. Afterwards the
+        inputs have their gradients."""
+        aliases = [border.tensor.detach().requires_grad_() for border in self.inputs]
+        uses: dict[int, torch.Tensor] = {}
+        roots: list[torch.Tensor] = []
+        gradients: list[torch.Tensor] = []
+        for border, alias in zip(self.inputs, aliases, strict=True):
+            uses[id(border.tensor)] = alias
+            if border.gradient is not None:  # a root's gradient comes first in the sum at its node
+                uses[id(border.tensor)] = root = alias.view_as(alias)
+                roots.append(root)
+                gradients.append(border.gradient)
+                border.gradient = None
+        given = tree_map_only(torch.Tensor, lambda tensor: uses.get(id(tensor), tensor), (self.args, self.kwargs))
+        self.args, self.kwargs = (), {}
+        leaves = self._again(*given)
+        for i, border in self.outputs:
+            if border.gradient is not None and leaves[i].requires_grad:
+                roots.append(leaves[i])
+                gradients.append(border.gradient)
+            border.gradient = None
+            self.borders.forget(border)
+        self.outputs.clear()
+        del given, leaves, uses
+        torch.autograd.backward(roots, gradients)
+        for border, alias in zip(self.inputs, aliases, strict=True):
+            border.gradient = alias.grad
+
+    def _again(self, args: Any, kwargs: Any) -> list[Any]:
+        """Run the block once more as it ran in forward, and return the leaves of its output."""
+        outside, now = ThreadState(self.device), RandomState(self.device)
+        buffers = [*self.block.buffers()] if self._writes_buffers else []
+        before = [buffer.clone() for buffer in buffers]
+        self._state.restore()
+        self._random.restore()
+        try:
+            output = self.forward(*args, **kwargs)
+        finally:
+            now.restore()
+            outside.restore()
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    buffer.copy_(value)
+        leaves, structure = tree_flatten(output)
+        if structure != self._structure:
+            raise StateError(
+                f"accumulate: block {self.name!r} returned another structure when it ran again in backward; expected "
+                "the same, as for checkpointing"
+            )
+        return leaves
+
+    @property
+    def made_before(self) -> list[Border]:
+        """The inputs whose gradients go on along their edges after this call's backward, latest first."""
+        mine = [border for border in self.inputs if border.first == self.number]
+        return sorted(mine, key=lambda border: border.order, reverse=True)
