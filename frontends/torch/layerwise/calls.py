@@ -1,6 +1,7 @@
 """Calls of blocks, with the graph of each micro-batch cut around them.
 
-[Note: cut graphs] A block runs without a graph in forward, and hands on leaves. In backward it runs again, with one. So
+[Note: cut graphs] In forward the graph of a block saves no tensors, and the block hands on leaves. It runs with a graph
+all the same: torch may choose other kernels without one. In backward the block runs again, and its graph is kept. So
 each micro-batch has a small graph before the first block, between blocks, and after the last block. A tensor that goes
 into a block and requires a gradient is made a leaf in place, where it is no view, and its graph is kept as an edge. Its
 gradients from all later uses are summed in ``grad``, in the order in which one backward through the whole graph sums
@@ -10,11 +11,12 @@ ones.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from offload_core.errors import ParameterError, StateError
@@ -126,7 +128,7 @@ class BlockCall:
         return [*dict.fromkeys(border for border in found if border is not None)]
 
     def run(self) -> Any:
-        """Run the block without a graph, and return its output with leaves in place of tensors that it made.
+        """Run the block, and return its output with leaves in place of tensors that it made.
 
         Raises:
             StateError: the block writes to what it gets.
@@ -147,7 +149,7 @@ class BlockCall:
         self._state, self._random = ThreadState(self.device), RandomState(self.device)
         versions = [tensor._version for tensor in tensors]
         buffers = [buffer._version for buffer in self.block.buffers()]
-        with torch.no_grad():
+        with saved_tensors_hooks(_nothing_of, partial(_missing, self.name)):
             output = self.forward(*self.args, **self.kwargs)
         if [tensor._version for tensor in tensors] != versions:
             raise StateError(
@@ -156,12 +158,11 @@ class BlockCall:
             )
         self._writes_buffers = [buffer._version for buffer in self.block.buffers()] != buffers
         leaves, self._structure = tree_flatten(output)
-        differentiable = bool(self.inputs) or any(t.requires_grad for t in [*tensors, *self.block.parameters()])
         same = {id(tensor) for tensor in tensors}
         for i, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor) or id(leaf) in same:
                 self._check_output(leaf)
-            elif differentiable and leaf.is_floating_point():
+            elif leaf.requires_grad:
                 leaves[i] = leaf.detach().requires_grad_()
                 border = Border(leaves[i])
                 self.borders.add(border)
@@ -259,3 +260,15 @@ class BlockCall:
         """The inputs whose gradients go on along their edges after this call's backward, latest first."""
         mine = [border for border in self.inputs if border.first == self.number]
         return sorted(mine, key=lambda border: border.order, reverse=True)
+
+
+def _nothing_of(tensor: torch.Tensor) -> None:
+    """Save nothing of a tensor: the graph is for the kernels that run with one."""
+
+
+def _missing(name: str, saved: None) -> torch.Tensor:
+    raise StateError(
+        f"accumulate: a tensor that was made inside block {name!r} is used outside of it, and the block does not return "
+        "it: a hook or an attribute has carried it out (output_router_logits, output_attentions). Its gradient would be "
+        "lost; expected a block that returns it, or a loss without it"
+    )
