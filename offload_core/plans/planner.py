@@ -81,6 +81,9 @@ class Traffic:
     disk_read: float = 0
     """The bytes that the store reads from disk."""
     disk_write: float = 0
+    sent: float = 0
+    """The bytes of gradients and parameters that the process sends to other ranks (:attr:`Device.sent_bytes`). Ranks
+    send different bytes if matrices are spread over them; this is then their mean."""
 
 
 def fill_host_memory(planner: "Planner", plan: MemoryPlan, again: Callable[[], MemoryPlan], free: int) -> MemoryPlan:
@@ -415,6 +418,7 @@ class Planner:
         Args:
             stay: True if all gradients stay on the device until the update.
         """
+        sizes = [spec.numel * (FLOAT32 if self.terms.config.layerwise else spec.dtype).itemsize for spec in specs]
         stay = stay or not (self.terms.has_buffer or self.terms.updates_early)
         missing = {bucket.index: {piece.param for piece in bucket.pieces} for bucket in buckets}
         of: dict[int, set[int]] = {}
@@ -428,7 +432,7 @@ class Planner:
         leaving: deque[int] = deque()
         held, seen = 0, []
         for param in reversed(range(len(specs))):
-            held += _bytes(specs[param])
+            held += sizes[param]
             seen.append((param, held))
             number = specs[param].finalized_with
             waiting.setdefault(number, []).append(param)
@@ -442,7 +446,7 @@ class Planner:
                 index = leaving.popleft()
                 for member in members[index]:
                     of[member].discard(index)
-                    held -= 0 if of[member] else _bytes(specs[member])
+                    held -= 0 if of[member] else sizes[member]
         return seen
 
     def matrix_flops(self, specs: Sequence[ParamSpec]) -> list[int]:
@@ -454,7 +458,7 @@ class Planner:
                 matrices_of(bucket, flops, kernel.flops(bucket.matrix))
         return flops
 
-    def traffic(self, specs: Sequence[ParamSpec]) -> tuple[Traffic, Traffic]:
+    def traffic(self, specs: Sequence[ParamSpec], *, inputs: int = 0) -> tuple[Traffic, Traffic]:
         """Return the bytes that a step moves, and the bytes that the step's last bucket moves.
 
         With Adam, the kernel reads a gradient, reads and writes three states, and writes the parameter. It also reads
@@ -466,19 +470,28 @@ class Planner:
         are on the host, they cross for each gathering instead, once or twice in each micro-step. States on a disk are
         read and written once in a step. Parameters that are stored with their states on a disk are also read for each
         gathering.
+
+        Ranks exchange gradients in every micro-step. Each rank sends a parameter's shard to all others for each
+        gathering, or once, after the update, if parameters are not partitioned.
+
+        Args:
+            inputs: the bytes of blocks' inputs that wait on the host in ``engine.accumulate()``. They cross to the host
+                once, and to the device twice: for the next block's forward, and for backward.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         kinds = self.terms.kinds(specs)
         each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in kinds]
-        update, to_host, to_device = (
-            sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device")
+        update, to_host, to_device, sent = (
+            sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device", "sent")
         )
+        if not self.terms.device.addressable:
+            to_host, to_device = to_host + inputs, to_device + 2 * inputs
         on_disk = self.terms.split(kinds, self.allocated.state_budget)[1]
         moved = sum(size * n for size, n in on_disk)
         gathered = sum(
             n * self.terms.bytes_to_gather(bucket) for (bucket, _), (_, n) in zip(kinds, on_disk, strict=True)
         )
-        whole = Traffic(update, to_host, to_device, moved + self._gatherings(partitioned) * gathered, moved)
+        whole = Traffic(update, to_host, to_device, moved + self._gatherings(partitioned) * gathered, moved, sent)
         last = self.terms.cut(specs)[-1:]
         return whole, self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
 
@@ -496,7 +509,7 @@ class Planner:
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.terms.micro_steps
-        gradient = self.terms.buffer_dtype(bucket) if self.terms.has_buffer else bucket.dtype
+        gradient = self.terms.buffer_dtype(bucket) if self.terms.has_buffer else self.terms.comm_dtype(bucket)
         formats = self.terms.state_formats(bucket)
         separate = self.terms.master(bucket) is Master.SEPARATE
         numel = len(self.terms.device.ranks) * bucket.shard_numel
@@ -507,14 +520,18 @@ class Planner:
         if direction:
             others = sum(format.n_bytes(numel) for name, format in formats.items() if name != MASTER)
             update += numel * (gradient.itemsize + 2 * direction) + others
+        gatherings = self._gatherings(partitioned) if bucket.partitioned else 1
+        reduced = steps * self.terms.comm_dtype(bucket).itemsize
+        sent = (
+            (self.terms.device.world_size - 1) * numel * (reduced + gatherings * bucket.dtype.itemsize + 2 * direction)
+        )
         if self.terms.device.addressable:
-            return Traffic(update, 0, 0)
+            return Traffic(update, 0, 0, sent=sent)
         crossing = self.terms.device.sizes.link_numel(bucket)
         to_host = steps * crossing * self.terms.device.sizes.leaves_as(self.terms.comm_dtype(bucket)).itemsize
         from_shards = bucket.partitioned and self.terms.config.offload_param is not None
-        times = self._gatherings(partitioned) if from_shards else 1
-        to_device = times * crossing * bucket.dtype.itemsize
-        return Traffic(update, to_host + crossing * direction, to_device + crossing * direction)
+        to_device = (gatherings if from_shards else 1) * crossing * bucket.dtype.itemsize
+        return Traffic(update, to_host + crossing * direction, to_device + crossing * direction, sent=sent)
 
 
 def _bytes(spec: ParamSpec) -> int:

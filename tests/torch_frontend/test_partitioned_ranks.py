@@ -118,6 +118,30 @@ def test_every_way_to_hold_and_gather_shards_gives_the_same_bits(drawn):
         assert len({*of_first, *found[1][clipping]}) == 1, found
 
 
+@pytest.mark.long("several trainings on two ranks or more")
+def test_a_step_sends_the_bytes_of_the_plan():
+    """Once the order of uses is known; where matrices are spread over ranks, it is their mean."""
+    one_by_one = {"max_live_parameters": 0, "prefetch_bucket_size": 0}
+    cases = [{}, {**STAGE_3, **one_by_one, "offload_param": "cpu"}, {**STAGE_3, "optimizer": "muon"}]
+    n, steps = 2, 2
+
+    @on_ranks(2)
+    def found(rank):
+        result = []
+        for fields in cases:
+            engine = wrap(gpt(), lr=1e-2, param_dtype="bfloat16", gradient_accumulation_steps=n, **fields)
+            for step in range(steps):
+                before = engine.sent_bytes
+                train(engine, gpt_loss, rank, range(step * n, (step + 1) * n))
+            core = engine.optimizer.core
+            whole, _ = core._planner.traffic(core._pipeline.buckets.params)
+            result.append((whole.sent, engine.sent_bytes - before))
+        return result
+
+    for (planned, first), (same, second) in zip(*found, strict=True):
+        assert planned == same == (first + second) / 2 > 0
+
+
 def test_one_rank_changes_parameters_for_all_and_masters_follow():
     @on_ranks(2)
     def found(rank):
