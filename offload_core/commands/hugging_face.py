@@ -6,12 +6,16 @@ from typing import Any
 
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
+from ..plans.prediction import Blocks
 from ..support.checks import shown
 from ..support.optional import library
 
 
-def configured_shapes(path: Path, config: dict[str, Any]) -> tuple[dict[str, tuple[int, ...]], ElementType]:
-    """The parameters by name, tied ones once, and their type: the configuration's, else bf16.
+def configured_shapes(
+    path: Path, config: dict[str, Any]
+) -> tuple[dict[str, tuple[int, ...]], ElementType, Blocks | None]:
+    """The parameters by name, tied ones once; their type: the configuration's, else bf16; and the model's blocks, or
+    None if the configuration does not give their number and the hidden size.
 
     The model's class is transformers' own: no code that comes with a model is run.
 
@@ -40,4 +44,6 @@ def configured_shapes(path: Path, config: dict[str, Any]) -> tuple[dict[str, tup
         ) from None
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     dtype = config.get("dtype", config.get("torch_dtype"))
-    return shapes, BY_NAME.get(dtype, BFLOAT16) if isinstance(dtype, str) else BFLOAT16
+    n, width = (getattr(settings, name, None) for name in ("num_hidden_layers", "hidden_size"))
+    blocks = Blocks(n, width) if isinstance(n, int) and isinstance(width, int) else None
+    return shapes, BY_NAME.get(dtype, BFLOAT16) if isinstance(dtype, str) else BFLOAT16, blocks

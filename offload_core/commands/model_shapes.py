@@ -17,6 +17,7 @@ from ..dtypes import BY_NUMPY, ElementType
 from ..errors import CheckpointError
 from ..layout.partition import ParamSpec
 from ..layout.regions import InMemory
+from ..plans.prediction import Blocks
 from ..support.checks import shown
 from ..support.files import read_regular
 from .hugging_face import configured_shapes
@@ -68,6 +69,10 @@ class GPTConfig:
         return shapes | {"norm.weight": (width,), "norm.bias": (width,)}
 
     @property
+    def blocks(self) -> Blocks:
+        return Blocks(self.layers, self.width)
+
+    @property
     def numel(self) -> int:
         """Parameters, the tied embedding counted once."""
         return sum(map(math.prod, self.shapes.values()))
@@ -97,9 +102,14 @@ def gpt_of(numel: int) -> GPTConfig:
     return of(max(1, round(1 + (numel - ends) / (two - ends))), vocabulary)
 
 
-def shapes_of(path: Path) -> tuple[Shapes, ElementType | dict[str, ElementType]]:
-    """The parameters of a model in files, and their element types: of a ``.safetensors`` file, an index of several or a
-    Hugging Face ``config.json``, or of a folder that holds one of these, in this order.
+Stored = tuple[Shapes, ElementType | dict[str, ElementType], Blocks | None]
+"""The parameters of a model in files, their element types, and its blocks (None: unknown)."""
+
+
+def shapes_of(path: Path) -> Stored:
+    """The parameters of a model in files, their element types, and its blocks: of a ``.safetensors`` file, an index of
+    several or a Hugging Face ``config.json``, or of a folder that holds one of these, in this order. The blocks are
+    known of a ``config.json`` alone.
 
     Raises:
         CheckpointError: there is no such file, or it is cut off or holds no parameters.
@@ -128,13 +138,13 @@ def shapes_of(path: Path) -> tuple[Shapes, ElementType | dict[str, ElementType]]
     return configured_shapes(path, content)
 
 
-def _stored_shapes(path: Path, files: Sequence[Path]) -> tuple[Shapes, dict[str, ElementType]]:
+def _stored_shapes(path: Path, files: Sequence[Path]) -> Stored:
     stored = {name: tensor for file in files for name, tensor in read_header(file).items()}
     tensors = {name: tensor for name, tensor in stored.items() if tensor.dtype in BY_NUMPY}
     if not tensors:
         raise CheckpointError(f"{path}: holds no float32, bfloat16 or float16 tensor")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    return shapes, {name: BY_NUMPY[tensor.dtype] for name, tensor in tensors.items()}
+    return shapes, {name: BY_NUMPY[tensor.dtype] for name, tensor in tensors.items()}, None
 
 
 def _json_of(path: Path) -> dict[str, Any]:

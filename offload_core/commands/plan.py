@@ -6,7 +6,7 @@ import math
 import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from textwrap import fill
@@ -20,19 +20,19 @@ from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
 from ..layout.partition import ParamSpec
 from ..memory.host_memory import available_bytes, format_bytes
-from ..memory.plan import DEVICE, DISK, HOST, MemoryPlan, format_table
+from ..memory.plan import DEVICE, DISK, GRADIENTS, HOST, MemoryPlan, PlanRow, format_table
 from ..plans.at_once import rows_at_once
 from ..plans.phases import Member, Phase, phases
-from ..plans.planner import FOLDER, NARROWER, Planner, fill_host_memory
-from ..plans.prediction import Speeds, StepTime, predict
-from ..plans.terms import BucketTerms
+from ..plans.planner import FOLDER, NARROWER, Planner, Traffic, fill_host_memory
+from ..plans.prediction import Blocks, Speeds, StepTime, predict
+from ..plans.terms import GRADIENTS_ON_HOST, BucketTerms
 from ..rules import RULES
 from ..step.loss_scale import LossScaler
 from ..support.processors import default_threads
 from ..support.units import count, mesh, rate, size, size_or_0
 from .jax_shapes import MeshPart
 from .machine import measure_bandwidths, measure_disk
-from .model_shapes import GPTS, LEAST, MOST, Shapes, gpt_of, shapes_of, specs_of
+from .model_shapes import GPTS, LEAST, MOST, GPTConfig, Shapes, gpt_of, shapes_of, specs_of
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
 EXAMPLE = """example: does a 7 B model train on a GPU of 24 GB?
@@ -43,6 +43,8 @@ in JAX, parameters sharded over a mesh of 4 x 2 devices of one process:
   python -m offload_core plan --frontend jax --mesh 4x2 --parameters 7B --device-memory 24GB
 an actor, a critic and a frozen reference that have one GPU in turn, each released while another one has it:
   python -m offload_core plan --parameters 7B --parameters 1.5B --frozen 7B --device-memory 80GB --host-memory 256GB
+eight micro-batches of an update, through a loop and through engine.accumulate():
+  python -m offload_core plan --parameters 7B --device-memory 24GB --micro-batches 8
 with states on a disk, where they do not fit in host memory; its free space and bandwidth are measured:
   python -m offload_core plan --parameters 13B --host-memory 64GB --nvme-path /mnt/disk
 
@@ -63,6 +65,7 @@ _FIELDS = (
     "reduce_bucket_size",
     "gradient_accumulation_steps",
     "max_live_parameters",
+    "layerwise",
     "schedule",
     "update_in_backward",
     "state_format",
@@ -164,6 +167,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for name in _FIELDS[:3]:
         add(f"--{name.replace('_', '-')}", type=count, metavar="N", help=f"as OffloadConfig.{name}")
+    add(
+        "--micro-batches",
+        type=count,
+        metavar="N",
+        help="of an update: compare a loop over them (--gradient-accumulation-steps N) with engine.accumulate()",
+    )
+    parser.set_defaults(layerwise=False)
     add("--schedule", choices=("overlap", "serial", "delayed"), help="as OffloadConfig.schedule")
     add(
         "--update-in-backward",
@@ -178,7 +188,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dram-bandwidth", type=rate, metavar="RATE", help="of a machine, bytes a second (default: measured here)")
     add("--link-bandwidth", type=rate, metavar="RATE", help="between host and each device, each way")
     add("--flops", type=count, metavar="N", help="operations a second that each device reaches, such as 50T")
-    add("--tokens", type=count, metavar="N", help="of each rank a step; with --flops the compute time is predicted")
+    add(
+        "--tokens",
+        type=count,
+        metavar="N",
+        help="of each rank a step; with --flops the compute time is predicted, and with --micro-batches the inputs of "
+        "blocks are counted",
+    )
     add("--activation-checkpointing", action="store_true", help="activations are computed again in backward")
     add("--json", action="store_true", help="print one JSON object; sizes in bytes, times in seconds")
 
@@ -194,6 +210,18 @@ class _Disk:
 
 
 @dataclass(frozen=True)
+class _Inputs:
+    """Bytes of blocks' inputs that wait for backward on one rank, in ``engine.accumulate()``."""
+
+    on_host: int
+    on_device: int
+
+    @property
+    def n_bytes(self) -> int:
+        return self.on_host + self.on_device
+
+
+@dataclass(frozen=True)
 class _Tier:
     """The plan for one stage; in JAX for one way to give gradients."""
 
@@ -202,6 +230,8 @@ class _Tier:
     plan: MemoryPlan
     missing: dict[str, int]
     step: StepTime
+    traffic: Traffic
+    """The bytes that a rank moves in a step."""
     matrix_flops: list[int]
     """The multiplications of each rank with matrices."""
     disk: _Disk | None = None
@@ -210,6 +240,10 @@ class _Tier:
     """As :attr:`Member.working`."""
     frozen: bool = False
     """True if the model is not trained."""
+    inputs: _Inputs | None = None
+    """None: unknown, or micro-batches pass the model one after the other."""
+    accumulate: "_Tier | None" = None
+    """The plan of the same tier with ``engine.accumulate()``; None: it was not asked for."""
 
     @property
     def name(self) -> str:
@@ -236,11 +270,14 @@ def run(args: argparse.Namespace) -> int:
     models = _models(args)
     if len(models) > 1:
         return _run_several(args, models)
-    [(what, shapes, dtypes)] = models
-    asked = _Asked(args, shapes, dtypes)
+    [(what, shapes, dtypes, blocks)] = models
+    asked = _Asked(args, shapes, dtypes, blocks)
     tiers = asked.tiers()
+    if args.micro_batches:
+        layerwise = asked.tiers(layerwise=True)
+        tiers = [replace(tier, accumulate=each) for tier, each in zip(tiers, layerwise, strict=True)]
     formats = {setting: asked.tiers(asked.stores[:1], **fields) for setting, fields in _FORMATS.items()}
-    fitting = [tier for tier in tiers if tier.fits]
+    fitting = [tier for tier in tiers if tier.fits or (tier.accumulate is not None and tier.accumulate.fits)]
     numel = sum(map(math.prod, shapes.values()))
     if args.json:
         print(
@@ -257,6 +294,7 @@ def run(args: argparse.Namespace) -> int:
                     "disk_memory": asked.disk,
                     "activation_memory": args.activation_memory or None,
                     "host_activation_memory": args.host_activation_memory or None,
+                    "micro_batches": args.micro_batches,
                     "speeds": asdict(asked.speeds),
                     "tiers": [_as_json(tier) for tier in tiers],
                     "fits": bool(fitting),
@@ -277,6 +315,8 @@ def run(args: argparse.Namespace) -> int:
             print(f"\n{flops}")
         for alike in _alike(tiers):
             print(f"\n{' and '.join(tier.name for tier in alike)}\n{alike[0].plan.table()}")
+            for line in _micro_batch_lines(alike[0], asked):
+                print(line)
         if not fitting:
             print("\nnothing fits:")
             lines = [
@@ -295,10 +335,12 @@ class _Asked:
         args: argparse.Namespace,
         shapes: Shapes,
         dtypes: ElementType | dict[str, ElementType],
+        blocks: Blocks | None = None,
         *,
         frozen: bool = False,
     ) -> None:
         self.args, self.shapes, self.dtypes, self.frozen = args, shapes, dtypes, frozen
+        self.blocks = blocks
         self.processes: int = args.local_world_size or args.world_size
         """Those of a machine."""
         self.host: int = available_bytes() if args.host_memory is None else args.host_memory
@@ -350,7 +392,25 @@ class _Asked:
         planner = self._planner(terms, store)
         if self.frozen:
             return self._tier(args, about, store, planner, [], lambda: planner.plan([], frozen=specs))
-        return self._tier(args, about, store, planner, specs, lambda: planner.plan(specs))
+        inputs = self._inputs(config)
+        if inputs is None:
+            return self._tier(args, about, store, planner, specs, lambda: planner.plan(specs))
+        row = PlanRow("inputs of blocks", DEVICE, inputs.on_device, "host_activation_memory")
+
+        def plan() -> MemoryPlan:
+            made = planner.plan(specs)
+            return replace(made, rows=(*made.rows, row))
+
+        return self._tier(args, about, store, planner, specs, plan, inputs)
+
+    def _inputs(self, config: OffloadConfig) -> _Inputs | None:
+        """Return the inputs of blocks that wait; None: they are unknown, or none wait."""
+        tokens, own = self.args.tokens, self.dtypes
+        if not config.layerwise or self.blocks is None or tokens is None or not isinstance(own, ElementType):
+            return None
+        n_bytes = self.blocks.input_bytes(tokens, config.target_dtype or own)
+        on_host = min(n_bytes, config.host_activation_memory)
+        return _Inputs(on_host, n_bytes - on_host)
 
     def _plan_jax(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
         config = _config(args, store)
@@ -376,7 +436,9 @@ class _Asked:
         planner: Planner,
         specs: Sequence[ParamSpec],
         make_plan: Callable[[], MemoryPlan],
+        inputs: _Inputs | None = None,
     ) -> _Tier:
+        on_host = 0 if inputs is None else inputs.on_host
         plan = fill_host_memory(planner, make_plan(), make_plan, self.host // self.processes)
         step = predict(
             planner,
@@ -387,17 +449,18 @@ class _Asked:
             numel=sum(map(math.prod, self.shapes.values())) if self.in_jax else None,
             tokens=args.tokens,
             checkpointing=args.activation_checkpointing,
+            inputs=on_host,
         )
+        traffic, _ = planner.traffic(specs, inputs=on_host)
         missing = plan.missing(self.host, self.device_memory, processes=self.processes)
         disk = None
         if store == "nvme" and not self.frozen:
-            traffic, _ = planner.traffic(specs)
             written = self.processes * traffic.disk_write
             a_day = None if step.disk is None else written * _DAY / step.seconds
             disk = _Disk(traffic.disk_read, traffic.disk_write, a_day)
         about = {**about, "offload_optimizer": store}
         flops, working = planner.matrix_flops(specs), planner.terms.working_sizes(planner.terms.kinds(specs))
-        return _Tier(about, plan, missing, step, flops, disk, working, self.frozen)
+        return _Tier(about, plan, missing, step, traffic, flops, disk, working, self.frozen, inputs)
 
     @property
     def device_memory(self) -> int | None:
@@ -424,11 +487,26 @@ def _check(args: argparse.Namespace) -> None:
     local, ranks = args.local_world_size, args.world_size
     if local and local > ranks:
         raise ConfigError(f"--local-world-size {local} with --world-size {ranks}; expected at most that many")
-    if (args.flops is None) != (args.tokens is None):
+    n_models = len([*(args.model or args.parameters or (args.preset,)), *args.frozen])
+    if (n := args.micro_batches) is not None:
+        if args.frontend == "jax":
+            raise ConfigError(
+                "--micro-batches is torch's engine.accumulate(); in JAX a scan over micro-batches in a jitted function "
+                "sums their gradients before update() takes them; expected --frontend torch"
+            )
+        if args.gradient_accumulation_steps not in (None, n):
+            raise ConfigError(
+                f"--gradient-accumulation-steps {args.gradient_accumulation_steps} with --micro-batches {n}, which "
+                "gives the same number; expected one of them"
+            )
+        if n_models > 1:
+            raise ConfigError("--micro-batches compares two ways to train one model; expected no further models")
+        args.gradient_accumulation_steps = n
+    if (args.flops is None) != (args.tokens is None) and (args.flops is not None or args.micro_batches is None):
         raise ConfigError("--flops and --tokens predict the compute time together; expected both or neither")
-    if len(args.frozen) + len(args.model or args.parameters or ()) > len(_LETTERS):
+    if n_models > len(_LETTERS):
         raise ConfigError(f"more models than {len(_LETTERS)} were given; expected fewer")
-    if args.frontend == "jax" and len([*(args.model or ()), *(args.parameters or ()), *args.frozen]) > 1:
+    if args.frontend == "jax" and n_models > 1:
         raise ConfigError(
             "several models take turns in torch (engine.release()); expected one model with --frontend jax"
         )
@@ -468,14 +546,14 @@ def _disk_options(args: argparse.Namespace) -> list[str]:
     return [f"--{name.replace('_', '-')}" for name in _OF_DISK if getattr(args, name) is not None]
 
 
-_Model = tuple[str, Shapes, ElementType | dict[str, ElementType]]
-"""A model in words, its shapes, and its element types."""
+_Model = tuple[str, Shapes, ElementType | dict[str, ElementType], Blocks | None]
+"""A model in words, its shapes, its element types, and its blocks (None: unknown)."""
 
 
 def _models(args: argparse.Namespace) -> list[_Model]:
     """The models that were asked for: those that are trained, then the frozen ones."""
     trained = [*(args.model or ()), *(args.parameters or ())]
-    preset = [] if args.preset is None else [(args.preset, GPTS[args.preset].shapes, BFLOAT16)]
+    preset = [] if args.preset is None else [_gpt(args.preset, GPTS[args.preset])]
     return [*preset, *map(_model, trained), *map(_model, args.frozen)]
 
 
@@ -483,7 +561,11 @@ def _model(given: Path | int) -> _Model:
     if isinstance(given, Path):
         return str(given), *shapes_of(given)
     gpt = gpt_of(given)
-    return f"a GPT of {gpt.layers} layers of width {gpt.width}", gpt.shapes, BFLOAT16
+    return _gpt(f"a GPT of {gpt.layers} layers of width {gpt.width}", gpt)
+
+
+def _gpt(name: str, gpt: GPTConfig) -> _Model:
+    return name, gpt.shapes, BFLOAT16, gpt.blocks
 
 
 @dataclass(frozen=True)
@@ -524,7 +606,7 @@ def _run_several(args: argparse.Namespace, models: Sequence[_Model]) -> int:
     if args.nvme_host_bytes is None and (args.offload_optimizer == "nvme" or _disk_options(args)):
         args.nvme_host_bytes = 0  # else the first one would take what is free
     planned: list[_Planned] = []
-    for number, (what, shapes, dtypes) in enumerate(models):
+    for number, (what, shapes, dtypes, _) in enumerate(models):
         asked = _Asked(args, shapes, dtypes, frozen=number >= n_trained)
         planned.append(_Planned(_LETTERS[number], what, asked, asked.tiers()))
         args = argparse.Namespace(**{**vars(args), "dram_bandwidth": planned[0].asked.speeds.dram})  # measured once
@@ -702,12 +784,84 @@ def _time_table(tiers: Sequence[_Tier]) -> str:
     lines = [
         [
             tier.name,
-            "at least " * (not tier.step.is_known) + _seconds(tier.step.seconds),
+            _step(tier),
             *map(_seconds, (tier.step.update, tier.step.to_host, tier.step.to_device, tier.step.compute)),
         ]
         for tier in tiers
     ]
     return format_table(lines, ["time", "step", "of it: update", "to host", "to device", "compute"])
+
+
+def _micro_batch_lines(loop: _Tier, asked: _Asked) -> list[str]:
+    """Return lines that compare a loop over micro-batches with ``engine.accumulate()``; none if neither fits, or if
+    the comparison was not asked for."""
+    whole = loop.accumulate
+    if whole is None or not (loop.fits or whole.fits):
+        return []
+    ways = {"loop": loop, "accumulate": whole}
+    header = [f"{asked.args.micro_batches} micro-batches", "to device", "to host", "from disk", "to ranks"]
+    differ = _host_gradients(loop) != _host_gradients(whole)
+    rows = []
+    for name, tier in ways.items():
+        traffic = tier.traffic
+        sizes = [traffic.to_device, traffic.to_host, traffic.disk_read, traffic.sent]
+        sizes += [_host_gradients(tier)] * differ
+        rows.append([name, *map(format_bytes, map(round, sizes)), _step(tier)])
+    lines = [_faster(loop, asked)]
+    for name, tier in ways.items():
+        lines += [f"{name} does not fit: {_short(tier, where, asked)}" for where in tier.missing]
+    if whole.inputs is not None:
+        places = {"on the host": whole.inputs.on_host, "on the device": whole.inputs.on_device}
+        where = " and ".join(f"{format_bytes(n)} {place}" for place, n in places.items() if n)
+        lines.append(f"inputs of blocks that wait in accumulate: {where}{_to_host(whole, asked)}")
+    table = format_table(rows, [*header, *["host gradients"] * differ, "step"])
+    return ["", table, *(fill(line, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False) for line in lines)]
+
+
+def _host_gradients(tier: _Tier) -> int:
+    """Return the bytes of gradients in host memory, with those of a device whose memory is the host's."""
+    rows = [
+        row for row in tier.plan.rows if row.what == GRADIENTS_ON_HOST or (tier.plan.shared and row.what == GRADIENTS)
+    ]
+    return sum(row.n_bytes for row in rows)
+
+
+def _to_host(tier: _Tier, asked: _Asked) -> str:
+    """Name the setting that moves the inputs of blocks to the host, if the device has too little memory for them but
+    enough for all else; else empty."""
+    device, inputs = asked.device_memory, tier.inputs
+    if inputs is None or DEVICE not in tier.missing or device is None:
+        return ""
+    if tier.plan.device_bytes - inputs.on_device > device:
+        return ""
+    return f"; with host_activation_memory={inputs.n_bytes} they wait on the host"
+
+
+def _factor(loop: _Tier) -> float | None:
+    """Return how many times as fast ``engine.accumulate()`` is as the loop; None: unknown."""
+    whole = loop.accumulate
+    if whole is None or not (loop.step.is_known and whole.step.is_known):
+        return None
+    return loop.step.seconds / whole.step.seconds
+
+
+def _faster(loop: _Tier, asked: _Asked) -> str:
+    factor = _factor(loop)
+    if factor is None:
+        step, args = loop.step, asked.args
+        options = {
+            "--link-bandwidth": step.to_host is None or step.to_device is None,
+            "--disk-bandwidth": step.disk is None,
+            "--flops": args.flops is None,
+            "--tokens": args.tokens is None,
+        }
+        needed = [option for option, wanted in options.items() if wanted]
+        return f"which of them is faster is not known: give {', '.join(needed)}"
+    exchange = " (the exchange between ranks is not counted)" if asked.args.world_size > 1 else ""
+    if f"{factor:.2f}" == "1.00":
+        return f"loop and accumulate take the same time{exchange}"
+    slow, fast = ("loop", "accumulate") if factor > 1 else ("accumulate", "loop")
+    return f"{fast} is {max(factor, 1 / factor):.2f} times as fast as {slow}{exchange}"
 
 
 def _matrix_flops(tier: _Tier) -> str:
@@ -732,6 +886,10 @@ def _short(tier: _Tier, where: str, asked: _Asked) -> str:
     has = tier.plan.free(where, asked.host, asked.device_memory)
     what = f"{where} {'memory' if where in (HOST, DEVICE) else 'space'}"
     return f"{format_bytes(tier.missing[where])} of {what}, of {format_bytes(has or 0)}: {tier.plan.largest(where)}"
+
+
+def _step(tier: _Tier) -> str:
+    return "at least " * (not tier.step.is_known) + _seconds(tier.step.seconds)
 
 
 def _seconds(value: float | None) -> str:
@@ -768,4 +926,22 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
         "step": {**asdict(tier.step), "seconds": tier.step.seconds},
         "matrix_work": tier.matrix_flops,
         "disk": tier.disk and asdict(tier.disk),
+        **({} if tier.accumulate is None else {"comparison": _comparison_as_json(tier, tier.accumulate)}),
+    }
+
+
+def _comparison_as_json(loop: _Tier, whole: _Tier) -> dict[str, Any]:
+    return {
+        "faster_by": _factor(loop),
+        "inputs": whole.inputs and {**asdict(whole.inputs), "bytes": whole.inputs.n_bytes},
+        **{
+            name: {
+                "traffic": asdict(tier.traffic),
+                "host_gradients": _host_gradients(tier),
+                "fits": tier.fits,
+                "missing": tier.missing,
+                "step": {**asdict(tier.step), "seconds": tier.step.seconds},
+            }
+            for name, tier in (("loop", loop), ("accumulate", whole))
+        },
     }

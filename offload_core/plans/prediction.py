@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..dtypes import ElementType
 from ..layout.partition import ParamSpec
 from .planner import Planner, Traffic
 
@@ -22,6 +23,25 @@ class Speeds:
     """Operations a second that a device reaches in forward and backward."""
     disk: float | None = None
     """The bandwidth of all disks of the machine, for reads and writes together, shared by all its processes."""
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """The blocks of a model, each of which takes the output of the block before it."""
+
+    n: int
+    width: int
+    """Elements of a token between two blocks: the hidden size."""
+
+    def input_bytes(self, tokens: int, dtype: ElementType) -> int:
+        """Return the bytes that wait for backward in ``engine.accumulate()``: the inputs of all blocks, and the output
+        of the last one.
+
+        Args:
+            tokens: of all micro-batches of a step, on one rank.
+            dtype: the element type of the inputs.
+        """
+        return (self.n + 1) * tokens * self.width * dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -62,6 +82,7 @@ def predict(
     numel: int | None = None,
     tokens: int | None = None,
     checkpointing: bool = False,
+    inputs: int = 0,
 ) -> StepTime:
     """Return the time of a step, by a model of ideal overlap.
 
@@ -73,14 +94,16 @@ def predict(
     the disk still overlaps the update. The parts are:
 
     - Compute: 6 operations for each parameter and token, 2 in forward and 4 in backward (Kaplan et al., "Scaling Laws
-      for Neural Language Models", section 2.1), or 8 if activations are computed again, divided by ``speeds.flops``.
+      for Neural Language Models", section 2.1), or 8 if activations are computed again, as ``engine.accumulate()``
+      always does, divided by ``speeds.flops``.
     - Update: the bytes of the kernel (:meth:`Planner.traffic`: 28 for each bf16 parameter), divided by the bandwidth of
       host memory.
     - Disk: the bytes read and written, divided by the bandwidth of the disks.
     - Each copy: 2 bytes for each bf16 parameter, divided by the link's bandwidth. Both directions work at the same
       time. ZeRO-Offload (arXiv:2101.06840, sections 4 and 5) makes the same copies.
 
-    The model leaves out the exchange between ranks, and the memory that the norm reads.
+    The model leaves out the exchange between ranks, the memory that the norm reads, and the sums of a loop's
+    micro-batches on the host.
 
     Args:
         specs: the trained parameters.
@@ -89,8 +112,9 @@ def predict(
         numel: the number of elements of the model's parameters; None: the number of elements of ``specs``.
         tokens: the number of tokens of a whole step on one rank, or on each device.
         checkpointing: True if activations are computed again in backward.
+        inputs: as in :meth:`Planner.traffic`.
     """
-    whole, last = planner.traffic(specs)
+    whole, last = planner.traffic(specs, inputs=inputs)
 
     def over_link(n_bytes: float) -> float | None:
         return 0.0 if not n_bytes else None if speeds.link is None else n_bytes / (devices * speeds.link)
@@ -100,7 +124,8 @@ def predict(
 
     compute = None
     if speeds.flops is not None and tokens is not None:
-        each = _FLOPS_A_TOKEN_CHECKPOINTED if checkpointing else _FLOPS_A_TOKEN
+        again = checkpointing or planner.terms.config.layerwise
+        each = _FLOPS_A_TOKEN_CHECKPOINTED if again else _FLOPS_A_TOKEN
         numel = sum(spec.numel for spec in specs) if numel is None else numel
         compute = each * numel * tokens / speeds.flops
     moved = processes * (whole.disk_read + whole.disk_write)

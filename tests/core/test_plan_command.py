@@ -138,8 +138,11 @@ def test_a_hugging_face_model_is_planned_from_its_configuration(tmp_path, capsys
         found = plan(capsys, f"--model={path}", "--host-memory=1GB")
         assert found["parameters"] == sum(p.numel() for p in model.parameters())
         assert on_device(found) == 4 * found["parameters"], "in fp32, as it says"
-    half = plan(capsys, f"--model={tmp_path}", "--host-memory=1GB", "--param-dtype=bfloat16")
+    asked = [f"--model={tmp_path}", "--host-memory=1GB", "--param-dtype=bfloat16"]
+    half = plan(capsys, *asked, "--micro-batches=2", "--tokens=100")
     assert on_device(half) == 2 * found["parameters"]
+    for tier in half["tiers"]:
+        assert tier["comparison"]["inputs"]["on_device"] == (2 + 1) * 100 * 64 * 2
 
 
 @pytest.mark.integration
@@ -517,6 +520,11 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--preset=tiny", "--device=cuda:0"], "expected cpu or an accelerator's name"),
         (["plan", "--preset=tiny", "--stage=2", "--offload-param=cpu"], "of stage 3"),
         (["plan", "--preset=tiny", "--world-size=1e300"], "expected a count"),
+        (["plan", "--preset=tiny", "--micro-batches=0"], "expected a count"),
+        (["plan", "--preset=tiny", "--micro-batches=4", "--flops=1T"], "expected both or neither"),
+        (["plan", "--preset=tiny", "--micro-batches=4", "--gradient-accumulation-steps=2"], "expected one of them"),
+        (["plan", "--preset=tiny", "--micro-batches=4", "--frontend=jax"], "a scan over micro-batches"),
+        (["plan", "--preset=tiny", "--micro-batches=4", "--frozen=2M"], "expected no further models"),
         (["plan", "--preset=tiny", "--mesh=2x2"], "expected --frontend jax beside it"),
         (["plan", "--preset=tiny", "--frontend=jax", "--mesh=2x0"], "the sizes of a mesh's axes, such as 8 or 4x2"),
         (["plan", "--preset=tiny", "--frontend=jax", "--mesh=64x65"], "at most 4,096 devices"),
@@ -584,6 +592,137 @@ def test_a_steps_time_is_that_of_its_slowest_part_and_a_tail() -> None:
     unknown = step_time(speeds=Speeds(28e6))
     assert (unknown.to_host, unknown.compute) == (None, None)
     assert unknown.seconds == pytest.approx(unknown.update + 28 * bucket / 28e6)
+
+
+# --- many micro-batches ---------------------------------------------------------------------------------
+
+
+def moved(world_size: int, *, addressable: bool = False, inputs: int = 0, **fields: object) -> dict[str, float]:
+    """Bytes of a step, for each element of ten bf16 parameters of 16,000; by four micro-batches."""
+    config = OffloadConfig(reduce_bucket_size=1600, gradient_accumulation_steps=4, **fields)
+    specs = [ParamSpec(str(i), 16_000, BFLOAT16, partitioned=config.stage == 3) for i in range(10)]
+    terms = BucketTerms(config, planned_device(world_size, addressable=addressable))
+    whole, _ = Planner(terms).traffic(specs, inputs=160_000 * inputs)
+    return {name: getattr(whole, name) / 160_000 for name in ("to_device", "to_host", "sent")}
+
+
+def test_all_micro_batches_pass_a_gathered_block_and_its_gradient_leaves_once() -> None:
+    narrow = {"stage": 3, "offload_param": "cpu", "max_live_parameters": 100_000}
+    assert moved(1, **narrow) == {"to_device": 4 * 2 * 2, "to_host": 4 * 2, "sent": 0}
+    assert moved(1, **narrow, layerwise=True) == {"to_device": 2 * 2, "to_host": 4, "sent": 0}
+    # Two ranks: half of each sum crosses in fp32, and half of each parameter goes to the other rank.
+    assert moved(2, **narrow) == {"to_device": 4 * 2, "to_host": 4 * 2, "sent": 4 * (2 + 2 * 2) / 2}
+    assert moved(2, **narrow, layerwise=True) == {"to_device": 2, "to_host": 2, "sent": (4 + 2 * 2) / 2}
+    # Whole parameters come back once, after the update.
+    assert moved(2) == {"to_device": 1, "to_host": 4 * 2, "sent": (4 * 2 + 2) / 2}
+    assert moved(2, layerwise=True) == {"to_device": 1, "to_host": 2, "sent": (4 + 2) / 2}
+    assert moved(4, layerwise=True)["sent"] == 3 / 4 * (4 + 2)
+    # Blocks' inputs cross if the device has memory of its own.
+    assert moved(1, **narrow, layerwise=True, inputs=5) == {"to_device": 4 + 10, "to_host": 4 + 5, "sent": 0}
+    assert moved(1, addressable=True, layerwise=True, inputs=5) == {"to_device": 0, "to_host": 0, "sent": 0}
+
+
+def test_gradients_that_the_device_sums_are_fp32_there() -> None:
+    specs = [ParamSpec(str(i), 160, BFLOAT16) for i in range(10)]
+    found = {}
+    for layerwise in (False, True):
+        config = OffloadConfig(reduce_bucket_size=160, gradient_accumulation_steps=2, layerwise=layerwise)
+        terms = BucketTerms(config, planned_device(1, addressable=False))
+        [found[layerwise]] = [row.n_bytes for row in Planner(terms).plan(specs).rows if row.what == "gradients"]
+    assert found == {False: 3 * 160 * 2, True: 3 * 160 * 4}
+
+
+MANY = ["--preset=gpt2-1.5b", "--stage=3", "--offload-param=cpu", "--host-memory=900GB", "--micro-batches=8"]
+FLOPS = ["--flops=100T", "--tokens=65536"]
+INPUTS = (48 + 1) * 65536 * 1600 * 2
+
+
+def compared(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> dict:
+    [tier] = plan(capsys, *MANY, *arguments, status=status)["tiers"]
+    return tier["comparison"]
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The table of micro-batches and the lines after it."""
+    assert main(["plan", *MANY, *RATES, *arguments]) == 0
+    _, found, rest = capsys.readouterr().out.partition("\n8 micro-batches")
+    assert found
+    assert max(map(len, rest.splitlines())) <= 100
+    return " ".join(rest.split())
+
+
+def test_a_loop_and_accumulate_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the link takes longest the loop is slower; where compute does, it is if it is checkpointed, too."""
+    found = compared(capsys, *FLOPS, "--max-live-parameters=1M")
+    loop, accumulate = found["loop"], found["accumulate"]
+    assert loop["traffic"]["to_device"] == pytest.approx(8 * accumulate["traffic"]["to_device"], rel=1e-3)
+    assert loop["traffic"]["to_host"] == pytest.approx(4 * accumulate["traffic"]["to_host"])
+    assert found["inputs"] == {"on_host": 0, "on_device": INPUTS, "bytes": INPUTS}
+    assert accumulate["step"]["compute"] == pytest.approx(loop["step"]["compute"] * 8 / 6)
+    assert found["faster_by"] == loop["step"]["seconds"] / accumulate["step"]["seconds"] < 1
+    again = compared(capsys, *FLOPS, "--activation-checkpointing")
+    assert again["loop"]["step"]["compute"] == again["accumulate"]["step"]["compute"]
+
+    assert re.search(r"loop is 1\.3\d times as fast as accumulate", printed(capsys, *FLOPS))
+    assert "take the same time" in printed(capsys, *FLOPS, "--activation-checkpointing")
+    slow = ["--link-bandwidth=2GB", *FLOPS]
+    [factor] = re.findall(r"accumulate is (\d\.\d\d) times as fast as loop", printed(capsys, *slow))
+    assert float(factor) == pytest.approx(compared(capsys, *slow)["faster_by"], abs=0.006)
+    assert "ranks is not counted" in printed(capsys, *slow, "--world-size=2")
+    assert "ranks is not counted" not in printed(capsys, *slow)
+
+
+def test_what_must_be_given_to_compare_times_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "not known: give --flops, --tokens" in printed(capsys)
+    assert "not known: give --flops inputs" in printed(capsys, "--tokens=65536")
+    assert main(["plan", *MANY, RATES[0], *FLOPS]) == 0
+    assert "not known: give --link-bandwidth" in capsys.readouterr().out
+    assert compared(capsys)["faster_by"] is None
+
+
+def test_inputs_wait_on_the_host_up_to_the_bytes_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
+    whole = compared(capsys, *FLOPS)["accumulate"]
+    on_host = 10**9
+    found = compared(capsys, *FLOPS, f"--host-activation-memory={on_host}B")
+    assert found["inputs"] == {"on_host": on_host, "on_device": INPUTS - on_host, "bytes": INPUTS}
+    for way, times in (("to_host", 1), ("to_device", 2)):
+        assert found["accumulate"]["traffic"][way] == whole["traffic"][way] + times * on_host
+        assert found["accumulate"]["step"][way] == pytest.approx(whole["step"][way] + times * on_host / 25e9)
+    assert compared(capsys, *FLOPS, "--host-activation-memory=99GB")["inputs"]["on_device"] == 0
+
+    small = [*FLOPS, "--device-memory=4GB"]
+    assert compared(capsys, *small)["accumulate"]["missing"].keys() == {"device"}
+    assert f"with host_activation_memory={INPUTS} they wait on the host" in printed(capsys, *small)
+    assert compared(capsys, *small, "--host-activation-memory=11GB")["accumulate"]["fits"]
+    assert "they wait" not in printed(capsys, *small, "--host-activation-memory=11GB")
+    assert "they wait" not in printed(capsys, *FLOPS)
+    assert not compared(capsys, *FLOPS, "--device-memory=1MB", status=1)["accumulate"]["fits"]
+
+
+def test_gradients_take_less_host_memory_where_their_buckets_pass_through(capsys: pytest.CaptureFixture[str]) -> None:
+    same = compared(capsys)
+    assert same["loop"]["host_gradients"] == same["accumulate"]["host_gradients"]
+    assert "host gradients" not in printed(capsys)
+    early = compared(capsys, "--update-in-backward")
+    assert early["loop"]["host_gradients"] > 10 * early["accumulate"]["host_gradients"] > 0
+    assert "host gradients" in printed(capsys, "--update-in-backward")
+    between = ["--update-in-backward", "--host-memory=24GB"]
+    found = compared(capsys, *between)  # a way fits: status 0
+    assert (found["loop"]["fits"], found["accumulate"]["fits"]) == (False, True)
+    assert "loop does not fit: " in (shown := printed(capsys, *between))
+    assert "nothing fits" not in shown
+    on_cpu = compared(capsys, "--device=cpu", "--param-dtype=float32")
+    assert on_cpu["accumulate"]["host_gradients"] == pytest.approx(4 * GPTS["gpt2-1.5b"].numel, rel=0.01)
+
+
+def test_inputs_of_blocks_that_a_file_does_not_name_are_left_out(tmp_path: Path, capsys) -> None:
+    save_file({name: torch.zeros(shape) for name, shape in SMALL.shapes.items()}, tmp_path / "a.safetensors")
+    asked = [f"--model={tmp_path}", "--host-memory=1GB", "--micro-batches=2", "--tokens=64"]
+    assert {tier["comparison"]["inputs"] for tier in plan(capsys, *asked)["tiers"]} == {None}
+    assert main(["plan", *asked, *RATES]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("2 micro-batches") == 1, "stages are alike on one rank, and no parameter is large"
+    assert "inputs of blocks" not in shown
 
 
 # --- what wrap does with it -----------------------------------------------------------------------------
