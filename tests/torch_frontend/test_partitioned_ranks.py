@@ -17,7 +17,7 @@ from frontends.torch.ranks.device_ranks import DeviceRanks, device_for
 from frontends.torch.stage3 import partitioned as partitioned_module
 from tests.support.experts import Experts, mixture, rows
 from tests.support.late_stores import STATES_ON_DISK
-from tests.support.partitioned_models import MODELS, OF_TRANSFORMERS, External, external_loss, gpt, gpt_loss
+from tests.support.partitioned_models import MODELS, OF_TRANSFORMERS, External, external_loss, gpt, gpt_loss, ids
 from tests.support.processes import on_ranks
 from tests.support.torch_rank import bits, give_up, said_by, whole_bits
 
@@ -140,6 +140,28 @@ def test_a_step_sends_the_bytes_of_the_plan():
 
     for (planned, first), (same, second) in zip(*found, strict=True):
         assert planned == same == (first + second) / 2 > 0
+
+
+@pytest.mark.parametrize("fields", [{}, {**STAGE_3, "offload_param": "cpu"}])
+def test_accumulate_sends_the_bytes_of_the_plan_but_for_the_last_block(fields):
+    """The last block stays whole from forward to backward, so it is gathered once."""
+
+    @on_ranks(2)
+    def found(rank):
+        engine = wrap(gpt(), param_dtype="bfloat16", gradient_accumulation_steps=4, layerwise=True, **fields)
+        for step in range(2):
+            before = engine.sent_bytes
+            batches = [ids(17, 8 * step + 2 * i + rank) for i in range(4)]
+            engine.accumulate([(x[:, :-1], x[:, 1:]) for x in batches], loss=lambda output, _: output)
+            engine.step()
+        core, block = engine.optimizer.core, engine.module.blocks[-1]
+        whole, _ = core._planner.traffic(core._pipeline.buckets.params)
+        last = sum(p.nbytes for p in block.parameters() if p in engine.optimizer.sharding)
+        return whole.sent, engine.sent_bytes - before, last
+
+    for planned, sent, last in found:
+        assert sent == planned - last / 2 > 0  # this rank's half
+        assert (last > 0) == bool(fields)
 
 
 def test_one_rank_changes_parameters_for_all_and_masters_follow():
