@@ -23,8 +23,8 @@ from offload_core.errors import ParameterError, StateError
 
 from .lines import ThreadState
 
-_OPAQUE = ("Cache",)
-"""Classes, by name, of arguments that a block writes to, so that it must not run twice with one."""
+_LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
+"""A part of torch's error where code changes a leaf in place."""
 
 
 class Border:
@@ -39,7 +39,6 @@ class Border:
         self.tensor = tensor
         self.edge = edge
         self.first = first
-        self.order = -1 if edge is None else edge.node._sequence_nr()
         self.is_view = edge is not None and tensor._is_view()
         """True if it could not be made a leaf, because it is a view: the micro-batch's own graph has it, too."""
         self._of_view: torch.Tensor | None = None
@@ -120,42 +119,48 @@ class BlockCall:
     outputs: list[tuple[int, Border]] = field(default_factory=list)
     """The tensors that the block returned, each with its position among all."""
 
-    @property
-    def given(self) -> list[Border]:
-        """The borders among the arguments."""
-        leaves = tree_leaves((self.args, self.kwargs))
-        found = [self.borders.get(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return [*dict.fromkeys(border for border in found if border is not None)]
-
-    def run(self) -> Any:
-        """Run the block, and return its output with leaves in place of tensors that it made.
+    def __post_init__(self) -> None:
+        """Check the arguments, and cut the graph before them.
 
         Raises:
-            StateError: the block writes to what it gets.
-            ParameterError: it gets or returns an object that may hold tensors, and that cannot be cut.
+            StateError, ParameterError: the block cannot run with them twice.
         """
-        given, _ = tree_flatten((self.args, self.kwargs))
-        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
-        for leaf in given:
-            self._check_argument(leaf)
+        leaves = tree_leaves((self.args, self.kwargs), is_leaf=_is_cache)
+        cache = next(filter(_is_cache, leaves), None)
+        if cache is not None:
+            raise ParameterError(
+                f"accumulate: block {self.name!r} gets a {type(cache).__name__}, which it writes to, and it runs again "
+                "in backward; expected no cache in training: use_cache=False, in the call or in model.config"
+            )
         if not torch.is_grad_enabled():
             raise StateError(
                 f"accumulate: block {self.name!r} runs without grad mode, in torch.no_grad() or under reentrant "
                 "checkpointing; expected neither around blocks: each runs again in backward anyway. With Hugging "
                 "Face: model.gradient_checkpointing_disable()"
             )
-        for tensor in {id(tensor): tensor for tensor in tensors}.values():
+        for tensor in {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values():
             self._cut(tensor)
+
+    def run(self) -> Any:
+        """Run the block, and return its output with leaves in place of tensors that it made.
+
+        Raises:
+            StateError: the block writes to what it gets.
+            ParameterError: it returns an object that may hold tensors, and that cannot be cut.
+        """
+        tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
         self._state, self._random = ThreadState(self.device), RandomState(self.device)
         versions = [tensor._version for tensor in tensors]
         buffers = [buffer._version for buffer in self.block.buffers()]
-        with saved_tensors_hooks(_nothing_of, partial(_missing, self.name)):
-            output = self.forward(*self.args, **self.kwargs)
+        try:
+            with saved_tensors_hooks(_nothing_of, partial(_missing, self.name)):
+                output = self.forward(*self.args, **self.kwargs)
+        except RuntimeError as error:
+            if _LEAF_WRITTEN in str(error):
+                raise self._writes() from error
+            raise
         if [tensor._version for tensor in tensors] != versions:
-            raise StateError(
-                f"accumulate: block {self.name!r} changes a tensor that it gets in place, and would get another one "
-                "when it runs again in backward; expected x = x + ... in place of x += ..."
-            )
+            raise self._writes()
         self._writes_buffers = [buffer._version for buffer in self.block.buffers()] != buffers
         leaves, self._structure = tree_flatten(output)
         same = {id(tensor) for tensor in tensors}
@@ -169,12 +174,11 @@ class BlockCall:
                 self.outputs.append((i, border))
         return tree_unflatten(leaves, self._structure)
 
-    def _check_argument(self, leaf: Any) -> None:
-        if any(kind.__name__ in _OPAQUE for kind in type(leaf).__mro__):
-            raise ParameterError(
-                f"accumulate: block {self.name!r} gets a {type(leaf).__name__}, which it writes to, and it runs again in "
-                "backward; expected no cache in training: use_cache=False, in the call or in model.config"
-            )
+    def _writes(self) -> StateError:
+        return StateError(
+            f"accumulate: block {self.name!r} changes a tensor that it gets in place, and would get another one when it "
+            "runs again in backward; expected x = x + ... in place of x += ..."
+        )
 
     def _check_output(self, leaf: Any) -> None:
         if not isinstance(leaf, torch.Tensor) and any(
@@ -207,7 +211,7 @@ class BlockCall:
         """Run the block again, with a graph, and backpropagate the gradients of its outputs through it. Afterwards the
         inputs have their gradients."""
         aliases = [border.tensor.detach().requires_grad_() for border in self.inputs]
-        uses: dict[int, torch.Tensor] = {}
+        uses = dict[int, torch.Tensor]()
         roots: list[torch.Tensor] = []
         gradients: list[torch.Tensor] = []
         for border, alias in zip(self.inputs, aliases, strict=True):
@@ -217,9 +221,7 @@ class BlockCall:
                 roots.append(root)
                 gradients.append(border.gradient)
                 border.gradient = None
-        given = tree_map_only(torch.Tensor, lambda tensor: uses.get(id(tensor), tensor), (self.args, self.kwargs))
-        self.args, self.kwargs = (), {}
-        leaves = self._again(*given)
+        leaves = self._again(uses)
         for i, border in self.outputs:
             if border.gradient is not None and leaves[i].requires_grad:
                 roots.append(leaves[i])
@@ -227,13 +229,20 @@ class BlockCall:
             border.gradient = None
             self.borders.forget(border)
         self.outputs.clear()
-        del given, leaves, uses
+        del leaves, uses
         torch.autograd.backward(roots, gradients)
         for border, alias in zip(self.inputs, aliases, strict=True):
             border.gradient = alias.grad
 
-    def _again(self, args: Any, kwargs: Any) -> list[Any]:
-        """Run the block once more as it ran in forward, and return the leaves of its output."""
+    def _again(self, uses: Mapping[int, torch.Tensor]) -> list[Any]:
+        """Run the block once more as it ran in forward, and return the leaves of its output.
+
+        Args:
+            uses: tensors to be used in place of arguments, by their ``id``.
+        """
+        given = (self.args, self.kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: uses.get(id(tensor), tensor), given)
+        self.args, self.kwargs = (), {}
         outside, now = ThreadState(self.device), RandomState(self.device)
         buffers = [*self.block.buffers()] if self._writes_buffers else []
         before = [buffer.clone() for buffer in buffers]
@@ -257,9 +266,13 @@ class BlockCall:
 
     @property
     def made_before(self) -> list[Border]:
-        """The inputs whose gradients go on along their edges after this call's backward, latest first."""
-        mine = [border for border in self.inputs if border.first == self.number]
-        return sorted(mine, key=lambda border: border.order, reverse=True)
+        """The inputs whose gradients go on along their edges after this call's backward."""
+        return [border for border in self.inputs if border.first == self.number]
+
+
+def _is_cache(argument: Any) -> bool:
+    """Return True for a cache of keys and values of Hugging Face's models, which a block writes to."""
+    return any(kind.__name__ == "Cache" for kind in type(argument).__mro__)
 
 
 def _nothing_of(tensor: torch.Tensor) -> None:
@@ -268,7 +281,7 @@ def _nothing_of(tensor: torch.Tensor) -> None:
 
 def _missing(name: str, saved: None) -> torch.Tensor:
     raise StateError(
-        f"accumulate: a tensor that was made inside block {name!r} is used outside of it, and the block does not return "
-        "it: a hook or an attribute has carried it out (output_router_logits, output_attentions). Its gradient would be "
-        "lost; expected a block that returns it, or a loss without it"
+        f"accumulate: a tensor that was made inside block {name!r} is used outside of it, and the block does not "
+        "return it: a hook or an attribute has carried it out (output_router_logits, output_attentions). Its gradient "
+        "would be lost; expected a block that returns it, or a loss without it"
     )

@@ -1,7 +1,7 @@
 """Forward and backward of several micro-batches, block by block.
 
-In the forward sweep all micro-batches pass block 0, then block 1, and so on; in the backward sweep the same in reverse.
-A phase is what is done with one block: its parameters are whole, and those of the next block are gathered meanwhile. The
+In the forward sweep all micro-batches pass block 0, then block 1, and so on; in the backward sweep in reverse. A phase
+is what is done with one block: its parameters are whole, and those of the next block are gathered meanwhile. The
 code between two blocks runs in the phase of the first one. The code after the last block runs, and is differentiated,
 for one micro-batch after the other.
 """
@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 
 from offload_core.errors import GradientError, ParameterError, StateError
 
-from ..internals.compiled import CompiledForward, is_compiled
+from ..internals.compiled import CompiledForward
 from ..training.components import Components
 from .calls import BlockCall, Border, Borders
 from .find import params_of_blocks
@@ -268,15 +268,17 @@ class Sweeps:
         if self._waiting is not None:
             for tensor in done:
                 self._waiting.forget(tensor)
+            self._waiting.leave(border.tensor for border in call.inputs if border not in made)
             if len(self._lines) > 1:
                 self._waiting.leave(_gradients(call))
+        call.inputs.clear()
 
     # --- tensors that wait ---------------------------------------------------------------------------
 
     def _leave(self, line: _Line) -> None:
         """Have the line's tensors wait on the host, until their next use."""
         if self._waiting is not None:
-            next_used = [] if line.at is None or len(self._lines) > 1 else line.at.given
+            next_used = [] if line.at is None or len(self._lines) > 1 else line.at.inputs
             stay = {id(border) for border in next_used}
             borders = [border for border in line.borders if id(border) not in stay]
             self._waiting.leave(border.tensor for border in borders)
@@ -284,11 +286,11 @@ class Sweeps:
 
     def _need(self, line: _Line) -> None:
         if self._waiting is not None and line.at is not None:
-            self._waiting.need(border.tensor for border in line.at.given)
+            self._waiting.need(border.tensor for border in line.at.inputs)
 
     def _expect(self, line: _Line) -> None:
         if self._waiting is not None and line.at is not None:
-            self._waiting.expect(border.tensor for border in line.at.given)
+            self._waiting.expect(border.tensor for border in line.at.inputs)
 
     def _bring(self, call: BlockCall) -> None:
         if self._waiting is not None:
