@@ -176,8 +176,8 @@ class BlockCall:
 
     def _writes(self) -> StateError:
         return StateError(
-            f"accumulate: block {self.name!r} changes a tensor that it gets in place, and would get another one when it "
-            "runs again in backward; expected x = x + ... in place of x += ..."
+            f"accumulate: block {self.name!r} changes a tensor that it gets in place, and would get another one when "
+            "it runs again in backward; expected x = x + ... in place of x += ..."
         )
 
     def _check_output(self, leaf: Any) -> None:

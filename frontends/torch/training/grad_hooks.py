@@ -150,10 +150,9 @@ class GradHooks:
                 "unscaled without having been scaled; expected engine.backward(loss)"
             )
         sums = self._sums
-        again = sums is not None and i in sums
-        if first and not again and (i in self._arrived or self._gradients.have(i)):
-            if not self._continues(i, gradient):
-                self._drop([i])  # earlier ones were discarded or replaced by hand
+        before = (sums is None or i not in sums) and (i in self._arrived or self._gradients.have(i))
+        if first and before and not self._continues(i, gradient):
+            self._drop([i])  # earlier ones were discarded or replaced by hand
         if sums is not None:
             sums.add(i, flat_like(gradient, slot.values))
             if first:
