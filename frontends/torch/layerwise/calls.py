@@ -221,6 +221,8 @@ class BlockCall:
                 roots.append(root)
                 gradients.append(border.gradient)
                 border.gradient = None
+        buffers = [*self.block.buffers()] if self._writes_buffers else []
+        values = [buffer.clone() for buffer in buffers]
         leaves = self._again(uses)
         for i, border in self.outputs:
             if border.gradient is not None and leaves[i].requires_grad:
@@ -231,6 +233,9 @@ class BlockCall:
         self.outputs.clear()
         del leaves, uses
         torch.autograd.backward(roots, gradients)
+        with torch.no_grad():  # the block has changed its statistics twice
+            for buffer, value in zip(buffers, values, strict=True):
+                buffer.copy_(value)
         for border, alias in zip(self.inputs, aliases, strict=True):
             border.gradient = alias.grad
 
@@ -244,8 +249,6 @@ class BlockCall:
         args, kwargs = tree_map_only(torch.Tensor, lambda tensor: uses.get(id(tensor), tensor), given)
         self.args, self.kwargs = (), {}
         outside, now = ThreadState(self.device), RandomState(self.device)
-        buffers = [*self.block.buffers()] if self._writes_buffers else []
-        before = [buffer.clone() for buffer in buffers]
         self._state.restore()
         self._random.restore()
         try:
@@ -253,9 +256,6 @@ class BlockCall:
         finally:
             now.restore()
             outside.restore()
-            with torch.no_grad():
-                for buffer, value in zip(buffers, before, strict=True):
-                    buffer.copy_(value)
         leaves, structure = tree_flatten(output)
         if structure != self._structure:
             raise StateError(

@@ -255,10 +255,14 @@ class Sweeps:
         done = [border.tensor for _, border in call.outputs] + _gradients(call)
         if call.has_backward:
             call.backward()
-        made = [border for border in call.made_before if border.gradient is not None]
+        made = {
+            border: (border.edge, border.gradient)
+            for border in call.made_before
+            if border.edge is not None and border.gradient is not None
+        }
         if made:
             self._bring_saved(line, made)
-            edges, gradients = [border.edge for border in made], [border.gradient for border in made]
+            edges, gradients = zip(*made.values(), strict=True)
             torch.autograd.backward(edges, gradients, retain_graph=True)  # other edges may share it, until they go
         for border in call.made_before:
             border.gradient = None
