@@ -174,8 +174,7 @@ class Arrivals:
 
     def _is_full(self, bucket: LocalBucket, round: _Round) -> bool:
         """True if the bucket gets no further gradient in ``round``. The bucket was not launched in this round."""
-        complete = len(bucket.gradient.waiting) == len(bucket.members)
-        return complete or (bool(self._deferring) and bucket.members <= round.closed)
+        return len(bucket.gradient.waiting) == len(bucket.members) or bucket.members <= round.closed
 
     # --- parameters that are finalized -----------------------------------------------------------------
 
@@ -191,6 +190,10 @@ class Arrivals:
         since.deferred |= mine
         since.present.update(mine)
         return {param: gradient for param, gradient in gradients.items() if param not in mine}
+
+    def not_deferring(self, params: Set[int]) -> Set[int]:
+        """Return the parameters among ``params`` whose gradients are not deferred."""
+        return params - self._deferring
 
     def stragglers(self, params: Collection[int]) -> Set[int]:
         """Return the parameters among ``params`` that are finalized only at the end of a backward."""

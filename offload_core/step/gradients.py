@@ -158,10 +158,12 @@ class Gradients:
         before an update share one round."""
         return not (self._buckets.terms.sends_early and self._arrivals.at_boundary)
 
-    def add(self, gradients: Mapping[int, Any]) -> None:
+    def add(self, gradients: Mapping[int, Any], without: Set[int] = frozenset()) -> None:
         """Take gradients of this micro-step. Several gradients of one parameter before an update are summed in fp32.
 
         Args:
+            without: parameters that get no gradient in this backward on this rank. All ranks name each parameter of
+                ``gradients`` or ``without`` at the same point of a backward.
             gradients: device gradients, by parameter. :meth:`check` has accepted each one. If the device is
                 addressable, gradients are not copied: the caller must not change them until the update.
         """
@@ -169,8 +171,10 @@ class Gradients:
         self._begin_gradients()
         if self._arrivals.since.deferred and (before := self._arrivals.take_deferred(gradients)):
             self._take(before)
-        if now := self._arrivals.defer(gradients):
-            self._take(now)
+        now = self._arrivals.defer(gradients)
+        without = self._arrivals.not_deferring(without) if without else without
+        if now or without:
+            self._take(now, without)
 
     def finalize(self, params: Collection[int], *, ended: bool = False) -> Set[int]:
         """Finalize these parameters: they get no further gradient in this backward.

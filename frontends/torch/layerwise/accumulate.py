@@ -35,6 +35,9 @@ class LayerwiseRuns:
         moves = n_bytes and not memory.addressable
         self._waiting = WaitingTensors(memory, HostSlots(components.core.memory, n_bytes)) if moves else None
 
+    def __reduce__(self) -> Any:
+        return _none, ()  # a copy of the engine makes its own
+
     def of(self, components: Components) -> bool:
         """Return True if these are the components of the optimizer that this object hands gradients to."""
         return components is self._components
@@ -102,6 +105,10 @@ class LayerwiseRuns:
                 "loss=function(output, batch), or an output with .loss (Hugging Face: labels among the arguments)"
             )
         return found
+
+
+def _none() -> None:
+    return None
 
 
 def _structure(batch: Any) -> str:

@@ -9,14 +9,14 @@ them, and go on along the edge after the backward of the first block that it goe
 ones.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from offload_core.errors import ParameterError, StateError
@@ -74,10 +74,10 @@ class Borders:
     def forget(self, border: Border) -> None:
         self._of.pop(id(border.tensor), None)
 
-    @property
-    def have_views(self) -> bool:
-        """True if the graph of one is kept for its edge, and may be reached in another way, too."""
-        return any(border.is_view for border in self)
+    def share_nodes_with(self, root: torch.Tensor) -> bool:
+        """Return True if a backward from ``root`` reaches a part of a graph that is kept for an edge."""
+        edges = [border.edge.node for border in self if border.edge is not None]
+        return bool(edges) and root.grad_fn is not None and not nodes_of(edges).isdisjoint(nodes_of([root.grad_fn]))
 
 
 class RandomState:
@@ -268,6 +268,27 @@ class BlockCall:
     def made_before(self) -> list[Border]:
         """The inputs whose gradients go on along their edges after this call's backward."""
         return [border for border in self.inputs if border.first == self.number]
+
+
+def nodes_of(roots: Iterable[Node]) -> set[Node]:
+    """Return the nodes that a backward from these nodes runs, but those that end at leaves."""
+    return {node for node in _reached(roots) if not hasattr(node, "variable")}
+
+
+def leaves_of(roots: Iterable[Node]) -> list[torch.Tensor]:
+    """Return the leaves that a backward from these nodes reaches."""
+    return [node.variable for node in _reached(roots) if hasattr(node, "variable")]
+
+
+def _reached(roots: Iterable[Node]) -> set[Node]:
+    found: set[Node] = set()
+    left = [*roots]
+    while left:
+        node = left.pop()
+        if node not in found:
+            found.add(node)
+            left += [after for after, _ in node.next_functions if after is not None]
+    return found
 
 
 def _is_cache(argument: Any) -> bool:

@@ -78,10 +78,11 @@ def _not_to_split(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _in_largest_list(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules of the list that has most parameters, of one of equal modules if there is such a list."""
+    """Return the modules of the list that has most parameters, among those with several modules of one class if there
+    is such a list."""
     lists = [(name, module) for name, module in model.named_modules() if _is_list(module)]
     lists = [(name, module) for name, module in lists if len(_children(module)) > 1]
-    alike = [(name, module) for name, module in lists if len({*map(_kind, _children(module))}) == 1]
+    alike = [(name, module) for name, module in lists if max(Counter(map(_kind, _children(module))).values()) > 1]
     if not lists:
         return {}
     name, largest = max(alike or lists, key=lambda entry: sum(p.numel() for p in entry[1].parameters()))

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import Node
 
 from offload_core.errors import GradientError, ParameterError, StateError
 
 from ..internals.compiled import CompiledForward
 from ..training.components import Components
-from .calls import BlockCall, Border, Borders
+from .calls import BlockCall, Border, Borders, leaves_of
 from .find import params_of_blocks
 from .lines import Line
 from .waiting import WaitingTensors
@@ -223,13 +222,13 @@ class Sweeps:
         if loss.requires_grad:
             with self._components.core.span("backward"):
                 root = loss if scale is None else loss.float() * scale
-                root.backward(retain_graph=line.borders.have_views)
+                root.backward(retain_graph=line.borders.share_nodes_with(root))
 
     def _finished(self) -> list[torch.Tensor]:
         """Return the parameters with a sum that no block has and no graph that is left reaches."""
         own = {id(param) for params in self._own for param in params}
         edges = [border.edge.node for line in self._lines for border in line.borders if border.edge is not None]
-        reached = {id(variable) for variable in variables_of(edges)}
+        reached = {id(variable) for variable in leaves_of(edges)}
         return [p for p in self._components.grad_hooks.summed if id(p) not in own and id(p) not in reached]
 
     # --- backward ------------------------------------------------------------------------------------
@@ -308,7 +307,7 @@ class Sweeps:
         """Bring back what the graph before a block may have saved, and the gradients that it adds to."""
         if self._waiting is None:
             return
-        reached = {id(tensor) for tensor in variables_of(border.edge.node for border in made if border.edge)}
+        reached = {id(tensor) for tensor in leaves_of(border.edge.node for border in made if border.edge)}
         saved = [border for border in line.borders if id(border.tensor) in reached]
         gradients = [border.gradient for border in saved if border.gradient is not None]
         self._waiting.need([*(border.tensor for border in (*made, *saved)), *gradients])
@@ -324,18 +323,3 @@ def _gradients(call: BlockCall) -> list[torch.Tensor]:
 
 def _used_in_backward(call: BlockCall) -> list[torch.Tensor]:
     return [*(border.tensor for border in call.inputs), *_gradients(call)]
-
-
-def variables_of(nodes: Iterable[Node]) -> list[torch.Tensor]:
-    """Return the leaves that a backward from these nodes reaches."""
-    seen: set[Node] = set()
-    left, found = [*nodes], []
-    while left:
-        node = left.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if (variable := getattr(node, "variable", None)) is not None:
-            found.append(variable)
-        left += [after for after, _ in node.next_functions if after is not None]
-    return found

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from operator import is_
@@ -239,8 +239,9 @@ class GradHooks:
         assert self._sums is not None
         indices = [self._slots[param].index for param in params if param in self._slots]
         given = self._sums.pop(indices)
-        if given:
-            self._take(given)
+        without = frozenset(indices) - given.keys() if self._meets else frozenset()
+        if given or without:
+            self._take(given, without)
         for i in given:
             self._arrived[i] = self._arrived.get(i, 0) + 1
             if self._backward.average:
@@ -249,10 +250,14 @@ class GradHooks:
             self._gradients.finalize(indices, ended=ended)
             self.fresh = self._reduces = True
 
-    def _take(self, given: Mapping[int, torch.Tensor]) -> None:
+    def _take(self, given: Mapping[int, torch.Tensor], without: Set[int] = frozenset()) -> None:
         """Pass gradients that fit their parameters to the core. With ``early``, put stand-ins in their place in
-        ``p.grad``."""
-        self._gradients.add(given)
+        ``p.grad``.
+
+        Args:
+            without: parameters that get no gradient in this backward on this rank.
+        """
+        self._gradients.add(given, without)
         if self._early:
             for i in given:
                 self._param_table.params[i].grad = self._param_table.taken[i]

@@ -750,6 +750,16 @@ class Engine(TorchRun):
     peeked: ClassVar = ("step", "load_state_dict of another")
 
 
+class EngineByBlocks(Engine):
+    """An engine whose micro-batches pass block by block."""
+
+    def update(self, number: int | None = None) -> None:
+        seeds = [None if number is None else 100 * number + micro_step for micro_step in range(self.micro_steps)]
+        data = [images(seed) for seed in seeds]
+        self.engine.accumulate(data, lambda output, _: output.float().pow(2).mean(), blocks=["conv", "norm", "head"])
+        self.engine.step()
+
+
 class EngineOfStates(Engine):
     """An engine around a model that has besides tensors a state of its own."""
 
