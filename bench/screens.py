@@ -52,14 +52,16 @@ def draw_trace(trace: Path, picture: Path) -> None:
     plt = pyplot()
     colors = plt.get_cmap("Set2").colors
     figure, axes = plt.subplots(figsize=(9, 0.4 * len(lanes) + 0.9))
-    for span in spans:
+    said = ""
+    for span in sorted(spans, key=lambda span: span["ts"]):
         bucket, waits = span["args"].get("bucket"), span["name"].endswith("wait")
         color = "#d9d9d9" if bucket is None else colors[bucket % len(colors)]
         style = {"height": 0.35, "color": "white", "edgecolor": "#777777", "hatch": "////"} if waits else {}
         start, length = (span["ts"] - began) / 1e3, span["dur"] / 1e3
         axes.barh(span["tid"], length, left=start, **({"height": 0.75, "color": color, "edgecolor": "white"} | style))
-        if span["tid"] == 0 and not waits:
-            axes.text(start + length / 2, -0.42, span["name"], ha="center", va="bottom")
+        if span["tid"] == 0 and not waits and span["name"] != said:  # of several parts the first one has the name
+            said = span["name"]
+            axes.text(start + length / 2, -0.42, said, ha="center", va="bottom")
     for bucket in sorted({span["args"]["bucket"] for span in spans if span["args"].get("bucket") is not None}):
         axes.barh(0, 0, color=colors[bucket % len(colors)], label=f"bucket {bucket}")
     axes.barh(0, 0, color="white", edgecolor="#777777", hatch="////", label="waiting")
@@ -104,7 +106,16 @@ def trace(folder: Path, picture: Path) -> None:
     draw_trace(folder / "step.rank0.json", picture)
 
 
-SCREENS = {"loss": loss, "memory": memory, "trace": trace}
+def layers(folder: Path, picture: Path) -> None:
+    """One step of two ranks in which four micro-batches pass block by block, parameters in shards (stage 3)."""
+    small = ("--steps", "3", "--micro-batch", "2", "--context", "64", "--eval-batches", "1", "--sample-bytes", "0")
+    way = ("--accumulate", "4", "--layerwise", "--stage", "3", "--offload-param", "cpu", "--clip", "0")
+    recorded = folder / "step.json"
+    run("--preset", "gpt2-124m", *small, *way, "--out", str(folder), "--trace", str(recorded), ranks=2)
+    draw_trace(folder / "step.rank0.json", picture)
+
+
+SCREENS = {"loss": loss, "memory": memory, "trace": trace, "layers": layers}
 
 
 def main(arguments: list[str] | None = None) -> None:

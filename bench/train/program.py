@@ -182,6 +182,7 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     add("--micro-batch", type=at_least(1), metavar="N", help="windows a micro-step and rank")
     add("--context", type=at_least(1), metavar="N", help="bytes a window")
     add("--accumulate", type=at_least(1), metavar="N", default=1, help="micro-steps an update (default: 1)")
+    add("--layerwise", action="store_true", help="the micro-batches of an update pass block by block (torch)")
     add("--clip", type=number, metavar="X", default=1.0, help="bound on the gradient norm, 0 for none (default: 1)")
     add("--optimizer", choices=tuple(OPTIMIZERS), default="adamw", help="the update rule (default: adamw)")
     add("--lr", type=number, metavar="X", help="peak learning rate; a cosine takes it to a tenth")
@@ -293,6 +294,8 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     settings = Settings(gpt=gpt, **chosen | {"compare": min(chosen["compare"], chosen["steps"])})
     if settings.devices > 1 and settings.frontend == "torch":
         parser.error("--devices: in torch a process has one; expected --frontend jax, or torchrun --nproc-per-node")
+    if settings.layerwise and settings.frontend != "torch":
+        parser.error("--layerwise is of the torch front end; in JAX a scan over micro-batches inside a layer does it")
     if settings.init and (settings.frontend != "torch" or settings.stage != 3):
         parser.error("--init builds torch models in the shards of stage 3; expected --frontend torch --stage 3 with it")
     if settings.compare and not has_plain:

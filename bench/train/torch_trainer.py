@@ -141,6 +141,7 @@ class Offloaded(TorchTrainer):
             **OPTIMIZERS[settings.optimizer],
             gradient_clipping=settings.clip,
             gradient_accumulation_steps=settings.accumulate,
+            layerwise=settings.layerwise,
             param_dtype=settings.param_dtype,
             schedule=settings.schedule,
             **partitioning(settings),
@@ -150,11 +151,15 @@ class Offloaded(TorchTrainer):
     def step(self, batches: list[np.ndarray]) -> Step:
         lr = self.schedule.get_last_lr()[0]
         losses = []
-        for batch in batches:
-            loss = self.engine(*self.on_device(batch))
-            self.engine.backward(loss)
+        if self.engine.offload_config.layerwise:
+            losses = self.engine.accumulate([*map(self.on_device, batches)], lambda loss, _: loss)
             report = self.engine.step()
-            losses.append(loss.detach())
+        else:
+            for batch in batches:
+                loss = self.engine(*self.on_device(batch))
+                self.engine.backward(loss)
+                report = self.engine.step()
+                losses.append(loss.detach())
         if report.updated:
             self.schedule.step()
         return Step(torch.stack(losses).mean().item(), report.grad_norm, lr, report.skipped)

@@ -49,6 +49,8 @@ class Settings:
     micro_batch: int
     context: int
     accumulate: int
+    layerwise: bool
+    """True if the micro-batches of an update pass block by block (torch)."""
     clip: float | None
     lr: float
     warmup: int

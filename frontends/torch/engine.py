@@ -370,10 +370,12 @@ class Engine(nn.Module):
             OSError: the file cannot be written.
         """
         running, core = ExitStack(), self.optimizer.core
+        grad_hooks = self.optimizer.components.grad_hooks
 
         @untraced
         def begin(module: nn.Module, args: Any) -> None:
-            running.enter_context(core.span("forward"))
+            if not grad_hooks.is_summing:  # accumulate() has spans of its own, for parts of several forwards
+                running.enter_context(core.span("forward"))
 
         @untraced
         def end(module: nn.Module, args: Any, output: Any) -> None:

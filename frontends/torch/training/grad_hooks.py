@@ -225,6 +225,11 @@ class GradHooks:
             self._sums = None
 
     @property
+    def is_summing(self) -> bool:
+        """True inside :meth:`summing`."""
+        return self._sums is not None
+
+    @property
     def summed(self) -> list[torch.Tensor]:
         """The parameters that have a sum, inside :meth:`summing`."""
         return [] if self._sums is None else [self._param_table.params[i] for i in self._sums]
