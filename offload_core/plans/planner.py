@@ -476,7 +476,8 @@ class Planner:
 
         Args:
             inputs: the bytes of blocks' inputs that wait on the host in ``engine.accumulate()``. They cross to the host
-                once, and to the device twice: for the next block's forward, and for backward.
+                once, and to the device twice: for the next block's forward, and for backward. Their gradients wait,
+                too, and cross once each way.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
         kinds = self.terms.kinds(specs)
@@ -485,7 +486,7 @@ class Planner:
             sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device", "sent")
         )
         if not self.terms.device.addressable:
-            to_host, to_device = to_host + inputs, to_device + 2 * inputs
+            to_host, to_device = to_host + 2 * inputs, to_device + 3 * inputs
         on_disk = self.terms.split(kinds, self.allocated.state_budget)[1]
         moved = sum(size * n for size, n in on_disk)
         gathered = sum(
