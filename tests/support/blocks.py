@@ -1,5 +1,7 @@
 """Models of blocks, for micro-batches that pass them block by block, and the loop with which they are compared."""
 
+from contextlib import nullcontext
+
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention
@@ -32,12 +34,14 @@ class Gpt(nn.Module):
     """A small GPT, whose first hidden state is added again after the last block.
 
     Args:
+        skip: False: it is not added again.
         tied: the head's weight is the embedding's.
         frozen: the number of first blocks that are not trained.
     """
 
-    def __init__(self, n=3, drop=0.0, tied=False, frozen=0):
+    def __init__(self, n=3, drop=0.0, tied=False, frozen=0, skip=True):
         super().__init__()
+        self.skip = skip
         self.embedding, self.table = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(32, WIDTH)
         self.layers = nn.ModuleList(Block(drop=drop) for _ in range(n))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
@@ -53,7 +57,7 @@ class Gpt(nn.Module):
         for layer in self.layers:
             hidden, _ = layer(hidden, table, mask=mask)
             hidden = hidden * 0.5
-        return self.head(self.norm(hidden + first))
+        return self.head(self.norm(hidden + first if self.skip else hidden))
 
 
 def made(seed=0, **options):
@@ -86,6 +90,18 @@ def by_blocks(engine, data, **options):
     """Train a step block by block; return its losses, and the report of its update."""
     losses = [loss.item() for loss in engine.accumulate(data, loss_of, **options)]
     return losses, engine.step()
+
+
+def by_no_sync(engine, data):
+    """Train a step with the loop in which gradients are reduced behind the last backward alone; return its losses."""
+    losses = []
+    for batch in data:
+        loss = loss_of(engine(batch), batch)
+        losses.append(loss.item())
+        with engine.no_sync() if batch is not data[-1] else nullcontext():
+            engine.backward(loss)
+    engine.step(boundary=True)
+    return losses
 
 
 class Gathered:

@@ -3,15 +3,20 @@
 import os
 import re
 import signal
+from collections import Counter
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from frontends.torch import wrap
 from frontends.torch.layerwise.sweeps import Sweeps
-from tests.support.blocks import batches, loss_of, made
+from tests.support.blocks import batches, by_no_sync, loss_of, made
 from tests.support.experts import mixture, rows
 from tests.support.late_stores import PARAMETERS_ON_DISK
 from tests.support.processes import on_ranks
@@ -31,10 +36,6 @@ def data_of(step, rank, n=3):
     return batches(n, 10 * step + rank)
 
 
-def backward_of_a_third(loss):
-    (loss * torch.tensor(1 / 3)).backward()
-
-
 @pytest.mark.draws(2)
 @pytest.mark.parametrize("name", WAYS)
 def test_the_bits_are_those_of_the_loop_with_no_sync(name):
@@ -50,14 +51,10 @@ def test_the_bits_are_those_of_the_loop_with_no_sync(name):
         optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-2, fused=True)
         for step in range(5):
             data = data_of(step, rank)
-            for last, batch in enumerate(data, 1):
-                for module, backward in ((loop, loop.backward), (ddp, backward_of_a_third)):
-                    if last < 3:
-                        with module.no_sync():
-                            backward(loss_of(module(batch), batch))
-                    else:
-                        backward(loss_of(module(batch), batch))
-            loop.step(boundary=True)
+            by_no_sync(loop, data)
+            for batch in data:
+                with ddp.no_sync() if batch is not data[-1] else nullcontext():
+                    (loss_of(ddp(batch), batch) * torch.tensor(1 / 3)).backward()
             optimizer.step()
             optimizer.zero_grad()
             engine.accumulate(data, loss_of)
@@ -144,3 +141,61 @@ def test_an_error_on_all_ranks_ends_it_on_all():
         return [whole_bits(engine) for engine in engines]
 
     assert len({*found[0], *found[1]}) == 1, found
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_fsdp2_gathers_a_block_twice_and_reduces_it_once(narrow):
+    """With the bits of its own loop with ``no_sync``; an error in the middle leaves it as it was."""
+
+    @on_ranks(2)
+    def found(rank):
+        def model():
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            made_of_blocks, options = made(skip=False), {"mp_policy": policy} if narrow else {}
+            made_of_blocks.table.requires_grad_(False)  # FSDP2 makes a tensor for each block that it goes into
+            for block in made_of_blocks.layers:
+                fully_shard(block, **options)
+            return fully_shard(made_of_blocks, **options)
+
+        unshard, reduced, counts = FSDPParamGroup.unshard, param_group.foreach_reduce, Counter()
+
+        def gathers(group, *args, **options):
+            counts["gathered", group._module_fqn] += not group.is_unsharded and group._all_gather_result is None
+            return unshard(group, *args, **options)
+
+        def reduces(params, *args, **options):
+            counts["reduced", params[0]._param_fqn.rpartition(".")[0].removesuffix(".norm")] += 1
+            return reduced(params, *args, **options)
+
+        FSDPParamGroup.unshard, param_group.foreach_reduce = gathers, reduces
+        loop, engine = (wrap(model(), lr=1e-2, gradient_accumulation_steps=3, layerwise=each) for each in (False, True))
+        for step in range(4):
+            losses = by_no_sync(loop, data_of(step, rank))
+            if step == 2:
+                hook = engine.module.layers[0].up.register_forward_pre_hook(fails_after(4))
+                assert said_by(lambda: engine.accumulate(data_of(0, rank), loss_of)) == "ValueError: mine"
+                hook.remove()
+                assert "no gradient arrived" in said_by(engine.step)
+            counts.clear()
+            others = engine.accumulate(data_of(step, rank), loss_of)
+            assert losses == [loss.item() for loss in others]
+            engine.step()
+        same = all(map(torch.equal, *([p.full_tensor() for p in e.module.parameters()] for e in (loop, engine))))
+        return same, dict(counts)
+
+    for same, counts in found:
+        assert same
+        gathered = {name: count for (what, name), count in counts.items() if what == "gathered"}
+        assert gathered == {"": 1, "layers.0": 2, "layers.1": 2, "layers.2": 1}
+        assert {count for (what, _), count in counts.items() if what == "reduced"} == {1}
+
+
+def fails_after(count):
+    calls = []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) > count:
+            raise ValueError("mine")
+
+    return hook

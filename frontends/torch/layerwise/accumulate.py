@@ -10,8 +10,10 @@ from torch import nn
 from offload_core.errors import ConfigError, GradientError, ParameterError, StateError
 from offload_core.support.checks import kind_of
 
+from ..params.fsdp import fsdp_modules
 from ..training.components import Components
 from .find import Chosen, find_blocks
+from .fsdp import FsdpBlocks
 from .sweeps import Sweeps
 from .waiting import HostSlots, WaitingTensors
 
@@ -85,7 +87,9 @@ class LayerwiseRuns:
         """Run all micro-batches forward and backward, in the blocks that :meth:`check` has found, and return their
         losses."""
         losses = [partial(self._loss, i, batch, loss) for i, batch in enumerate(batches)]
-        sweeps = Sweeps(self._model, self._components, self._blocks, losses, self._device, self._waiting)
+        sharding = self._components.sharding
+        params = FsdpBlocks(self._model) if fsdp_modules(self._model) else sharding.block_by_block()
+        sweeps = Sweeps(self._model, self._components, self._blocks, losses, params, self._device, self._waiting)
         sweeps.run(scale)
         return sweeps.losses
 

@@ -17,6 +17,7 @@ from torch import nn
 from offload_core.errors import GradientError, ParameterError, StateError
 
 from ..internals.compiled import CompiledForward
+from ..stage3.sharding import Blocks
 from ..training.components import Components
 from .calls import BlockCall, Border, Borders, leaves_of
 from .find import params_of_blocks
@@ -59,6 +60,7 @@ class Sweeps:
     Args:
         blocks: the blocks by name, in their order.
         losses: for each micro-batch, a function that runs its forward and returns its loss.
+        params: gathers the blocks' parameters.
         waiting: moves tensors that wait to the host; None: they wait where they are.
     """
 
@@ -68,10 +70,12 @@ class Sweeps:
         components: Components,
         blocks: Mapping[str, nn.Module],
         losses: Sequence[Callable[[], torch.Tensor]],
+        params: Blocks,
         device: torch.device,
         waiting: WaitingTensors | None,
     ) -> None:
         self._components = components
+        self._params = params
         self._names, self._blocks = [*blocks], [*blocks.values()]
         self._own = params_of_blocks(model, self._blocks)
         self._acts = losses
@@ -91,7 +95,7 @@ class Sweeps:
             scale: the loss scale; None: there is none.
         """
         components = self._components
-        with components.sharding.block_by_block() as self._params, components.grad_hooks.summing(), self._entered():
+        with self._params, components.grad_hooks.summing(), self._entered():
             switch = self._params.switch
             self._lines = [
                 _Line(i, act, self._device, self._params.new_line(), switch) for i, act in enumerate(self._acts)
@@ -100,6 +104,7 @@ class Sweeps:
             try:
                 self._forward(losses, scale)
                 self._backward()
+                self._params.reduce(None)
             finally:
                 self._end()
             components.grad_hooks.hand_over(components.grad_hooks.summed, ended=True)
@@ -245,7 +250,10 @@ class Sweeps:
                     self._hold(following)
                     if after is not None:
                         self._expect_backward(after[1])
+                    self._params.before_backward(self._blocks[number])
                     self._backward_of(line, call)
+                    self._params.after_backward(self._blocks[number])
+                self._params.reduce(self._blocks[number])
             self._params.release(self._blocks[number])
             components.grad_hooks.hand_over(self._own[number])
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from offload_core.errors import ParameterError
+
 from .pending import await_all
 
 
@@ -46,6 +48,26 @@ def _groups(module: Any) -> list[Any] | None:
     except AttributeError:
         return None
     return found
+
+
+def groups_of(module: Any) -> list[Any]:
+    """Return the groups of parameters that a module gathers together.
+
+    Raises:
+        ParameterError: this version of torch gathers in an unknown way.
+    """
+    groups = _groups(module)
+    if groups is None:
+        raise ParameterError(
+            "FSDP2 of this version of torch gathers parameters in a way that is not known here; expected a version "
+            "that docs/install.md names, or a loop with no_sync() in place of accumulate()"
+        )
+    return groups
+
+
+def roots_of(model: nn.Module) -> list[Any]:
+    """Return FSDP2's states of the outermost modules that it has run."""
+    return [state for module in fsdp_modules(model) if (state := module._get_fsdp_state())._is_root]
 
 
 def named_sharded(model: nn.Module) -> dict[str, nn.Parameter]:

@@ -219,6 +219,19 @@ class Blocks:
     def release(self, block: nn.Module) -> None:
         """Release the parameters of a block."""
 
+    def before_backward(self, block: nn.Module) -> None:
+        """Called before each micro-batch's backward through a block."""
+
+    def after_backward(self, block: nn.Module) -> None:
+        """Called after each micro-batch's backward through a block."""
+
+    def reduce(self, block: nn.Module | None) -> None:
+        """Have the gradients of a block come, if ranks have not reduced them yet.
+
+        Args:
+            block: its last backward has ended; None: all backwards have ended.
+        """
+
     def staying(self) -> AbstractContextManager[None]:
         """Return a context until whose end each parameter that is read inside stays whole."""
         return nullcontext()

@@ -50,8 +50,13 @@ def _of_torch() -> Iterator[Subject]:
             yield Subject(f"engine, {name}, {device}", "of_torch:Engine", settings[name], device, without=without)
     by_blocks = {"layerwise": True, "gradient_accumulation_steps": 2}
     for name, device in (("stage 2", "host"), ("stage 3, on the host", "host"), ("fp16", "simulated, delays 0")):
-        fields, without = {**settings[name], **by_blocks}, _without("by blocks", {**settings[name], **by_blocks}, device)
-        yield Subject(f"engine, {name}, by blocks, {device}", "of_torch:EngineByBlocks", fields, device, without=without)
+        fields, without = (
+            {**settings[name], **by_blocks},
+            _without("by blocks", {**settings[name], **by_blocks}, device),
+        )
+        yield Subject(
+            f"engine, {name}, by blocks, {device}", "of_torch:EngineByBlocks", fields, device, without=without
+        )
     for name in ("stage 2", "stage 3, on the host"):
         yield Subject(f"engine, {name}, a module with a state", "of_torch:EngineOfStates", settings[name])
     alone: dict[str, dict[str, Any]] = {
