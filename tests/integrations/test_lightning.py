@@ -261,7 +261,9 @@ def test_micro_batches_run_together_in_manual_optimization(tmp_path, stage, prec
 
 def test_layerwise_in_automatic_optimization_is_refused(tmp_path):
     strategy = OffloadStrategy(layerwise=True)
-    with pytest.raises(ConfigError, match=r"layerwise=True in automatic optimization, .*automatic_optimization = False"):
+    with pytest.raises(
+        ConfigError, match=r"layerwise=True in automatic optimization, .*automatic_optimization = False"
+    ):
         fitted(tmp_path, Model(engines), strategy, accumulate_grad_batches=2)
     assert strategy.engine is None
 
