@@ -335,11 +335,7 @@ class Engine(nn.Module):
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
         n_steps, gradients = self.offload_config.gradient_accumulation_steps, self.optimizer.core.gradients
-        if (
-            n_steps > 1
-            and gradients.counts_as == 1
-            and (backwards := self.optimizer.components.grad_hooks.backwards) > 1
-        ):
+        if n_steps > 1 and gradients.counts_as == 1 and (backwards := self.optimizer.components.grad_hooks.backwards) > 1:
             UserLine.now("torch").warn(
                 UserWarning(
                     f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "
