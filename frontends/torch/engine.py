@@ -242,9 +242,11 @@ class Engine(nn.Module):
 
         Args:
             batches: what the engine is called with for each micro-batch: tensors, tuples of arguments, or dicts of
-                keyword arguments.
+                keyword arguments. Or, for each micro-batch, a function without arguments that calls the engine and
+                returns the loss. Functions run interleaved: each stops where a block begins, while the others go on to
+                that block.
             loss: a function of the output and the micro-batch, which returns a tensor of one element; None: the output
-                has it, as ``.loss``.
+                has it, as ``.loss``. None, too, if the micro-batches are functions.
             blocks: the name of an ``nn.ModuleList`` or ``nn.Sequential`` whose modules run one after the other, or
                 modules or their names in their order; None: they are found.
             average: as in :meth:`backward`.
@@ -263,7 +265,7 @@ class Engine(nn.Module):
         if self._layerwise is None or not self._layerwise.of(components):
             self._layerwise = LayerwiseRuns(self.module, components, self)
         runs, losses = self._layerwise, list[torch.Tensor]()
-        runs.check(batches, blocks, average=average)
+        runs.check(batches, blocks, average=average, with_loss=loss is not None)
         components.core.gradients.count_as(runs.counted(batches))
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             steps.expect(self.optimizer.param_groups, average=average)
@@ -333,11 +335,7 @@ class Engine(nn.Module):
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
         n_steps, gradients = self.offload_config.gradient_accumulation_steps, self.optimizer.core.gradients
-        if (
-            n_steps > 1
-            and gradients.counts_as == 1
-            and (backwards := self.optimizer.components.grad_hooks.backwards) > 1
-        ):
+        if n_steps > 1 and gradients.counts_as == 1 and (backwards := self.optimizer.components.grad_hooks.backwards) > 1:
             UserLine.now("torch").warn(
                 UserWarning(
                     f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "

@@ -20,6 +20,7 @@ from frontends.torch.integrations.lightning import TRAINER, OffloadStrategy
 from frontends.torch.integrations.shards import FOLDER
 from offload_core.checkpoint.reader import Checkpoint, Loaded
 from offload_core.errors import CheckpointError, ConfigError, StateError
+from tests.support.blocks import VOCABULARY, loss_of, made
 from tests.support.lightning_models import (
     BATCHES,
     CLIP,
@@ -198,6 +199,73 @@ class Closure(Manual):
 
 def test_a_closure_is_run_first_and_under_grad(tmp_path):
     assert_same_run(*(fitted(tmp_path, Closure(new), max_epochs=1) for new in (ours, torchs)))
+
+
+def layerwise(module):
+    return module.trainer.strategy.wrap(
+        lr=LR, weight_decay=DECAY, gradient_clipping=CLIP, gradient_accumulation_steps=4, layerwise=True
+    ).optimizer
+
+
+class Layerwise(Model):
+    """The four micro-batches of a batch run together, or one after the other. Embedding and head are not tied."""
+
+    def __init__(self, together, **settings):
+        super().__init__(layerwise, **settings)
+        self.automatic_optimization = False
+        self.together = together
+
+    def configure_model(self):
+        if self.gpt is None:
+            self.gpt = made()
+
+    def loss(self, tokens):
+        tokens = tokens % VOCABULARY
+        return loss_of(self.gpt(tokens), tokens)
+
+    def forward(self, tokens):
+        return self.loss(tokens)
+
+    def training_step(self, batch, batch_idx):
+        optimizer, engine, batches = self.optimizers(), self.trainer.strategy.engine, batch.chunk(4)
+        if self.together == "batches":
+            losses = engine.accumulate(batches, lambda output, tokens: output)
+        elif self.together == "functions":
+            losses = engine.accumulate([partial(self.loss, tokens) for tokens in batches])
+        else:
+            losses = [self.loss(tokens) / 4 for tokens in batches]
+            for loss in losses:
+                self.manual_backward(loss)
+        optimizer.step()
+        self.lr_schedulers().step()
+        self.seen.append([float(loss.detach()) * (1 if self.together else 4) for loss in losses])
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true", "bf16-mixed", "16-mixed"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_micro_batches_run_together_in_manual_optimization(tmp_path, stage, precision):
+    def run(together):
+        strategy = OffloadStrategy(**STAGES[stage])
+        model = Layerwise(together, late=stage == 3)
+        return fitted(tmp_path, model, strategy, batch_size=4, precision=precision)
+
+    loop = run(None)
+    assert loop.fitting.global_step == EPOCHS * 3  # batches of 4, 4 and 2 samples
+    assert loop.fitting.strategy.engine.optimizer.report.clip_coefficient < 1
+    for together in ("batches", "functions"):
+        model = run(together)
+        assert model.seen == loop.seen
+        assert model.fitting.strategy.engine.optimizer.updates == loop.fitting.strategy.engine.optimizer.updates
+        assert_same_weights(model, weights_of(loop))
+
+
+def test_layerwise_in_automatic_optimization_is_refused(tmp_path):
+    strategy = OffloadStrategy(layerwise=True)
+    with pytest.raises(
+        ConfigError, match=r"layerwise=True in automatic optimization, .*automatic_optimization = False"
+    ):
+        fitted(tmp_path, Model(engines), strategy, accumulate_grad_batches=2)
+    assert strategy.engine is None
 
 
 def test_the_states_stay_on_the_host_in_fp32(tmp_path):

@@ -1,10 +1,13 @@
 """``engine.accumulate()``: the bits of the loop over micro-batches, with each block's parameters there twice a step."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from frontends.torch import wrap
+from offload_core.errors import ParameterError
 from offload_core.step.update import Updates
 from tests.support.blocks import Gathered, Gpt, batches, by_blocks, loop, loss_of, made
 from tests.support.late_stores import PARAMETERS_ON_DISK
@@ -241,6 +244,33 @@ def test_what_the_engine_is_called_with():
     plain = engine.accumulate(data, lambda output, batch: loss_of(output["output"], batch), blocks=[*model.layers])
     assert losses == [loss.item() for loss in tuples] == [loss.item() for loss in plain]
     assert not any(loss.requires_grad for loss in plain)
+
+
+def test_functions_that_return_a_loss():
+    """Each calls the engine, or its module, where it likes, and stops before each block until the others are there."""
+    one, other = pair(3)
+    data, events = batches(3), []
+
+    def run(model, i):
+        events.append(f"{i} begins")
+        loss = loss_of(model(data[i]), data[i])
+        events.append(f"{i} ends")
+        return loss
+
+    losses, _ = loop(one, data)
+    calls = [partial(run, model, i) for i, model in enumerate((other, other.module, other))]
+    assert [loss.item() for loss in other.accumulate(calls)] == losses
+    other.step()
+    assert_all_same(everything(other), everything(one))
+    assert events == [f"{i} {what}" for what in ("begins", "ends") for i in range(3)]
+    with pytest.raises(ParameterError, match=r"micro-batches are functions, .* and loss= is a function, too; expected"):
+        other.accumulate(calls, loss_of)
+    with pytest.raises(
+        ParameterError, match=r"micro-batch 1 is a tensor, and micro-batch 0 is a function; expected all"
+    ):
+        other.accumulate([calls[0], data[0]])
+    with pytest.raises(ParameterError, match=r"a micro-batch is .*; or a function that returns its loss"):
+        other.accumulate([3])
 
 
 @pytest.mark.parametrize("fields", [{}, STAGE_3], ids=["whole", "stage 3"])

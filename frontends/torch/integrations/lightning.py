@@ -114,8 +114,15 @@ class OffloadStrategy(DDPStrategy):
                     f"{type(callback).__name__} in stage 3: it reads weights between steps, where none is whole; "
                     "expected OffloadStrategy(stage=2)"
                 )
+        automatic = module.automatic_optimization
+        if config.layerwise and automatic:
+            raise ConfigError(
+                "layerwise=True in automatic optimization, where Lightning ends the training_step of one micro-batch "
+                "before it begins the next one; expected self.automatic_optimization = False in the module, and "
+                "self.trainer.strategy.engine.accumulate([...]) and self.optimizers().step() in training_step"
+            )
         accumulate, clip = trainer.accumulate_grad_batches, trainer.gradient_clip_val
-        if config.gradient_accumulation_steps not in (1, accumulate):
+        if automatic and config.gradient_accumulation_steps not in (1, accumulate):
             raise ConfigError(
                 f"gradient_accumulation_steps={config.gradient_accumulation_steps}, and the Trainer has "
                 f"accumulate_grad_batches={accumulate}; expected it there alone"
@@ -123,7 +130,8 @@ class OffloadStrategy(DDPStrategy):
         if clip is not None and config.gradient_clipping is None:
             config = replace(config, gradient_clipping=float(clip) or None)
         _check_clipping(config, clip, trainer.gradient_clip_algorithm)
-        config = replace(config, gradient_accumulation_steps=accumulate)
+        if automatic:
+            config = replace(config, gradient_accumulation_steps=accumulate)
         self.engine = wrap(module, config, params=params)
         return self.engine
 

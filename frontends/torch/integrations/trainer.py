@@ -3,8 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import MISSING, replace
 from functools import partial
@@ -25,6 +25,7 @@ from offload_core.errors import CheckpointError, ConfigError
 
 from ..engine import Engine, wrap
 from ..internals.private import grad_mode_kept
+from ..layerwise.find import find_blocks
 from ..params.casting import cast_inputs
 from ..stage3.construction import in_shards
 from ..stage3.gathering import gathered_parameters
@@ -34,6 +35,7 @@ from ..weights.export import whole_state_dict
 from ..weights.reading import named_tensors
 from .accelerate import EngineOptimizer
 from .generation import generate_whole
+from .micro_batches import MicroBatches, check_layerwise, with_layerwise
 from .placement import to_device
 from .shards import FOLDER
 from .transformers import OffloadCallback
@@ -88,21 +90,27 @@ class OffloadTrainer(Trainer):
     Args:
         offload: as ``config`` of ``wrap``: a dict of fields, an ``OffloadConfig``, or a DeepSpeed configuration, whose
             ``"auto"`` stands for what Trainer would tell DeepSpeed. A ``scheduler`` in it is that of the run.
+        layerwise: True runs all micro-batches of an update block by block, with :meth:`Engine.accumulate`; losses and
+            callbacks are those of Trainer's loop. None: as ``offload`` says, whose field it is.
         args, kwargs: Trainer's own.
 
     Raises:
-        ConfigError: the arguments contradict ``offload``, or ask for what the engine does itself; and the errors of
-            ``wrap``.
+        ConfigError: the arguments contradict ``offload``, or ask for what the engine does itself; with ``layerwise``
+            the trainer or the arguments need one micro-batch after the other; and the errors of ``wrap``.
+        ParameterError: with ``layerwise`` the model has no blocks that could be found.
     """
 
-    def __init__(self, *args: Any, offload: ConfigLike = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, offload: ConfigLike = None, layerwise: bool | None = None, **kwargs: Any) -> None:
         self.engine: Engine | None = None
         """The engine around the model; made anew for each model of ``model_init``."""
         self.frozen_engines: list[Engine] = []
         """The engines around TRL's reference, reward and teacher models, which hold them in shards (stage 3)."""
         self._earlier: list[Any] = []
         """The optimizers of engines that hold the model in shards, and end when this trainer makes its engine."""
+        self._micro_batches = MicroBatches()
+        """Those of an update, with ``layerwise``."""
         self._offload, self._scheduler = _without_scheduler(offload)
+        self._layerwise = layerwise
         super().__init__(*args, **kwargs)
         if self.optimizer is not None or self.optimizer_cls_and_kwargs is not None:
             raise _another_optimizer("an optimizer")
@@ -134,11 +142,18 @@ class OffloadTrainer(Trainer):
         super().create_accelerator_and_postprocess()
         others = {"DeepSpeed": self.is_deepspeed_enabled, "FSDP": self.is_fsdp_enabled or self.args.fsdp}
         _check_arguments(self.args, others)
-        self._config = _configuration(self._offload, self.args, self.accelerator.scaler, self.model)
+        self._config = self._configured()
+        if self._config.layerwise:
+            check_layerwise(type(self), self.args)
+            vars(self).update(training_step=self._layerwise_step)
         if self._scheduler is not None:
             _scheduled(self._scheduler, self.args)
         own = {"backward": self._backward, "clip_grad_norm_": self._norm, "prepare_model": self._prepare_model}
         vars(self.accelerator).update(own)
+
+    def _configured(self) -> OffloadConfig:
+        config = _configuration(self._offload, self.args, self.accelerator.scaler, self.model)
+        return with_layerwise(config, self._offload, self._layerwise)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model; in stage 3 one that is elsewhere is cut on the way, for it may not fit."""
@@ -187,13 +202,44 @@ class OffloadTrainer(Trainer):
 
     # --- training ------------------------------------------------------------------------------------
 
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """As Trainer's: the micro-batches of the next update, and the number of items in them."""
+        batches, n_items = super().get_batch_samples(*args, **kwargs)
+        if self._config.layerwise:
+            if self._micro_batches.unfinished:
+                self._engine.optimizer.zero_grad()
+            self._micro_batches.begin(batches)
+        return batches, n_items
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. A loss may read a teacher's head outside its forward; it is kept until backward has ended."""
+        if self._micro_batches.running:
+            return super().training_step(*args, **kwargs)
+        with self._heads_kept():
+            return super().training_step(*args, **kwargs)
+
+    def _layerwise_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        """In place of :meth:`training_step`, and of what a subclass makes of it: run all micro-batches of an update if
+        this is the first one, and return its own loss."""
+
+        def step(batch: Any) -> torch.Tensor:
+            loss: torch.Tensor = type(self).training_step(self, model, batch, num_items_in_batch)
+            return loss
+
+        def accumulate(losses: Sequence[Callable[[], torch.Tensor]]) -> None:
+            self._end_micro_step()
+            with self._heads_kept():
+                self._engine.accumulate(losses, average=False)
+
+        return self._micro_batches.loss_of(inputs, step, accumulate)
+
+    @contextmanager
+    def _heads_kept(self) -> Iterator[None]:
+        """A context for forward and backward: what is read of teachers stays whole in it."""
         with _gathered_when_read(self.frozen_engines):
-            loss = super().training_step(*args, **kwargs)
+            yield
         for engine in self.frozen_engines:
             engine.optimizer.sharding.recover()  # a graph may have saved the head
-        return loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         """As Trainer's. A loss may read a teacher's head outside its forward."""
@@ -209,6 +255,7 @@ class OffloadTrainer(Trainer):
             self.optimizer = EngineOptimizer(self.engine)
         else:
             self._engine.optimizer.zero_grad()  # of a run that broke off
+            self._micro_batches.begin(())
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -234,13 +281,15 @@ class OffloadTrainer(Trainer):
         return made.param_groups
 
     def _wrapped(self, groups: list[dict[str, Any]]) -> Engine:
-        config = self._config = _configuration(self._offload, self.args, self.accelerator.scaler, self.model)
+        config = self._config = self._configured()
         half = config.param_dtype == "float16" or any(p.dtype == torch.float16 for p in self._module.parameters())
         if config.loss_scale == 1 and (half or self.args.fp16):
             raise ConfigError(
                 f"loss_scale={config.loss_scale!r} in offload= with {'float16 parameters' if half else 'fp16=True'}, "
                 'whose gradients underflow; expected "dynamic", a larger number, or no loss_scale'
             )
+        if config.layerwise:
+            find_blocks(self._module, None)
         end_earlier(self._earlier)
         self._earlier.clear()
         engine = wrap(self._module, config, params=groups)
@@ -270,10 +319,17 @@ class OffloadTrainer(Trainer):
         return self.model
 
     def _backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """As ``Accelerator.backward``."""
-        if self._engine.optimizer.components.grad_hooks.fresh:  # of a micro-step that no update followed
-            self._engine.step(boundary=False)
+        """As ``Accelerator.backward``. While micro-batches run together, it only records the loss."""
+        if self._micro_batches.running:
+            self._micro_batches.differentiate(loss)
+            return
+        self._end_micro_step()
         self._engine.backward(loss, average=False, **kwargs)  # Trainer has divided the loss
+
+    def _end_micro_step(self) -> None:
+        """End the last micro-step, if no update followed it."""
+        if self._engine.optimizer.components.grad_hooks.fresh:
+            self._engine.step(boundary=False)
 
     def _norm(self, parameters: Any, max_norm: float, norm_type: float = 2) -> torch.Tensor | None:
         """As ``Accelerator.clip_grad_norm_``, but the step clips. The norm that is returned is NaN until then."""

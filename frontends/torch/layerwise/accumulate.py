@@ -18,6 +18,7 @@ from .sweeps import Sweeps
 from .waiting import HostSlots, WaitingTensors
 
 Loss = Callable[[Any, Any], torch.Tensor]
+_FUNCTION = "a function"
 
 
 class LayerwiseRuns:
@@ -49,17 +50,22 @@ class LayerwiseRuns:
         earlier = self._components.core.gradients.counts_as if self._components.grad_hooks.fresh else 0
         return len(batches) + earlier
 
-    def check(self, batches: Sequence[Any], chosen: Chosen, *, average: bool) -> None:
-        """Raise an error unless :meth:`run` can take these micro-batches."""
+    def check(self, batches: Sequence[Any], chosen: Chosen, *, average: bool, with_loss: bool) -> None:
+        """Raise an error unless :meth:`run` can take these micro-batches, and a function for their loss or none."""
         self._blocks = find_blocks(self._model, chosen)
         if isinstance(batches, torch.Tensor | str | bytes | Mapping) or not isinstance(batches, Sequence):
             raise ParameterError(
                 f"accumulate: batches is {kind_of(batches)}, expected a list of micro-batches: tensors, tuples of "
-                "arguments or dicts of keyword arguments"
+                "arguments, dicts of keyword arguments, or functions that return their loss"
             )
         if not batches:
             raise ParameterError("accumulate: no micro-batches; expected a list of at least one")
         first = _structure(batches[0])
+        if with_loss and first == _FUNCTION:
+            raise ParameterError(
+                "accumulate: the micro-batches are functions, which return their losses, and loss= is a function, too; "
+                "expected one of them"
+            )
         for i, batch in enumerate(batches):
             if _structure(batch) != first:
                 raise ParameterError(
@@ -98,6 +104,8 @@ class LayerwiseRuns:
             output = self._call(batch)
         elif isinstance(batch, Mapping):
             output = self._call(**batch)
+        elif _structure(batch) == _FUNCTION:
+            return batch()
         else:
             output = self._call(*batch)
         if loss is not None:
@@ -123,7 +131,9 @@ def _structure(batch: Any) -> str:
         return f"a dict of {', '.join(sorted(map(str, batch)))}"
     if isinstance(batch, tuple | list):
         return f"a {type(batch).__name__} of {len(batch)}"
+    if callable(batch):
+        return _FUNCTION
     raise ParameterError(
         f"accumulate: a micro-batch is {kind_of(batch)}, expected what the engine is called with: a tensor, a tuple of "
-        "arguments or a dict of keyword arguments"
+        "arguments or a dict of keyword arguments; or a function that returns its loss"
     )
