@@ -264,6 +264,11 @@ ABOUT = {
         "measures in the same rounds, with parts of the states in memory, and with 8-bit states. Whole steps of a GPT "
         "beside DeepSpeed's, with states on the same disk."
     ),
+    "layerwise": (
+        "All micro-batches of an update pass one block after the other (`engine.accumulate()`), beside a loop over "
+        "them: with parameters and states on disk, on two ranks that exchange parameters over gloo, and with one "
+        "micro-batch, where there is nothing to save."
+    ),
     "peers": "The libraries that are measured beside ours, and how long each takes to be ready.",
 }
 """A sentence on the measurement of each part of the page, in the order of the page."""

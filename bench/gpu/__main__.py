@@ -1,4 +1,4 @@
-"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d] [e]``."""
+"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d] [e] [f]``."""
 
 import argparse
 import json

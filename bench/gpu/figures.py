@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.gpu.parts import BESIDE, OF_JAX
+from bench.gpu.parts import ACCUMULATED, BESIDE, OF_JAX
 from bench.gpu.results import DOES_NOT_FIT, TRAINED, Record, is_absent
 from bench.markdown import cell, number, table
 from bench.parts.torch_contenders import DS_2, FSDP2, FUSED, LATE, ON_HOST, OURS, TORCHAO
@@ -27,13 +27,13 @@ CHANGED_SINCE = {
 
 
 def shown(records: Mapping[str, Record], in_short: bool = False) -> dict[str, Record]:
-    """Return the parts that have tables. ``in_short`` leaves JAX out."""
-    return {part: records[part] for part in _TABLES if part in records and not (in_short and part == "gpu_jax")}
+    """Return the parts that have tables. ``in_short`` leaves JAX and micro-batches out."""
+    return {part: records[part] for part in _TABLES if part in records and not (in_short and part in _IN_FULL)}
 
 
 def figures(records: Mapping[str, Record], in_short: bool = False) -> list[str]:
-    """Return lines on steps beside others, the largest models and JAX, as far as they were measured. ``in_short``
-    leaves JAX and some contenders out."""
+    """Return lines on steps beside others, the largest models, JAX and micro-batches, as far as they were measured.
+    ``in_short`` leaves the last two and some contenders out."""
     lines = []
     for part, record in shown(records, in_short).items():
         if made := _TABLES[part](record, IN_SHORT if in_short else ()):
@@ -174,4 +174,28 @@ def _jax(record: Record, only: Sequence[str]) -> list[str]:
     return [*steps, *sharded, *_absent(record, OF_JAX)] if lines or ratios else []
 
 
-_TABLES = {"gpu_step": _steps, "gpu_largest": _largest, "gpu_jax": _jax}
+def _accumulated(record: Record, only: Sequence[str]) -> list[str]:
+    """Return the speed of each contender by the tokens of a step, and its memory with most of them."""
+    rows, context = record["rows"], record["config"].get("context", 0)
+    windows = sorted({row["micro_batch"] for row in rows if row["metric"] == "speed"})
+    unfit = list(dict.fromkeys(note.partition(": ")[0] for note in record["notes"] if ": does not fit the " in note))
+    expected = [name for name in ACCUMULATED if not any(words.startswith(f"{name}, ") for words in unfit)]
+    said = [f"- {words}: steps without a figure do not fit." for words in unfit]
+    rest = [*([""] if said else []), *said, *_absent(record, expected)]
+    if not windows:
+        return rest
+    sizes = list(dict.fromkeys(row["size"] for row in rows if row["metric"] == "speed"))
+    each = record["config"]["windows"] * context
+    head = [f"in micro-batches of {each:,} tokens", *(f"a step of {n * context:,} tokens" for n in windows)]
+    lines = []
+    for size in sizes:
+        for name in _names(record, size=size):
+            own = {"name": name, "size": size}
+            speeds = [_cell(_median(rows, "speed", micro_batch=n, **own), "tokens/s") for n in windows]
+            most = max(row["micro_batch"] for row in rows if row["name"] == name and row.get("size") == size)
+            lines.append([f"{name}, {size}", *speeds, *_memory(rows, micro_batch=most, **own)])
+    return [*table([*head, "device", "host"], lines), *rest]
+
+
+_IN_FULL = ("gpu_jax", "gpu_accumulate")
+_TABLES = {"gpu_step": _steps, "gpu_largest": _largest, "gpu_jax": _jax, "gpu_accumulate": _accumulated}

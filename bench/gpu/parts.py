@@ -15,6 +15,7 @@ import numpy as np
 from bench import record
 from bench.gpu.results import ON_DEVICE, ON_HOST, TRAINED
 from bench.gpu.session import Read, Session
+from bench.gpu.sizes import Sizes
 from bench.harness.processes import KEEP_FREED_MEMORY, ProcessGroup
 from bench.parts import jax_step
 from bench.parts import torch_contenders as contenders
@@ -36,6 +37,7 @@ BESIDE = (
 )
 LARGEST = (contenders.OURS, contenders.ON_HOST, contenders.FUSED)
 OF_JAX = (jax_step.OURS, *jax_step.OTHERS, contenders.LATE)
+ACCUMULATED = (contenders.ACCUMULATE_ON_HOST, contenders.ON_HOST, contenders.DS_ON_HOST, contenders.FUSED)
 THREE_STEPS = (1, 1)
 SHARDED = "JAX on one device and on a mesh of all"
 PHASES = "a model leaves the device and comes back"
@@ -231,6 +233,45 @@ def in_phases(session: Session) -> None:
         session.command(PHASES, arguments, 480, partial(_recorded, PHASES, path))
 
 
+# --- (f) ---------------------------------------------------------------------------------------------------------
+
+
+def accumulated(session: Session) -> None:
+    """Measure steps of several micro-batches: ours block by block and in a loop, DeepSpeed's, and on the device.
+
+    The model is the first one that accumulate() trains. The others that it does not fit say so.
+    """
+    sizes = session.sizes
+    _all_host_memory(session)
+    ours = ACCUMULATED[0]
+    for size, gpt in sizes.accumulated.items():
+        _accumulate(session, ours, size, gpt)
+        known = session.results.done(session.part, _step_of(ours, size, sizes.accumulated_windows[0], sizes))
+        if known is not None and known["outcome"] == TRAINED:
+            for name in ACCUMULATED[1:]:
+                _accumulate(session, name, size, gpt)
+            return
+
+
+def _accumulate(session: Session, name: str, size: str, gpt: GPTConfig) -> None:
+    sizes = session.sizes
+    settings = {
+        **_settings(session, gpt, sizes.windows_of_micro_batch),
+        "windows": sizes.windows_of_micro_batch,
+        "activation_checkpointing": name != contenders.ACCUMULATE_ON_HOST,  # it runs blocks again by itself
+        "host_activation_memory": sizes.host_activation_memory,
+        "wide_sums": True,
+    }
+    workloads = {_step_of(name, size, n, sizes): {"micro_batch": n} for n in sizes.accumulated_windows}
+    fits = partial(does_not_fit, f"{name}, {size}")
+    session.steps(name, _torch(name, settings), workloads, 480, settings, THREE_STEPS, fits, size=size)
+
+
+def _step_of(name: str, size: str, windows: int, sizes: Sizes) -> str:
+    """Return the measurement's name."""
+    return f"{name}, {size}, {windows * sizes.context:,} tokens"
+
+
 class Part(NamedTuple):
     bench: str
     title: str
@@ -243,4 +284,5 @@ PARTS = {
     "c": Part("gpu_largest", "On an accelerator: the largest model under a cap", largest),
     "d": Part("gpu_jax", "On an accelerator: training steps in JAX", in_jax),
     "e": Part("gpu_phases", "On an accelerator: a model leaves the device and comes back", in_phases),
+    "f": Part("gpu_accumulate", "On an accelerator: micro-batches block by block", accumulated),
 }

@@ -37,6 +37,13 @@ class Sizes:
     """The models that are tried, the smallest first."""
     first: str
     """The first model of the ladder to be tried; then the search halves the ladder."""
+    accumulated: dict[str, GPTConfig]
+    """The models whose micro-batches pass block by block, in the order in which they are tried."""
+    windows_of_micro_batch: int
+    accumulated_windows: tuple[int, ...]
+    """The windows of a step that is cut into micro-batches; each number is a workload."""
+    host_activation_memory: int
+    """Bytes of host memory in which inputs of blocks may wait."""
 
 
 FULL = Sizes(
@@ -65,6 +72,10 @@ FULL = Sizes(
         "20 B": _gpt(44, 6144, 48),
     },
     first="10 B",
+    accumulated={"8 B": _gpt(39, 4096, 32), "6 B": _gpt(29, 4096, 32), "3 B": _gpt(36, 2560, 32)},
+    windows_of_micro_batch=8,
+    accumulated_windows=(8, 32, 128, 512),
+    host_activation_memory=8 * 10**9,
 )
 TINY = Sizes(
     tests={
@@ -83,4 +94,8 @@ TINY = Sizes(
     device_bytes=4 << 20,
     ladder={"small": _tiny(2, 32), "middle": _tiny(2, 128), "large": _tiny(4, 192), "largest": _tiny(8, 512)},
     first="large",
+    accumulated={"large": _tiny(4, 192), "small": _tiny(2, 32)},
+    windows_of_micro_batch=1,
+    accumulated_windows=(1, 4),
+    host_activation_memory=1 << 14,
 )

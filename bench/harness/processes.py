@@ -99,6 +99,9 @@ class ProcessGroup:
 
     They are forks of one that has imported, with all contenders of the same module, library and environment: several
     imports of PyTorch at once are most of a short run.
+
+    Args:
+        patience: the seconds to wait for an answer.
     """
 
     def __init__(
@@ -111,10 +114,12 @@ class ProcessGroup:
         library: str = "",
         environment: Mapping[str, str] = {},
         malloc: Mapping[str, str] = KEEP_FREED_MEMORY,
+        patience: float = _PATIENCE,
     ) -> None:
         if ranks > MOST_RANKS:
             raise ValueError(f"ranks: got {ranks}, expected at most {MOST_RANKS} on one machine")
         self.ranks = ranks
+        self._patience = patience
         self._log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - lives as long as the ranks
         # The shell's own settings of malloc must not reach the contenders.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(("MALLOC_", "GLIBC_TUNABLES"))}
@@ -154,10 +159,10 @@ class ProcessGroup:
         """Return an answer from each rank."""
         answers: dict[Any, dict[str, Any]] = {}
         while len(answers) < len(self._answers):
-            ready = select.select([a for a in self._answers if a not in answers], [], [], _PATIENCE)[0]
+            ready = select.select([a for a in self._answers if a not in answers], [], [], self._patience)[0]
             if not ready:
                 self.kill()
-                raise ContenderError(f"no answer in {_PATIENCE} s")
+                raise ContenderError(f"no answer in {self._patience} s")
             for output in ready:
                 line = output.readline()
                 if not line:  # one is gone; the others may be waiting for it

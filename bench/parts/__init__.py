@@ -24,6 +24,7 @@ ON_REQUEST = {
     "trainer": 400,
     "phases": 600,
     "muon_step": 300,
+    "layerwise": 7200,  # nearly all of it with 3 B parameters on disk
     "nvme": 600,  # with the default sizes; a run of 1 B parameters takes 20 minutes
 }
 """Parts that run only if they are named."""

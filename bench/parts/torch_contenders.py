@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
@@ -29,6 +29,9 @@ IN_BACKWARD = "offload-core, update in backward"
 ON_HOST = "offload-core, parameters on the host"
 LATE_ON_HOST = "offload-core, parameters on the host, one step late"
 UNCLIPPED = "offload-core, no clipping"
+ACCUMULATE = "offload-core, accumulate()"
+ACCUMULATE_3 = "offload-core, stage 3, accumulate()"
+ACCUMULATE_ON_HOST = "offload-core, parameters on the host, accumulate()"
 MUON = "offload-core, Muon"
 DDP = "DDP, no offload"
 FUSED = "PyTorch, fused AdamW"
@@ -47,6 +50,7 @@ FSDP2_ALONE_UNCLIPPED = "FSDP2, OffloadedAdamW, no clipping"
 TORCHAO = "torchao, CPUOffloadOptimizer"
 GRADIENTS_ONLY = "PyTorch, no optimizer"
 DS_2, DS_3 = "DeepSpeed", "DeepSpeed, stage 3"
+DS_ON_HOST = "DeepSpeed, stage 3, parameters on the host"
 OURS_ON_DISK, DS_ON_DISK = "offload-core, states on disk", "DeepSpeed, states on disk"
 DS_PIPELINED = "DeepSpeed, states on disk, pipelined"
 OURS_ALL_ON_DISK = "offload-core, states and parameters on disk"
@@ -57,15 +61,17 @@ TOKENS = 256
 _STREAMED = 20_000_000
 """The most elements to stream. For a larger model the time is in proportion."""
 
+_PINNED = {"device": "cpu", "pin_memory": True}
 DEEPSPEED: dict[str, dict[str, Any]] = {
     DS_2: {},
     "DeepSpeed, overlap_comm": {"overlap_comm": True},
     "DeepSpeed, allreduce": {"reduce_scatter": False},
     DS_3: {"stage": 3},
     "DeepSpeed, stage 3, overlap_comm": {"stage": 3, "overlap_comm": True},
+    DS_ON_HOST: {"stage": 3, "offload_optimizer": _PINNED, "offload_param": _PINNED},
 }
 """Settings that differ from `deepspeed_config`."""
-FROM_HOST = {"stage": 3, "offload_param": "cpu"}
+FROM_HOST: dict[str, Any] = {"stage": 3, "offload_param": "cpu"}
 ONE_STEP_LATE = {"schedule": "delayed", "delay_warmup_steps": 1}
 
 Settings = dict[str, Any]
@@ -73,7 +79,8 @@ Settings = dict[str, Any]
 
 class Contender(NamedTuple):
     make: Callable[[Any, Settings], Callable[[Any, Any], dict[str, float]]]
-    """Takes an fp32 model, or on a device one of ``dtype``; returns a function of inputs and targets."""
+    """Takes an fp32 model, or on a device one of ``dtype``; returns a function of a step's inputs and targets. If the
+    settings have ``windows``, these are cut into micro-batches of so many windows."""
     library: str
     """Imported before memory is looked at."""
     device: str | None = None
@@ -95,6 +102,8 @@ def main() -> None:
     contender, settings = CONTENDERS[name], {"device": "cpu", **json.loads(words)}
     device = torch.device(settings["device"])
     torch.set_num_threads(settings["threads"])
+    if settings.get("wide_sums"):
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     if device.type == "cpu":
         dist.init_process_group("gloo")
     elif contender.in_ranks:
@@ -187,13 +196,29 @@ class Clock:
         self._ends.append(self._mark())
 
     def ms(self, *names: str) -> dict[str, float]:
-        """Return the ms of each phase, and the total on the host's clock until the stream has reached the last end."""
+        """Return the ms of each phase, and the total on the host's clock until the stream has reached the last end.
+
+        Args:
+            names: of the phases, in their order. The times of phases of one name are added.
+        """
         if not self._on_host:
             self._ends[-1].synchronize()
         total = 1e3 * ((self._ends[-1] if self._on_host else time.perf_counter()) - self._start)
-        pairs = zip(names, itertools.pairwise(self._ends), strict=True)
-        each = {name: 1e3 * (b - a) if self._on_host else a.elapsed_time(b) for name, (a, b) in pairs}
+        each = dict.fromkeys(names, 0.0)
+        for name, (a, b) in zip(names, itertools.pairwise(self._ends), strict=True):
+            each[name] += 1e3 * (b - a) if self._on_host else a.elapsed_time(b)
         return each | {"total": total}
+
+
+def micro_batches(settings: Settings, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
+    """Return the micro-batches of a step, of ``windows`` windows each; by default the step is one micro-batch."""
+    windows = settings.get("windows", len(inputs))
+    return [*zip(inputs.split(windows), targets.split(windows), strict=True)]
+
+
+def mean_of(losses: Sequence[Any]) -> float:
+    """Return the mean of tensors of one element."""
+    return sum(loss.item() for loss in losses) / len(losses)
 
 
 def phases(
@@ -202,27 +227,43 @@ def phases(
     backward: Callable[[Any], None],
     step: Callable[[], float | None],
     held: Callable[[], dict[str, float]] | None = None,
+    accumulate_over: Callable[[int], None] | None = None,
 ) -> Callable[[Any, Any], dict[str, float]]:
     """Return a step that times its phases; ``step`` returns the norm of the gradients before clipping.
 
     Args:
         held: returns bytes by the place where they lie. It is called once, after the backward of the second step, when
             all states exist and no step is counted yet; each later step repeats what it returned.
+        accumulate_over: sets the number of micro-batches of a step in an engine, which averages over them, and whose
+            ``step`` is called after each. None: losses are divided by the number, and ``step`` is called after the last
+            micro-batch.
     """
     steps = itertools.count()
     known_bytes: dict[str, float] = {}
+    n_before = 1
 
     def train(inputs: Any, targets: Any) -> dict[str, float]:
+        nonlocal n_before
+        batches = micro_batches(settings, inputs, targets)
+        n = len(batches)
+        if accumulate_over is not None and n != n_before:
+            accumulate_over(n)
+            n_before = n
         clock = Clock(settings["device"])
-        loss = forward(inputs, targets)
-        clock.end()
-        backward(loss)
-        clock.end()
-        if held is not None and next(steps) == 1:
-            known_bytes.update(held())
-        norm = step()
-        clock.end()
-        known = clock.ms("forward", "backward", "step") | {"loss": loss.item()} | known_bytes
+        losses, norm = [], None
+        for i, batch in enumerate(batches, 1):
+            loss = forward(*batch)
+            clock.end()
+            losses.append(loss.detach())
+            backward(loss if n == 1 or accumulate_over is not None else loss / n)
+            del loss  # and its graph, before the next one is made
+            clock.end()
+            if i == n and held is not None and next(steps) == 1:
+                known_bytes.update(held())
+            if i == n or accumulate_over is not None:
+                norm = step()
+            clock.end()
+        known = clock.ms(*["forward", "backward", "step"] * n) | {"loss": mean_of(losses)} | known_bytes
         return known if norm is None else known | {"grad_norm": norm}
 
     return train
@@ -250,7 +291,34 @@ def offload_core(model: Any, settings: Settings, **fields: Any) -> Any:
 
     fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **adam_arguments(), **fields}
     engine = wrap(model, param_dtype="bfloat16" if is_narrow(settings) else None, **fields)
-    return phases(settings, engine, engine.backward, lambda: engine.step().grad_norm)
+    accumulate_over = engine.set_gradient_accumulation_steps
+    return phases(settings, engine, engine.backward, lambda: engine.step().grad_norm, None, accumulate_over)
+
+
+def block_by_block(model: Any, settings: Settings, **fields: Any) -> Any:
+    """``engine.accumulate()``: all micro-batches pass one block after the other, forward and backward."""
+    from frontends.torch import wrap
+
+    own = {name: settings[name] for name in ("host_activation_memory",) if name in settings}
+    fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **adam_arguments(), **own, **fields}
+    engine = wrap(model, param_dtype="bfloat16" if is_narrow(settings) else None, **fields)
+    n_before = 1
+
+    def train(inputs: Any, targets: Any) -> dict[str, float]:
+        nonlocal n_before
+        batches = micro_batches(settings, inputs, targets)
+        if len(batches) != n_before:
+            n_before = len(batches)
+            engine.set_gradient_accumulation_steps(n_before)
+        clock = Clock(settings["device"])
+        losses = engine.accumulate(batches, lambda loss, batch: loss)
+        clock.end()
+        norm = engine.step().grad_norm
+        clock.end()
+        known = clock.ms("forward and backward", "step") | {"loss": mean_of(losses)}
+        return known if norm is None else known | {"grad_norm": norm}
+
+    return train
 
 
 def muon(model: Any, settings: Settings) -> Any:
@@ -316,16 +384,21 @@ def deepspeed(model: Any, settings: Settings, zero: dict[str, Any]) -> Any:
     from deepspeed import initialize
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
-    config = deepspeed_config(settings["micro_batch"], zero, is_narrow(settings))
+    windows = settings.get("windows", settings["micro_batch"])
+    config = deepspeed_config(windows, zero, is_narrow(settings))
     engine, *_ = initialize(model=model, model_parameters=model.parameters(), config=config)
     if not isinstance(engine.optimizer.optimizer, DeepSpeedCPUAdam):
         raise TypeError(f"DeepSpeed chose {type(engine.optimizer.optimizer).__name__}, expected its DeepSpeedCPUAdam")
 
-    def step() -> float:
+    def step() -> float | None:
         engine.step()
-        return float(engine.get_global_grad_norm())
+        norm = engine.get_global_grad_norm()  # None before the first update
+        return None if norm is None else float(norm)
 
-    return phases(settings, engine, engine.backward, step)
+    def accumulate_over(n: int) -> None:
+        engine.set_train_batch_size(n * windows * int(os.environ["WORLD_SIZE"]))
+
+    return phases(settings, engine, engine.backward, step, None, accumulate_over)
 
 
 def plain(model: Any, settings: Settings, *, fused: bool = True, ddp: bool = False, muon: bool = False) -> Any:
@@ -536,6 +609,11 @@ CONTENDERS = {
     ON_HOST: Contender(partial(offload_core, **FROM_HOST), "frontends.torch", construction=FROM_HOST),
     LATE_ON_HOST: Contender(
         partial(offload_core, **FROM_HOST, **ONE_STEP_LATE), "frontends.torch", construction=FROM_HOST
+    ),
+    ACCUMULATE: Contender(block_by_block, "frontends.torch"),
+    ACCUMULATE_3: Contender(partial(block_by_block, stage=3, layerwise=True), "frontends.torch"),
+    ACCUMULATE_ON_HOST: Contender(
+        partial(block_by_block, layerwise=True, **FROM_HOST), "frontends.torch", construction=FROM_HOST
     ),
     MUON: Contender(muon, "frontends.torch"),
     UNCLIPPED: Contender(partial(offload_core, gradient_clipping=None), "frontends.torch"),

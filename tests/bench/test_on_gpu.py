@@ -14,9 +14,18 @@ import pytest
 
 from bench import record, report
 from bench.gpu import figures, host_memory, parts, results
-from bench.gpu.parts import BESIDE, LARGEST, OF_JAX, PARTS
+from bench.gpu.parts import ACCUMULATED, BESIDE, LARGEST, OF_JAX, PARTS
 from bench.gpu.sizes import FULL, TINY
-from bench.parts.torch_contenders import DS_2, FSDP2, FUSED, OURS, TORCHAO
+from bench.parts.torch_contenders import (
+    ACCUMULATE_ON_HOST,
+    DS_2,
+    DS_ON_HOST,
+    FSDP2,
+    FUSED,
+    ON_HOST,
+    OURS,
+    TORCHAO,
+)
 from offload_core.support.processors import available_cpus
 from tests.support import simulated
 
@@ -105,6 +114,23 @@ def test_a_part_ends_in_its_time_and_says_that_more_is_to_do(rehearse, tmp_path)
     assert call.returncode == 1
     assert "(c): the time is up; another call" in printed
     assert not (tmp_path / "out" / "results.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_a_step_of_one_and_of_many_micro_batches_trains_alike_in_a_loop_and_block_by_block(rehearse, tmp_path):
+    call = rehearse("f")
+    printed, _ = call.communicate()
+    assert call.returncode == 0, printed
+    known = report.read(tmp_path / "out" / "results.jsonl")["gpu_accumulate"]
+    ran = {(row["name"], row["micro_batch"]): row for row in known["rows"] if row["metric"] == "speed"}
+    absent = {each["name"] for each in known["missing"]}
+    assert absent == {DS_ON_HOST}
+    assert ran.keys() == {(n, windows) for n in ACCUMULATED if n not in absent for windows in TINY.accumulated_windows}
+    losses = {(row["name"], row["micro_batch"]): row["curve"] for row in known["rows"] if row["metric"] == "loss, last"}
+    for windows in TINY.accumulated_windows:
+        ours = losses[ACCUMULATE_ON_HOST, windows]
+        for name in (ON_HOST, FUSED):
+            assert losses[name, windows] == pytest.approx(ours, rel=1e-2), name
 
 
 @pytest.mark.slow
@@ -223,6 +249,28 @@ def test_a_sentence_compares_steps_with_adamw_on_the_device_and_with_deepspeed(t
     assert more == words.replace("in 1 round.", "in 1 to 2 rounds.")
 
 
+def test_the_table_of_micro_batches_has_speeds_by_tokens_and_says_what_does_not_fit(tmp_path):
+    path = tmp_path / "card.jsonl"
+    config = {"context": 1000, "windows": 8}
+    for windows, speed in ((8, 100.0), (32, 200.0)):
+        rows = [*steps(ACCUMULATE_ON_HOST, 1.0, windows, size="8 B")]
+        rows.append(record.row(ACCUMULATE_ON_HOST, "speed", "tokens/s", [speed], micro_batch=windows, size="8 B"))
+        measured(path, "gpu_accumulate", f"ours, {windows}", *rows, config=config)
+    unfit = parts.does_not_fit(f"{FUSED}, 8 B", "CUDA out of memory")
+    measured(path, "gpu_accumulate", "on the device", config=config, **unfit)
+    measured(path, "gpu_accumulate", "DeepSpeed", missing=[record.missing(DS_ON_HOST, ModuleNotFoundError("none"))])
+    known = report.read(path)
+    lines = figures.figures(known)
+    assert lines[0] == (
+        "| in micro-batches of 8,000 tokens | a step of 8,000 tokens | a step of 32,000 tokens | device | host |"
+    )
+    assert f"| {ACCUMULATE_ON_HOST}, 8 B | 100 tokens/s | 200 tokens/s | 7 GB | 5 GB |" in lines
+    assert f"- {FUSED}, 8 B: steps without a figure do not fit." in lines
+    assert f"- {DS_ON_HOST} was not installed." in lines
+    assert f"- Not measured yet: {ON_HOST}." in lines
+    assert not figures.figures(known, in_short=True)
+
+
 def test_figures_of_a_commit_that_was_changed_since_say_so_until_all_are_measured_again(tmp_path, monkeypatch):
     path = tmp_path / "card.jsonl"
     monkeypatch.setattr(figures, "CHANGED_SINCE", {("gpu_jax", "old"): "Changed since."})
@@ -321,7 +369,7 @@ def test_the_models_that_are_tried_grow():
         numels = [gpt.numel for gpt in sizes.ladder.values()]
         assert numels == sorted(numels)
         assert sizes.first in sizes.ladder
-    for name, gpt in FULL.ladder.items():
+    for name, gpt in (FULL.ladder | FULL.accumulated).items():
         assert gpt.numel == pytest.approx(float(name.removesuffix(" B")) * 1e9, rel=0.06), name
 
 
