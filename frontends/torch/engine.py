@@ -261,26 +261,18 @@ class Engine(nn.Module):
         from .layerwise.accumulate import LayerwiseRuns  # greenlet is of this method alone
 
         steps = self._training_steps("accumulate()")
-        components = steps.components
-        if self._layerwise is None or not self._layerwise.of(components):
-            self._layerwise = LayerwiseRuns(self.module, components, self)
-        runs, losses = self._layerwise, list[torch.Tensor]()
-        runs.check(batches, blocks, average=average, with_loss=loss is not None)
-        components.core.gradients.count_as(runs.counted(batches))
+        if self._layerwise is None or not self._layerwise.of(steps):
+            self._layerwise = LayerwiseRuns(self.module, steps, self)
+        runs: LayerwiseRuns = self._layerwise
+        runs.begin(batches, blocks, average=average, with_loss=loss is not None)
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             steps.expect(self.optimizer.param_groups, average=average)
-
-        def act(scale: float | None) -> None:
-            losses.extend(runs.run(batches, loss, scale))
-
         try:
-            components.device_memory.before_backward()
-            steps.or_break_off(partial(components.grad_hooks.run_backward, act, average=average))
+            return runs.run(batches, loss, average=average)
         except BaseException:
             self._recover()
             steps.discard()
             raise
-        return losses
 
     @untraced
     def step(self, *, boundary: bool | None = None) -> StepReport:
@@ -335,7 +327,9 @@ class Engine(nn.Module):
     def _warn_of_uncounted(self) -> None:
         """Warn if several backwards are about to count as one micro-step, as in a loop that steps once an update."""
         n_steps, gradients = self.offload_config.gradient_accumulation_steps, self.optimizer.core.gradients
-        if n_steps > 1 and gradients.counts_as == 1 and (backwards := self.optimizer.components.grad_hooks.backwards) > 1:
+        if n_steps == 1 or gradients.counts_as > 1:
+            return
+        if (backwards := self.optimizer.components.grad_hooks.backwards) > 1:
             UserLine.now("torch").warn(
                 UserWarning(
                     f"{backwards} backwards before one step(), which count as one of {n_steps} micro-steps "

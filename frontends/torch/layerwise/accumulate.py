@@ -11,7 +11,7 @@ from offload_core.errors import ConfigError, GradientError, ParameterError, Stat
 from offload_core.support.checks import kind_of
 
 from ..params.fsdp import fsdp_modules
-from ..training.components import Components
+from ..training.steps import Steps
 from .find import Chosen, find_blocks
 from .fsdp import FsdpBlocks
 from .sweeps import Sweeps
@@ -28,30 +28,38 @@ class LayerwiseRuns:
         call: the engine, called with a micro-batch.
     """
 
-    def __init__(self, model: nn.Module, components: Components, call: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, steps: Steps, call: Callable[..., Any]) -> None:
         self._model = model
-        self._components = components
+        self._steps = steps
+        self._components = components = steps.components
+        self._grad_hooks, core = components.grad_hooks, components.core
+        self._gradients = core.gradients
         self._call = call
         memory: Any = components.device_memory.memory
         self._device: torch.device = memory.device
-        n_bytes = components.core.config.host_activation_memory
-        moves = n_bytes and not memory.addressable
-        self._waiting = WaitingTensors(memory, HostSlots(components.core.memory, n_bytes)) if moves else None
+        config = core.config
+        moves = config.host_activation_memory and not memory.addressable
+        slots = HostSlots(core.memory, config.host_activation_memory)
+        self._waiting = WaitingTensors(memory, slots) if moves else None
 
     def __reduce__(self) -> Any:
         return _none, ()  # a copy of the engine makes its own
 
-    def of(self, components: Components) -> bool:
-        """Return True if these are the components of the optimizer that this object hands gradients to."""
-        return components is self._components
+    def of(self, steps: Steps) -> bool:
+        """Return True if these are the steps of the optimizer that this object hands gradients to."""
+        return steps is self._steps
 
-    def counted(self, batches: Sequence[Any]) -> int:
+    def _counted(self, batches: Sequence[Any]) -> int:
         """Return the number of micro-steps that the present one counts as, with these micro-batches."""
-        earlier = self._components.core.gradients.counts_as if self._components.grad_hooks.fresh else 0
-        return len(batches) + earlier
+        return len(batches) + (self._gradients.counts_as if self._grad_hooks.fresh else 0)
 
-    def check(self, batches: Sequence[Any], chosen: Chosen, *, average: bool, with_loss: bool) -> None:
-        """Raise an error unless :meth:`run` can take these micro-batches, and a function for their loss or none."""
+    def begin(self, batches: Sequence[Any], chosen: Chosen, *, average: bool, with_loss: bool) -> None:
+        """Find the blocks, and have the present micro-step count as these micro-batches.
+
+        Raises:
+            ParameterError, ConfigError, GradientError, StateError: :meth:`run` cannot take these micro-batches, and a
+                function for their loss or none. Nothing has changed.
+        """
         self._blocks = find_blocks(self._model, chosen)
         if isinstance(batches, torch.Tensor | str | bytes | Mapping) or not isinstance(batches, Sequence):
             raise ParameterError(
@@ -72,8 +80,10 @@ class LayerwiseRuns:
                     f"accumulate: micro-batch {i} is {_structure(batch)}, and micro-batch 0 is {first}; expected all "
                     "alike: the blocks must have the same arguments"
                 )
-        gradients, n = self._components.core.gradients, len(batches)
-        if self._components.grad_hooks.is_deferring:
+        gradients, n = self._gradients, len(batches)
+        if self._grad_hooks.is_summing:
+            raise StateError("accumulate() inside accumulate(); expected it after: losses are computed in it")
+        if self._grad_hooks.is_deferring:
             raise StateError("accumulate() inside no_sync(); expected it outside: it sums on the device anyway")
         if n > 1 and not gradients.take_sums:
             raise ConfigError(
@@ -81,22 +91,23 @@ class LayerwiseRuns:
                 "element type on their way to the host; expected wrap(..., layerwise=True), with which they travel in "
                 "fp32"
             )
-        counted = gradients.micro_steps + self.counted(batches)
+        counted = gradients.micro_steps + self._counted(batches)
         if average and counted > gradients.per_update:
             raise GradientError(
                 f"accumulate: {counted} micro-batches since the last update, whose gradients would be divided by "
                 f"gradient_accumulation_steps={gradients.per_update}; expected "
                 f"set_gradient_accumulation_steps({counted}), or average=False for losses that are divided already"
             )
+        gradients.count_as(self._counted(batches))
 
-    def run(self, batches: Sequence[Any], loss: Loss | None, scale: float | None) -> list[torch.Tensor]:
-        """Run all micro-batches forward and backward, in the blocks that :meth:`check` has found, and return their
-        losses."""
+    def run(self, batches: Sequence[Any], loss: Loss | None, *, average: bool) -> list[torch.Tensor]:
+        """Run all micro-batches forward and backward, and return their losses. :meth:`begin` comes before it."""
         losses = [partial(self._loss, i, batch, loss) for i, batch in enumerate(batches)]
         sharding = self._components.sharding
         params = FsdpBlocks(self._model) if fsdp_modules(self._model) else sharding.block_by_block()
         sweeps = Sweeps(self._model, self._components, self._blocks, losses, params, self._device, self._waiting)
-        sweeps.run(scale)
+        self._components.device_memory.before_backward()
+        self._steps.or_break_off(partial(self._grad_hooks.run_backward, sweeps.run, average=average))
         return sweeps.losses
 
     def _loss(self, number: int, batch: Any, loss: Loss | None) -> Any:
