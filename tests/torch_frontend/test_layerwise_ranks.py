@@ -36,7 +36,8 @@ def data_of(step, rank, n=3):
     return batches(n, 10 * step + rank)
 
 
-@pytest.mark.draws(2)
+@pytest.mark.draws(1)
+@pytest.mark.long("several trainings on two ranks")
 @pytest.mark.parametrize("name", WAYS)
 def test_the_bits_are_those_of_the_loop_with_no_sync(name):
     """And of DistributedDataParallel's ``no_sync`` with fused AdamW, where nothing is clipped."""
@@ -64,6 +65,7 @@ def test_the_bits_are_those_of_the_loop_with_no_sync(name):
     assert len({each for of_rank in found for each in of_rank[:2]}) == 1, found
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{"stage": 2}, {**STAGE_3, "offload_param": "cpu"}], ids=["stage 2", "stage 3"])
 def test_ranks_send_as_much_for_any_number_of_micro_batches(fields):
     @on_ranks(2)
@@ -143,6 +145,7 @@ def test_an_error_on_all_ranks_ends_it_on_all():
     assert len({*found[0], *found[1]}) == 1, found
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("narrow", [False, True])
 def test_fsdp2_gathers_a_block_twice_and_reduces_it_once(narrow):
     """With the bits of its own loop with ``no_sync``; an error in the middle leaves it as it was."""
