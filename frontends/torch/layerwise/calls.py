@@ -1,27 +1,26 @@
 """Calls of blocks, with the graph of each micro-batch cut around them.
 
-[Note: cut graphs] In forward the graph of a block saves no tensors, and the block hands on leaves. It runs with a graph
-all the same: torch may choose other kernels without one. In backward the block runs again, and its graph is kept. So
-each micro-batch has a small graph before the first block, between blocks, and after the last block. A tensor that goes
-into a block and requires a gradient is made a leaf in place, where it is no view, and its graph is kept as an edge. Its
-gradients from all later uses are summed in ``grad``, in the order in which one backward through the whole graph sums
-them, and go on along the edge after the backward of the first block that it goes into: all its other uses are later
-ones.
+[Note: cut graphs] A block hands on leaves. The graph that it made stays for its backward, without the tensors that it
+saved, which are computed again before (``saved.py``). So each micro-batch has a small graph before the first block, one
+for each block, and small ones between blocks and after the last one. A tensor that goes into a block and requires a
+gradient is made a leaf in place, where it is no view, and its graph is kept as an edge. Its gradients from all later
+uses are summed in ``grad``, in the order in which one backward through the whole graph sums them, and go on along the
+edge after the backward of the first block that it goes into: all its other uses are later ones.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from offload_core.errors import ParameterError, StateError
 
 from .lines import ThreadState
+from .saved import SavedByBlock
 
 _LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 """A part of torch's error where code changes a leaf in place."""
@@ -116,8 +115,8 @@ class BlockCall:
     device: torch.device
     inputs: list[Border] = field(default_factory=list)
     """The tensors that go into the block and require a gradient, but leaves of the user's and parameters."""
-    outputs: list[tuple[int, Border]] = field(default_factory=list)
-    """The tensors that the block returned, each with its position among all."""
+    outputs: list[tuple[GradientEdge, Border]] = field(default_factory=list)
+    """The tensors that the block made, each with the graph that made it."""
 
     def __post_init__(self) -> None:
         """Check the arguments, and cut the graph before them.
@@ -152,9 +151,14 @@ class BlockCall:
         self._state, self._random = ThreadState(self.device), RandomState(self.device)
         versions = [tensor._version for tensor in tensors]
         buffers = [buffer._version for buffer in self.block.buffers()]
+        self._saved = SavedByBlock(self.name)
+        self._leaves = [
+            border.tensor.detach().requires_grad_() if border.is_view else border.tensor for border in self.inputs
+        ]
+        self._roots = [leaf.view_as(leaf) for leaf in self._leaves]
         try:
-            with saved_tensors_hooks(_nothing_of, partial(_missing, self.name)):
-                output = self.forward(*self.args, **self.kwargs)
+            with self._saved.left_out():
+                output = self._call(self._roots)
         except RuntimeError as error:
             if _LEAF_WRITTEN in str(error):
                 raise self._writes() from error
@@ -162,17 +166,28 @@ class BlockCall:
         if [tensor._version for tensor in tensors] != versions:
             raise self._writes()
         self._writes_buffers = [buffer._version for buffer in self.block.buffers()] != buffers
-        leaves, self._structure = tree_flatten(output)
-        same = {id(tensor) for tensor in tensors}
+        leaves, structure = tree_flatten(output)
+        given = {id(tensor): tensor for tensor in tensors}
+        given |= {id(root): border.tensor for root, border in zip(self._roots, self.inputs, strict=True)}
         for i, leaf in enumerate(leaves):
-            if not isinstance(leaf, torch.Tensor) or id(leaf) in same:
+            if id(leaf) in given:
+                leaves[i] = given[id(leaf)]
+            elif not isinstance(leaf, torch.Tensor):
                 self._check_output(leaf)
             elif leaf.requires_grad:
                 leaves[i] = leaf.detach().requires_grad_()
                 border = Border(leaves[i])
                 self.borders.add(border)
-                self.outputs.append((i, border))
-        return tree_unflatten(leaves, self._structure)
+                self.outputs.append((get_gradient_edge(leaf), border))
+        self._edges, self._roots = [*map(get_gradient_edge, self._roots)], []
+        return tree_unflatten(leaves, structure)
+
+    def _call(self, inputs: Sequence[torch.Tensor]) -> Any:
+        """Call the block's forward, with these tensors in place of its inputs."""
+        uses = {id(border.tensor): tensor for border, tensor in zip(self.inputs, inputs, strict=True)}
+        given = (self.args, self.kwargs)
+        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: uses.get(id(tensor), tensor), given)
+        return self.forward(*args, **kwargs)
 
     def _writes(self) -> StateError:
         return StateError(
@@ -208,61 +223,46 @@ class BlockCall:
         return any(border.gradient is not None for _, border in self.outputs)
 
     def backward(self) -> None:
-        """Run the block again, with a graph, and backpropagate the gradients of its outputs through it. Afterwards the
-        inputs have their gradients."""
-        aliases = [border.tensor.detach().requires_grad_() for border in self.inputs]
-        uses = dict[int, torch.Tensor]()
-        roots: list[torch.Tensor] = []
-        gradients: list[torch.Tensor] = []
-        for border, alias in zip(self.inputs, aliases, strict=True):
-            uses[id(border.tensor)] = alias
-            if border.gradient is not None:  # a root's gradient comes first in the sum at its node
-                uses[id(border.tensor)] = root = alias.view_as(alias)
-                roots.append(root)
-                gradients.append(border.gradient)
-                border.gradient = None
+        """Compute again what the block's graph has saved, and backpropagate the gradients of its outputs through it.
+        Afterwards the inputs have their gradients."""
+        roots = [(edge, border) for edge, border in self.outputs if border.gradient is not None]
+        # A root's gradient comes first in the sum at its node.
+        roots += [
+            (edge, border) for edge, border in zip(self._edges, self.inputs, strict=True) if border.gradient is not None
+        ]
         buffers = [*self.block.buffers()] if self._writes_buffers else []
         values = [buffer.clone() for buffer in buffers]
-        leaves = self._again(uses)
-        for i, border in self.outputs:
-            if border.gradient is not None and leaves[i].requires_grad:
-                roots.append(leaves[i])
-                gradients.append(border.gradient)
+        self._compute_again()
+        self.args, self.kwargs = (), {}
+        edges, gradients = [edge for edge, _ in roots], [border.gradient for _, border in roots]
+        for border in (*self.inputs, *(border for _, border in self.outputs)):
             border.gradient = None
+        for _, border in self.outputs:
             self.borders.forget(border)
         self.outputs.clear()
-        del leaves, uses
-        torch.autograd.backward(roots, gradients)
+        del roots
+        torch.autograd.backward(edges, gradients)
         with torch.no_grad():  # the block has changed its statistics twice
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
-        for border, alias in zip(self.inputs, aliases, strict=True):
-            border.gradient = alias.grad
+        for border, leaf in zip(self.inputs, self._leaves, strict=True):
+            if border.is_view:
+                border.gradient = leaf.grad
+        self._edges, self._leaves = [], []
 
-    def _again(self, uses: Mapping[int, torch.Tensor]) -> list[Any]:
-        """Run the block once more as it ran in forward, and return the leaves of its output.
-
-        Args:
-            uses: tensors to be used in place of arguments, by their ``id``.
-        """
-        given = (self.args, self.kwargs)
-        args, kwargs = tree_map_only(torch.Tensor, lambda tensor: uses.get(id(tensor), tensor), given)
-        self.args, self.kwargs = (), {}
+    def _compute_again(self) -> None:
+        """Run the block once more as it ran in forward, as far as its graph needs."""
+        if not self._saved:
+            return
         outside, now = ThreadState(self.device), RandomState(self.device)
         self._state.restore()
         self._random.restore()
         try:
-            output = self.forward(*args, **kwargs)
+            with self._saved.filled():
+                self._call([border.tensor.detach().requires_grad_() for border in self.inputs])
         finally:
             now.restore()
             outside.restore()
-        leaves, structure = tree_flatten(output)
-        if structure != self._structure:
-            raise StateError(
-                f"accumulate: block {self.name!r} returned another structure when it ran again in backward; expected "
-                "the same, as for checkpointing"
-            )
-        return leaves
 
     @property
     def made_before(self) -> list[Border]:
@@ -294,15 +294,3 @@ def _reached(roots: Iterable[Node]) -> set[Node]:
 def _is_cache(argument: Any) -> bool:
     """Return True for a cache of keys and values of Hugging Face's models, which a block writes to."""
     return any(kind.__name__ == "Cache" for kind in type(argument).__mro__)
-
-
-def _nothing_of(tensor: torch.Tensor) -> None:
-    """Save nothing of a tensor: the graph is for the kernels that run with one."""
-
-
-def _missing(name: str, saved: None) -> torch.Tensor:
-    raise StateError(
-        f"accumulate: a tensor that was made inside block {name!r} is used outside of it, and the block does not "
-        "return it: a hook or an attribute has carried it out (output_router_logits, output_attentions). Its gradient "
-        "would be lost; expected a block that returns it, or a loss without it"
-    )

@@ -20,7 +20,7 @@ from offload_core.errors import StateError
 
 from ..internals.private import allows_saved_hooks, pop_saved_hooks, push_saved_hooks, storage_of, top_saved_hooks
 
-_LEFT_ALONE = (None, "torch.utils.checkpoint", "frontends.torch.layerwise.calls")
+_LEFT_ALONE = (None, "torch.utils.checkpoint", "frontends.torch.layerwise.saved")
 """Python modules whose hooks on saved tensors copy nothing: torch's own functions, checkpointing, and the hooks of
 ``accumulate()``, which save nothing."""
 
