@@ -137,7 +137,8 @@ class Sweeps:
         name, block = self._names[number], self._blocks[number]
         call = BlockCall(name, number, block, forward, args, kwargs, line.borders, self._device)
         line.stop(call)
-        return call.run()
+        with self._params.inside(block):
+            return call.run()
 
     def _go_on(self, line: _Line) -> torch.Tensor | None:
         """Let a line run to its next block; return its loss if it has ended."""
@@ -261,7 +262,8 @@ class Sweeps:
         """Backpropagate through one call, and through what comes before it up to the block before."""
         done = [border.tensor for _, border in call.outputs] + _gradients(call)
         if call.has_backward:
-            call.backward()
+            with self._params.inside(call.block):
+                call.backward()
         made = {
             border: (border.edge, border.gradient)
             for border in call.made_before

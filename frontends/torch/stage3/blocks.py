@@ -1,7 +1,7 @@
 """Gathers the parameters of a block once for all micro-batches that pass it (stage 3)."""
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from torch import nn
@@ -22,7 +22,9 @@ class PartitionedBlocks(Blocks):
         self._parameters = parameters
         self._runs = runs
         self._held: dict[nn.Module, Sequence[PartitionedParameter]] = {}
-        """Maps a block to its parameters, which are kept whole."""
+        """Maps a block to its parameters, which are being gathered, or whole."""
+        self._whole: dict[nn.Module, frozenset[PartitionedParameter]] = {}
+        """Maps a block that has run to its parameters, which are whole."""
 
     def __enter__(self) -> Blocks:
         self._runs.forget(graphs=False)
@@ -54,7 +56,21 @@ class PartitionedBlocks(Blocks):
             self._runs.whole.hold(records)
             self._held[block] = records
 
+    @contextmanager
+    def inside(self, block: nn.Module) -> Iterator[None]:
+        records, runs = self._held[block], self._runs
+        if block not in self._whole:
+            runs.whole.acquire(records)
+            self._whole[block] = frozenset(records)
+        before, runs.kept_by_caller = runs.kept_by_caller, self._whole[block]
+        try:
+            yield
+        finally:
+            runs.kept_by_caller = before
+
     def release(self, block: nn.Module) -> None:
+        if block in self._whole:
+            self._runs.whole.release([*self._whole.pop(block)], may_stay=False)
         self._runs.whole.release(self._held.pop(block, ()), may_stay=False)
 
     def staying(self) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ the inner modules' runs keep none.
 """
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -126,6 +126,9 @@ class ModuleRuns:
         self._parameters = parameters
         self.forwards = _Forwards()
         """The forwards that are running, of the micro-batch that is running (:meth:`switch`)."""
+        self.kept_by_caller: Set[PartitionedParameter] = frozenset()
+        """Parameters that stay whole for longer than the forwards that run now, and until their backwards have ended.
+        These runs do not keep them."""
         self._backwards: dict[int, list[_ModuleRun]] = {}
         """Maps a backward (``backward_number``) to the runs that keep parameters whole in it."""
         self._saved = SavedTensors()
@@ -222,7 +225,7 @@ class ModuleRuns:
         elif not self.forwards:
             self.forget(graphs=False)
             self._parameters.live.begin_round((id(module), torch.is_grad_enabled()))
-        kept = self._kept_by_leaves(task)
+        kept = self._kept_by_leaves(task) | self.kept_by_caller
         used = self._parameters.used_by(*module.modules() if is_leaf else (module,))
         params = [record for record in used if record not in kept]
         run = _ModuleRun(module, params, next_node(), is_leaf=is_leaf, is_unit=is_unit)

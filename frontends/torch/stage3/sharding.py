@@ -219,6 +219,10 @@ class Blocks:
     def release(self, block: nn.Module) -> None:
         """Release the parameters of a block."""
 
+    def inside(self, block: nn.Module) -> AbstractContextManager[None]:
+        """Return a context for code of a block that is held."""
+        return nullcontext()
+
     def before_backward(self, block: nn.Module) -> None:
         """Called before each micro-batch's backward through a block."""
 
