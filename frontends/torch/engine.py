@@ -262,13 +262,13 @@ class Engine(nn.Module):
 
         steps = self._training_steps("accumulate()")
         if self._layerwise is None or not self._layerwise.of(steps):
-            self._layerwise = LayerwiseRuns(self.module, steps, self)
+            self._layerwise = LayerwiseRuns(self.module, steps)
         runs: LayerwiseRuns = self._layerwise
         runs.begin(batches, blocks, average=average, with_loss=loss is not None)
         if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
             steps.expect(self.optimizer.param_groups, average=average)
         try:
-            return runs.run(batches, loss, average=average)
+            return runs.run(batches, loss, self, average=average)
         except BaseException:
             self._recover()
             steps.discard()

@@ -105,14 +105,16 @@ def by_no_sync(engine, data):
 
 
 class Gathered:
-    """Counts the gatherings of each parameter, by name."""
+    """Counts the gatherings of each parameter of an engine, by name. Engines that were deleted gather, too."""
 
-    def __init__(self, patch):
-        self.counts = {}
+    def __init__(self, patch, engine):
+        self.counts, mine = {}, engine.optimizer.sharding.live
         gather = LiveParams._gather
 
         def count(live, param):
+            if live is not mine:
+                return gather(live, param)
             self.counts[param.spec.name] = self.counts.get(param.spec.name, 0) + 1
-            gather(live, param)
+            return gather(live, param)
 
         patch.setattr(LiveParams, "_gather", count)

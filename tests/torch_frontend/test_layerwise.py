@@ -1,5 +1,7 @@
 """``engine.accumulate()``: the bits of the loop over micro-batches, with each block's parameters there twice a step."""
 
+import gc
+import weakref
 from functools import partial
 
 import pytest
@@ -117,7 +119,7 @@ def test_frozen_blocks_before_what_is_trained():
 def test_each_parameter_of_a_block_is_gathered_twice_a_step_for_any_number_of_micro_batches(n, monkeypatch):
     engine = wrap(made(), gradient_accumulation_steps=n, layerwise=True, **STAGE_3)
     by_blocks(engine, batches(n))
-    gathered = Gathered(monkeypatch)
+    gathered = Gathered(monkeypatch, engine)
     by_blocks(engine, batches(n, 1))
     of_blocks = {name: count for name, count in gathered.counts.items() if name.startswith("layers.")}
     assert {count for name, count in of_blocks.items() if not name.startswith("layers.2.")} == {2}
@@ -311,3 +313,16 @@ def test_blocks_between_releases_and_checkpoints(tmp_path, device):
         loop(one, batches(2, step))
         by_blocks(later, batches(2, step))
     assert_all_same(everything(later), everything(one))
+
+
+def test_an_engine_that_is_deleted_is_gone_at_once():
+    """Without garbage collection: nothing of the micro-batches refers to it."""
+    engine = wrap(made(), gradient_accumulation_steps=2, layerwise=True, **STAGE_3)
+    by_blocks(engine, batches(2))
+    left = weakref.ref(engine)
+    gc.disable()
+    try:
+        del engine
+        assert left() is None
+    finally:
+        gc.enable()

@@ -15,32 +15,27 @@ from ..training.steps import Steps
 from .find import Chosen, find_blocks
 from .fsdp import FsdpBlocks
 from .sweeps import Sweeps
-from .waiting import HostSlots, WaitingTensors
+from .waiting import HostSlots, WaitingTensors, Waits
 
 Loss = Callable[[Any, Any], torch.Tensor]
 _FUNCTION = "a function"
 
 
 class LayerwiseRuns:
-    """Runs micro-batches block by block, for one engine. It keeps the host memory in which inputs wait.
+    """Runs micro-batches block by block, for one engine. It keeps the host memory in which inputs wait."""
 
-    Args:
-        call: the engine, called with a micro-batch.
-    """
-
-    def __init__(self, model: nn.Module, steps: Steps, call: Callable[..., Any]) -> None:
+    def __init__(self, model: nn.Module, steps: Steps) -> None:
         self._model = model
         self._steps = steps
         self._components = components = steps.components
         self._grad_hooks, core = components.grad_hooks, components.core
         self._gradients = core.gradients
-        self._call = call
         memory: Any = components.device_memory.memory
         self._device: torch.device = memory.device
         config = core.config
         moves = config.host_activation_memory and not memory.addressable
         slots = HostSlots(core.memory, config.host_activation_memory)
-        self._waiting = WaitingTensors(memory, slots) if moves else None
+        self._waiting = WaitingTensors(memory, slots) if moves else Waits()
 
     def __reduce__(self) -> Any:
         return _none, ()  # a copy of the engine makes its own
@@ -100,9 +95,15 @@ class LayerwiseRuns:
             )
         gradients.count_as(self._counted(batches))
 
-    def run(self, batches: Sequence[Any], loss: Loss | None, *, average: bool) -> list[torch.Tensor]:
-        """Run all micro-batches forward and backward, and return their losses. :meth:`begin` comes before it."""
-        losses = [partial(self._loss, i, batch, loss) for i, batch in enumerate(batches)]
+    def run(
+        self, batches: Sequence[Any], loss: Loss | None, call: Callable[..., Any], *, average: bool
+    ) -> list[torch.Tensor]:
+        """Run all micro-batches forward and backward, and return their losses. :meth:`begin` comes before it.
+
+        Args:
+            call: the engine, called with a micro-batch.
+        """
+        losses = [partial(_loss, call, i, batch, loss) for i, batch in enumerate(batches)]
         sharding = self._components.sharding
         params = FsdpBlocks(self._model) if fsdp_modules(self._model) else sharding.block_by_block()
         sweeps = Sweeps(self._model, self._components, self._blocks, losses, params, self._device, self._waiting)
@@ -110,24 +111,25 @@ class LayerwiseRuns:
         self._steps.or_break_off(partial(self._grad_hooks.run_backward, sweeps.run, average=average))
         return sweeps.losses
 
-    def _loss(self, number: int, batch: Any, loss: Loss | None) -> Any:
-        if isinstance(batch, torch.Tensor):
-            output = self._call(batch)
-        elif isinstance(batch, Mapping):
-            output = self._call(**batch)
-        elif _structure(batch) == _FUNCTION:
-            return batch()
-        else:
-            output = self._call(*batch)
-        if loss is not None:
-            return loss(output, batch)
-        found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-        if found is None:
-            raise GradientError(
-                f"accumulate: the output for micro-batch {number} is {kind_of(output)}, without a loss; expected "
-                "loss=function(output, batch), or an output with .loss (Hugging Face: labels among the arguments)"
-            )
-        return found
+
+def _loss(call: Callable[..., Any], number: int, batch: Any, loss: Loss | None) -> Any:
+    if isinstance(batch, torch.Tensor):
+        output = call(batch)
+    elif isinstance(batch, Mapping):
+        output = call(**batch)
+    elif _structure(batch) == _FUNCTION:
+        return batch()
+    else:
+        output = call(*batch)
+    if loss is not None:
+        return loss(output, batch)
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None:
+        raise GradientError(
+            f"accumulate: the output for micro-batch {number} is {kind_of(output)}, without a loss; expected "
+            "loss=function(output, batch), or an output with .loss (Hugging Face: labels among the arguments)"
+        )
+    return found
 
 
 def _none() -> None:

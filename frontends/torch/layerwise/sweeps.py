@@ -22,7 +22,7 @@ from ..training.components import Components
 from .calls import BlockCall, Border, Borders, leaves_of
 from .find import params_of_blocks
 from .lines import Line
-from .waiting import WaitingTensors
+from .waiting import Waits
 
 
 class _Entry(CompiledForward):
@@ -61,7 +61,7 @@ class Sweeps:
         blocks: the blocks by name, in their order.
         losses: for each micro-batch, a function that runs its forward and returns its loss.
         params: gathers the blocks' parameters.
-        waiting: moves tensors that wait to the host; None: they wait where they are.
+        waiting: has tensors wait.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Sweeps:
         losses: Sequence[Callable[[], torch.Tensor]],
         params: Blocks,
         device: torch.device,
-        waiting: WaitingTensors | None,
+        waiting: Waits,
     ) -> None:
         self._components = components
         self._params = params
@@ -168,8 +168,7 @@ class Sweeps:
             with suppress(Exception):  # what a line's own clean-up raises; the first error is being raised
                 line.end()
             self._params.end_line(line.records)
-        if self._waiting is not None:
-            self._waiting.close()
+        self._waiting.close()
 
     # --- forward -------------------------------------------------------------------------------------
 
@@ -187,10 +186,9 @@ class Sweeps:
             self._hold(number)
             with components.core.span("forward"), self._params.staying():
                 for line, after in zip(here, [*here[1:], None], strict=True):
-                    self._need(line)
+                    self._waiting.need(_used(line))
                     self._hold(self._next_of(number))
-                    if after is not None:
-                        self._expect(after)
+                    self._waiting.expect([] if after is None else _used(after))
                     self._pass(line, losses, scale)
                     self._leave(line)
             if any(line.at is not None for line in self._lines):
@@ -247,10 +245,9 @@ class Sweeps:
             self._hold(number)
             with components.core.span("backward"), self._params.staying():
                 for (line, call), after in zip(here, [*here[1:], None], strict=True):
-                    self._bring(call)
+                    self._waiting.need(_used_in_backward(call))
                     self._hold(following)
-                    if after is not None:
-                        self._expect_backward(after[1])
+                    self._waiting.expect([] if after is None else _used_in_backward(after[1]))
                     self._params.before_backward(self._blocks[number])
                     self._backward_of(line, call)
                     self._params.after_backward(self._blocks[number])
@@ -278,51 +275,36 @@ class Sweeps:
             line.borders.forget(border)
             done.append(border.tensor)
         line.calls.remove(call)
-        if self._waiting is not None:
-            for tensor in done:
-                self._waiting.forget(tensor)
-            self._waiting.leave(border.tensor for border in call.inputs if border not in made)
-            if len(self._lines) > 1:
-                self._waiting.leave(_gradients(call))
+        for tensor in done:
+            self._waiting.forget(tensor)
+        self._waiting.leave(border.tensor for border in call.inputs if border not in made)
+        if len(self._lines) > 1:
+            self._waiting.leave(_gradients(call))
         call.inputs.clear()
 
     # --- tensors that wait ---------------------------------------------------------------------------
 
     def _leave(self, line: _Line) -> None:
         """Have the line's tensors wait on the host, until their next use."""
-        if self._waiting is not None:
-            next_used = [] if line.at is None or len(self._lines) > 1 else line.at.inputs
-            stay = {id(border) for border in next_used}
-            borders = [border for border in line.borders if id(border) not in stay]
-            self._waiting.leave(border.tensor for border in borders)
-            self._waiting.leave(border.gradient for border in borders if border.gradient is not None)
-
-    def _need(self, line: _Line) -> None:
-        if self._waiting is not None and line.at is not None:
-            self._waiting.need(border.tensor for border in line.at.inputs)
-
-    def _expect(self, line: _Line) -> None:
-        if self._waiting is not None and line.at is not None:
-            self._waiting.expect(border.tensor for border in line.at.inputs)
-
-    def _bring(self, call: BlockCall) -> None:
-        if self._waiting is not None:
-            self._waiting.need(_used_in_backward(call))
-
-    def _expect_backward(self, call: BlockCall) -> None:
-        if self._waiting is not None:
-            self._waiting.expect(_used_in_backward(call))
+        next_used = [] if line.at is None or len(self._lines) > 1 else line.at.inputs
+        stay = {id(border) for border in next_used}
+        borders = [border for border in line.borders if id(border) not in stay]
+        self._waiting.leave(border.tensor for border in borders)
+        self._waiting.leave(border.gradient for border in borders if border.gradient is not None)
 
     def _bring_saved(self, line: _Line, made: Iterable[Border]) -> None:
         """Bring back what the graph before a block may have saved, and the gradients that it adds to."""
-        if self._waiting is None:
-            return
         reached = {id(tensor) for tensor in leaves_of(border.edge.node for border in made if border.edge)}
         saved = [border for border in line.borders if id(border.tensor) in reached]
         gradients = [border.gradient for border in saved if border.gradient is not None]
         self._waiting.need([*(border.tensor for border in (*made, *saved)), *gradients])
         for gradient in gradients:
             self._waiting.forget(gradient)  # its values on the host are old ones from now on
+
+
+def _used(line: _Line) -> list[torch.Tensor]:
+    """Return the tensors that the line's next block gets."""
+    return [] if line.at is None else [border.tensor for border in line.at.inputs]
 
 
 def _gradients(call: BlockCall) -> list[torch.Tensor]:

@@ -67,7 +67,26 @@ class Waiting:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
-class WaitingTensors:
+class Waits:
+    """Has tensors of micro-batches wait. This class leaves them where they are."""
+
+    def leave(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Move these tensors to the host, if there is room, and if no other tensor has their memory."""
+
+    def expect(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Begin to bring these tensors back."""
+
+    def need(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Have the device wait until these tensors are back."""
+
+    def forget(self, tensor: torch.Tensor) -> None:
+        """Give back the host memory of a tensor that is not needed any more."""
+
+    def close(self) -> None:
+        """Forget all tensors, after an error too. Those on the host have no values any more."""
+
+
+class WaitingTensors(Waits):
     """Moves tensors to the host and back. A read of one that is on the host brings it back."""
 
     def __init__(self, device: TorchDevice, slots: HostSlots) -> None:
@@ -77,7 +96,6 @@ class WaitingTensors:
         self._leaving: deque[Waiting] = deque()
 
     def leave(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move these tensors to the host, if there is room, and if no other tensor has their memory."""
         for tensor in tensors:
             waiting = self._of.get(id(tensor))
             if waiting is None:
@@ -115,7 +133,6 @@ class WaitingTensors:
                 waiting.storage.resize_(0)
 
     def expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Begin to bring these tensors back."""
         for tensor in tensors:
             waiting = self._of.get(id(tensor))
             if waiting is None:
@@ -136,7 +153,6 @@ class WaitingTensors:
         shard(waiting.tensor, self._read)
 
     def need(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Have the device wait until these tensors are back."""
         tensors = [*tensors]
         self.expect(tensors)
         for tensor in tensors:
@@ -154,7 +170,6 @@ class WaitingTensors:
         self.need([tensor])
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Give back the host memory of a tensor that is not needed any more."""
         waiting = self._of.pop(id(tensor), None)
         if waiting is None:
             return
@@ -169,7 +184,6 @@ class WaitingTensors:
             self._slots.give_back(waiting.slot)
 
     def close(self) -> None:
-        """Forget all tensors, after an error too. Those on the host have no values any more."""
         for waiting in [*self._of.values()]:
             self.forget(waiting.tensor)
         self._leaving.clear()
