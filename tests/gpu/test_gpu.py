@@ -12,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from frontends.torch import OffloadedAdamW, deepspeed, gathered_parameters, init, wrap
 from frontends.torch.ranks import pinning
 from offload_core.support import topology
-from tests.support import one_process_group, simulated
+from tests.support import blocks, one_process_group, simulated
 from tests.support.device_memory import allocated, allocated_before
 from tests.support.simulated import collectives
+from tests.support.torch_models import on as blocks_device
 
 pytestmark = pytest.mark.gpu
 
@@ -404,3 +405,21 @@ def test_a_script_for_deepspeed_trains_on_the_device_where_gradients_are_changed
     for mine, its, loaded in zip(model.parameters(), other.parameters(), again.module.parameters(), strict=True):
         assert same_bits(deepspeed.utils.safe_get_full_fp32_param(mine), its)
         assert same_bits(deepspeed.utils.safe_get_full_fp32_param(loaded), its)
+
+
+@pytest.mark.draws(1)
+@pytest.mark.parametrize("where", [0, 1 << 24])
+@pytest.mark.parametrize(
+    "fields", [{}, {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}], ids=["whole", "stage 3"]
+)
+def test_micro_batches_that_pass_block_by_block_give_the_bits_of_the_loop(fields, where, accelerator):
+    """Blocks' inputs wait on the device, or on the host; device memory is that of one micro-batch there."""
+    settings = {"lr": 1e-2, "param_dtype": "bfloat16", "gradient_accumulation_steps": 4, **fields}
+    with blocks_device(accelerator):
+        loop = wrap(blocks.made(), **settings)
+        engine = wrap(blocks.made(), layerwise=True, host_activation_memory=where, **settings)
+        for step in range(5):
+            losses, _ = blocks.loop(loop, blocks.batches(4, step))
+            assert losses == blocks.by_blocks(engine, blocks.batches(4, step))[0]
+        theirs = dict(loop.named_weights(dtype="float32"))
+        assert all(same_bits(value, theirs[name]) for name, value in engine.named_weights(dtype="float32"))
