@@ -434,9 +434,9 @@ class GradHooks:
         return self._gradients.end_micro_step(reduce=reduce, boundary=boundary, arguments=arguments)
 
     def forget(self) -> None:
-        """Record that no gradient has arrived, and remove the stand-ins from the parameters."""
+        """Record that no gradient has arrived, forget sums, and remove the stand-ins from the parameters."""
         self.fresh = self._reduces = self._discarded = False
-        self._counted = 0
+        self._counted, self._sums = 0, None
         if self._early:
             self._param_table.remove_taken()
         for record in (self._arrived, self._averaged, self._deferred):
