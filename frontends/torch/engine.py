@@ -265,9 +265,9 @@ class Engine(nn.Module):
             self._layerwise = LayerwiseRuns(self.module, steps)
         runs: LayerwiseRuns = self._layerwise
         runs.begin(batches, blocks, average=average, with_loss=loss is not None)
-        if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
-            steps.expect(self.optimizer.param_groups, average=average)
         try:
+            if self.offload_config.update_in_backward and self._reads_wait and not self._compiled:
+                steps.expect(self.optimizer.param_groups, average=average)
             return runs.run(batches, loss, self, average=average)
         except BaseException:
             self._recover()
@@ -802,6 +802,7 @@ class Engine(nn.Module):
         Gradients that wait for an update are discarded. What ``update_in_backward`` has updated already stays updated.
         """
         self.optimizer.close()
+        self._layerwise = None
 
 
 _AVERAGERS = {"DistributedDataParallel", "FullyShardedDataParallel"}

@@ -90,7 +90,7 @@ class LayerwiseRuns:
         if average and counted > gradients.per_update:
             raise GradientError(
                 f"accumulate: {counted} micro-batches since the last update, whose gradients would be divided by "
-                f"gradient_accumulation_steps={gradients.per_update}; expected "
+                f"gradient_accumulation_steps={gradients.per_update}; expected step() or zero_grad() after as many, or "
                 f"set_gradient_accumulation_steps({counted}), or average=False for losses that are divided already"
             )
         gradients.count_as(self._counted(batches))

@@ -19,10 +19,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from offload_core.errors import ParameterError, StateError
 
+from ..internals.private import storage_users
 from .lines import ThreadState
 from .saved import SavedByBlock
 
-_LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
+LEAF_WRITTEN = "a leaf Variable that requires grad is being used in an in-place operation"
 """A part of torch's error where code changes a leaf in place."""
 
 
@@ -38,8 +39,8 @@ class Border:
         self.tensor = tensor
         self.edge = edge
         self.first = first
-        self.is_view = edge is not None and tensor._is_view()
-        """True if it could not be made a leaf, because it is a view: the micro-batch's own graph has it, too."""
+        self.is_view = edge is not None and not _can_be_leaf(tensor)
+        """True if it stays as it is: a view, or a tensor that the micro-batch's own graph has saved, or with hooks."""
         self._of_view: torch.Tensor | None = None
 
     @property
@@ -79,6 +80,35 @@ class Borders:
         return bool(edges) and root.grad_fn is not None and not nodes_of(edges).isdisjoint(nodes_of([root.grad_fn]))
 
 
+def _can_be_leaf(tensor: torch.Tensor) -> bool:
+    """Return True if a tensor with a graph can be made a leaf in place, and nothing notices."""
+    return not (tensor._is_view() or tensor._backward_hooks) and storage_users(tensor) == 2  # itself, and this call
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+def _marks_of_buffers(block: nn.Module) -> list[tuple[int, int]]:
+    """Return a list that differs after a buffer of the block was written to or replaced."""
+    return [(id(buffer), buffer._version) for buffer in block.buffers() if not buffer.is_inference()]
+
+
+class BufferValues:
+    """The buffers of a block, and their values as they are now."""
+
+    def __init__(self, block: nn.Module) -> None:
+        named = [(module, name, buffer) for module in block.modules() for name, buffer in module._buffers.items()]
+        self._values = [(module, name, b, b.detach().clone()) for module, name, b in named if b is not None]
+
+    def put_back(self) -> None:
+        """Make them the block's buffers again, with these values."""
+        with torch.no_grad():
+            for module, name, buffer, values in self._values:
+                module._buffers[name] = buffer
+                buffer.copy_(values)
+
+
 class RandomState:
     """The states of torch's generators, of the CPU and of the device."""
 
@@ -113,6 +143,8 @@ class BlockCall:
     kwargs: Mapping[str, Any]
     borders: Borders
     device: torch.device
+    remembers_buffers: bool = True
+    """True: remember the values that the block's buffers have before it, in case it changes them."""
     inputs: list[Border] = field(default_factory=list)
     """The tensors that go into the block and require a gradient, but leaves of the user's and parameters."""
     outputs: list[tuple[GradientEdge, Border]] = field(default_factory=list)
@@ -137,6 +169,8 @@ class BlockCall:
                 "checkpointing; expected neither around blocks: each runs again in backward anyway. With Hugging "
                 "Face: model.gradient_checkpointing_disable()"
             )
+        for leaf in leaves:
+            self._check_argument(leaf)
         for tensor in {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values():
             self._cut(tensor)
 
@@ -149,8 +183,9 @@ class BlockCall:
         """
         tensors = [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, torch.Tensor)]
         self._state, self._random = ThreadState(self.device), RandomState(self.device)
-        versions = [tensor._version for tensor in tensors]
-        buffers = [buffer._version for buffer in self.block.buffers()]
+        versions = _versions(tensors)
+        before = BufferValues(self.block) if self.remembers_buffers else None
+        marks = _marks_of_buffers(self.block)
         self._saved = SavedByBlock(self.name)
         self._leaves = [
             border.tensor.detach().requires_grad_() if border.is_view else border.tensor for border in self.inputs
@@ -160,12 +195,23 @@ class BlockCall:
             with self._saved.left_out():
                 output = self._call(self._roots)
         except RuntimeError as error:
-            if _LEAF_WRITTEN in str(error):
+            if LEAF_WRITTEN in str(error):
                 raise self._writes() from error
+            if "saved tensor hooks" in str(error):
+                raise StateError(
+                    f"accumulate: block {self.name!r} uses torch.func, whose graphs cannot be computed again; expected "
+                    "a loop over micro-batches for this model"
+                ) from error
             raise
-        if [tensor._version for tensor in tensors] != versions:
+        if _versions(tensors) != versions:
             raise self._writes()
-        self._writes_buffers = [buffer._version for buffer in self.block.buffers()] != buffers
+        self.writes_buffers = _marks_of_buffers(self.block) != marks
+        if self.writes_buffers and before is None:
+            raise StateError(
+                f"accumulate: block {self.name!r} changes a buffer, and did not for an earlier micro-batch; expected "
+                "the same for all"
+            )
+        self._buffers = before if self.writes_buffers else None
         leaves, structure = tree_flatten(output)
         given = {id(tensor): tensor for tensor in tensors}
         given |= {id(root): border.tensor for root, border in zip(self._roots, self.inputs, strict=True)}
@@ -204,6 +250,17 @@ class BlockCall:
                 "expected tensors, or tuples, lists and dicts of them (torch.utils._pytree.register_pytree_node)"
             )
 
+    def _check_argument(self, leaf: Any) -> None:
+        if isinstance(leaf, torch.Tensor):
+            return
+        held = [value for value in getattr(leaf, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
+        if any(value.requires_grad for value in held):
+            raise ParameterError(
+                f"accumulate: block {self.name!r} gets a {type(leaf).__name__} with a tensor that requires a gradient "
+                "and cannot be found; expected tensors, or tuples, lists and dicts of them "
+                "(torch.utils._pytree.register_pytree_node)"
+            )
+
     def _cut(self, tensor: torch.Tensor) -> None:
         """Make a tensor that goes into the block a border, if it requires a gradient and is no leaf of the user's."""
         border = self.borders.get(tensor)
@@ -230,8 +287,9 @@ class BlockCall:
         roots += [
             (edge, border) for edge, border in zip(self._edges, self.inputs, strict=True) if border.gradient is not None
         ]
-        buffers = [*self.block.buffers()] if self._writes_buffers else []
-        values = [buffer.clone() for buffer in buffers]
+        latest = None if self._buffers is None else BufferValues(self.block)
+        if self._buffers is not None:
+            self._buffers.put_back()
         self._compute_again()
         self.args, self.kwargs = (), {}
         edges, gradients = [edge for edge, _ in roots], [border.gradient for _, border in roots]
@@ -242,9 +300,8 @@ class BlockCall:
         self.outputs.clear()
         del roots
         torch.autograd.backward(edges, gradients)
-        with torch.no_grad():  # the block has changed its statistics twice
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
+        if latest is not None:
+            latest.put_back()
         for border, leaf in zip(self.inputs, self._leaves, strict=True):
             if border.is_view:
                 border.gradient = leaf.grad

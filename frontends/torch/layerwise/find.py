@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 
 from offload_core.errors import ParameterError
+from offload_core.support.checks import kind_of
 
 from ..internals.compiled import COMPILED, is_compiled
 
@@ -47,8 +48,13 @@ def _chosen(model: nn.Module, chosen: Chosen) -> dict[str, nn.Module]:
                 f"{type(model).__name__}"
             )
         return {f"{chosen}.{own}": block for own, block in modules[chosen].named_children()}
+    if isinstance(chosen, nn.Module) or not isinstance(chosen, Iterable):
+        raise ParameterError(
+            f"accumulate: blocks is {kind_of(chosen)}, expected the name of an nn.ModuleList or nn.Sequential, or a "
+            "list of modules or names"
+        )
     found = {}
-    for each in chosen or ():
+    for each in chosen:
         name = names.get(each) if isinstance(each, nn.Module) else each
         if name is None or name not in modules:
             shown = type(each).__name__ if isinstance(each, nn.Module) else repr(each)

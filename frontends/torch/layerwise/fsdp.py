@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from offload_core.errors import StateError
+
 from ..params.fsdp import fsdp_modules, groups_of, roots_of
 from ..stage3.sharding import Blocks
 
@@ -21,6 +23,8 @@ class FsdpBlocks(Blocks):
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._groups = [group for module in fsdp_modules(model) for group in groups_of(module)]
+        if not all(group.reduce_grads for group in self._groups):
+            raise StateError("accumulate() inside no_sync(); expected it outside: it reduces each block once anyway")
         self._reduces = [[getattr(group, name) for name in _REDUCES] for group in self._groups]
         self._reduced = False
         """True once all gradients were reduced."""

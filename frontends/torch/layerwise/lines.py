@@ -15,10 +15,19 @@ from greenlet import getcurrent, greenlet
 from ..internals.private import pop_saved_hooks, push_saved_hooks, top_saved_hooks
 
 _Autocast = tuple[str, bool, torch.dtype]
+_cuda = torch.backends.cuda
+_ATTENTION = [
+    (_cuda.flash_sdp_enabled, _cuda.enable_flash_sdp),
+    (_cuda.mem_efficient_sdp_enabled, _cuda.enable_mem_efficient_sdp),
+    (_cuda.math_sdp_enabled, _cuda.enable_math_sdp),
+    (_cuda.cudnn_sdp_enabled, _cuda.enable_cudnn_sdp),
+]
+"""Functions that ask for and set what ``torch.nn.attention.sdpa_kernel`` changes."""
 
 
 class ThreadState:
-    """Grad mode, autocast and the hooks on saved tensors, as they are in this thread now."""
+    """Grad mode, autocast, the hooks on saved tensors, and the kernels of attention that may be taken, as they are
+    now."""
 
     def __init__(self, device: torch.device) -> None:
         self._kinds = dict.fromkeys(("cpu", device.type))
@@ -26,6 +35,7 @@ class ThreadState:
         self._autocast = self._autocast_now()
         self._cache = torch.is_autocast_cache_enabled()
         self._saved = _saved_hooks()
+        self._kernels = [asks() for asks, _ in _ATTENTION]
 
     def _autocast_now(self) -> list[_Autocast]:
         return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
@@ -39,6 +49,9 @@ class ThreadState:
                 torch.set_autocast_enabled(kind, enabled)
                 torch.set_autocast_dtype(kind, dtype)
         torch.set_autocast_cache_enabled(self._cache)
+        for (asks, sets), enabled in zip(_ATTENTION, self._kernels, strict=True):
+            if asks() != enabled:
+                sets(enabled)
         self.restore_saved_hooks()
 
     def restore_saved_hooks(self) -> None:

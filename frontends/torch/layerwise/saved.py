@@ -30,8 +30,8 @@ def _properties(tensor: torch.Tensor) -> Any:
     return tensor.shape, tensor.dtype, tensor.device
 
 
-class _AllFilled(BaseException):
-    """Ends the forward in which slots are filled. Code of the block must not take it for an error."""
+class _AllFilled(Exception):
+    """Ends the forward in which slots are filled. Torch calls a module's hooks behind it, as behind any error."""
 
 
 class SavedByBlock:
@@ -45,14 +45,22 @@ class SavedByBlock:
         self._name = name
         self._slots: list[weakref.ref[_Slot]] = []
         """The graph has the slots."""
+        self._runs = False
+        """True while the block's first forward runs."""
 
     def __bool__(self) -> bool:
         """True if the graph saves anything."""
         return bool(self._slots)
 
-    def left_out(self) -> saved_tensors_hooks:
-        """Return a context in which graphs save empty slots."""
-        return saved_tensors_hooks(self._leave_out, self._of)
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """A context for the block's first forward, in which graphs save empty slots."""
+        self._runs = True
+        try:
+            with saved_tensors_hooks(self._leave_out, self._of):
+                yield
+        finally:
+            self._runs = False
 
     def _leave_out(self, tensor: torch.Tensor) -> _Slot:
         slot = _Slot(tensor)
@@ -60,6 +68,11 @@ class SavedByBlock:
         return slot
 
     def _of(self, slot: _Slot) -> torch.Tensor:
+        if slot.tensor is None and self._runs:
+            raise StateError(
+                f"accumulate: block {self._name!r} differentiates in its forward (torch.autograd.grad), and the "
+                "tensors that its graph saves are not there then; expected a loop over micro-batches for this model"
+            )
         if slot.tensor is None:
             raise StateError(
                 f"accumulate: a tensor that was made inside block {self._name!r} is used outside of it, and the block "
@@ -79,6 +92,8 @@ class SavedByBlock:
 
         def fill(tensor: torch.Tensor) -> None:
             nonlocal filled
+            if filled == len(self._slots):  # code of the block has caught the exception
+                raise _AllFilled
             slot = self._slots[filled]()
             if slot is not None:
                 if slot.alike != _properties(tensor):
@@ -91,9 +106,11 @@ class SavedByBlock:
         try:
             with saved_tensors_hooks(fill, _no_backward):
                 yield
-        except _AllFilled:
-            return
-        raise self._differs(f"{filled} tensors in place of {len(self._slots)}")
+        except Exception:  # TorchScript turns it into one of its own
+            if filled < len(self._slots):
+                raise
+        if filled < len(self._slots):
+            raise self._differs(f"{filled} tensors in place of {len(self._slots)}")
 
     def _differs(self, what: str) -> StateError:
         return StateError(

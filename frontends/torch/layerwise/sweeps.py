@@ -19,7 +19,7 @@ from offload_core.errors import GradientError, ParameterError, StateError
 from ..internals.compiled import CompiledForward
 from ..stage3.sharding import Blocks
 from ..training.components import Components
-from .calls import BlockCall, Border, Borders, leaves_of
+from .calls import LEAF_WRITTEN, BlockCall, Borders, leaves_of
 from .find import params_of_blocks
 from .lines import Line
 from .waiting import Waits
@@ -86,6 +86,10 @@ class Sweeps:
         """The line that runs."""
         self._phase = -1
         """The number of the block whose phase it is, in the forward sweep."""
+        self._ran: set[int] = set()
+        """The numbers of the blocks that have run for a micro-batch."""
+        self._writing: set[int] = set()
+        """The numbers of the blocks that have changed their buffers."""
         self.losses: list[torch.Tensor] = []
 
     def run(self, scale: float | None) -> None:
@@ -127,7 +131,7 @@ class Sweeps:
                 if own:
                     setattr(block, name, value)
                 else:
-                    delattr(block, name)
+                    block.__dict__.pop(name, None)
 
     def _enter(self, number: int, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Called in place of a block's forward: stop the line, and run the block when it goes on."""
@@ -137,8 +141,13 @@ class Sweeps:
         name, block = self._names[number], self._blocks[number]
         call = BlockCall(name, number, block, forward, args, kwargs, line.borders, self._device)
         line.stop(call)
+        call.remembers_buffers = number not in self._ran or number in self._writing
         with self._params.inside(block):
-            return call.run()
+            output = call.run()
+        self._ran.add(number)
+        if call.writes_buffers:
+            self._writing.add(number)
+        return output
 
     def _go_on(self, line: _Line) -> torch.Tensor | None:
         """Let a line run to its next block; return its loss if it has ended."""
@@ -146,6 +155,13 @@ class Sweeps:
         self._line = line
         try:
             reached = line.go_on()
+        except RuntimeError as error:
+            if LEAF_WRITTEN in str(error):
+                raise StateError(
+                    f"accumulate: code between blocks changes what a block has returned in place, for micro-batch "
+                    f"{line.number}; expected x = x * ... in place of x *= ..."
+                ) from error
+            raise
         finally:
             self._line = None
         if passed is not None:
@@ -223,14 +239,19 @@ class Sweeps:
                 "its mean or sum"
             )
         losses[line.number] = loss.detach()
-        if loss.requires_grad:
-            with self._components.core.span("backward"):
-                root = loss if scale is None else loss.float() * scale
-                root.backward(retain_graph=line.borders.share_nodes_with(root))
+        if not loss.requires_grad:
+            raise GradientError(
+                f"accumulate: the loss of micro-batch {line.number} has no graph; expected one that depends on a "
+                "trained parameter"
+            )
+        with self._components.core.span("backward"):
+            root = loss if scale is None else loss.float() * scale
+            self._bring_reached(line, [root.grad_fn])
+            root.backward(retain_graph=line.borders.share_nodes_with(root))
 
     def _finished(self) -> list[torch.Tensor]:
         """Return the parameters with a sum that no block has and no graph that is left reaches."""
-        own = {id(param) for params in self._own for param in params}
+        own = {id(param) for block in self._blocks for param in block.parameters()}
         edges = [border.edge.node for line in self._lines for border in line.borders if border.edge is not None]
         reached = {id(variable) for variable in leaves_of(edges)}
         return [p for p in self._components.grad_hooks.summed if id(p) not in own and id(p) not in reached]
@@ -267,7 +288,8 @@ class Sweeps:
             if border.edge is not None and border.gradient is not None
         }
         if made:
-            self._bring_saved(line, made)
+            self._waiting.need(border.tensor for border in made)
+            self._bring_reached(line, [border.edge.node for border in made if border.edge])
             edges, gradients = zip(*made.values(), strict=True)
             torch.autograd.backward(edges, gradients, retain_graph=True)  # other edges may share it, until they go
         for border in call.made_before:
@@ -292,12 +314,12 @@ class Sweeps:
         self._waiting.leave(border.tensor for border in borders)
         self._waiting.leave(border.gradient for border in borders if border.gradient is not None)
 
-    def _bring_saved(self, line: _Line, made: Iterable[Border]) -> None:
-        """Bring back what the graph before a block may have saved, and the gradients that it adds to."""
-        reached = {id(tensor) for tensor in leaves_of(border.edge.node for border in made if border.edge)}
+    def _bring_reached(self, line: _Line, nodes: Iterable[Any]) -> None:
+        """Bring back what a graph between blocks may have saved, and the gradients that it adds to."""
+        reached = {id(tensor) for tensor in leaves_of(node for node in nodes if node is not None)}
         saved = [border for border in line.borders if id(border.tensor) in reached]
         gradients = [border.gradient for border in saved if border.gradient is not None]
-        self._waiting.need([*(border.tensor for border in (*made, *saved)), *gradients])
+        self._waiting.need([*(border.tensor for border in saved), *gradients])
         for gradient in gradients:
             self._waiting.forget(gradient)  # its values on the host are old ones from now on
 

@@ -19,6 +19,10 @@ _LEAVING = 2
 """The tensors whose copies to the host are on their way at a time. Each still takes device memory."""
 
 
+_ITS_OWN = 2
+"""The users of a tensor's storage where no other tensor has it: the tensor, and the call that asks."""
+
+
 class HostSlots:
     """Pinned host memory of at most so many bytes, in slots that are used again."""
 
@@ -99,14 +103,15 @@ class WaitingTensors(Waits):
         for tensor in tensors:
             waiting = self._of.get(id(tensor))
             if waiting is None:
-                if storage_users(tensor) > 2 or not tensor.untyped_storage().nbytes():
+                if storage_users(tensor) > _ITS_OWN or not tensor.untyped_storage().nbytes():
                     continue
                 waiting = self._of[id(tensor)] = Waiting(tensor)
             if waiting.is_here and waiting.copied is None:
-                self._leave(waiting)
+                self._await(waiting)
+                if storage_users(tensor) == _ITS_OWN + 1:  # and the storage in ``waiting``; a view may have come since
+                    self._leave(waiting)
 
     def _leave(self, waiting: Waiting) -> None:
-        self._await(waiting)
         if waiting.slot is None:
             waiting.slot = self._slots.borrow(waiting.n_bytes)
             if waiting.slot is None:

@@ -285,7 +285,14 @@ class GradHooks:
 
         Args:
             average: True averages the gradients over the accumulation steps, False sums them.
+
+        Raises:
+            StateError: inside :meth:`summing`.
         """
+        if self._sums is not None:
+            raise StateError(
+                "backward() inside accumulate(), which calls it itself; expected a function that returns the loss"
+            )
         for other in [*_STARTED]:
             if not other.runs.locked():
                 with suppress(ValueError):  # another thread may have removed it

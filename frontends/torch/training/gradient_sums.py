@@ -11,6 +11,9 @@ class GradientSums:
 
     def __init__(self) -> None:
         self._sums: dict[int, torch.Tensor] = {}
+        self._owned: set[int] = set()
+        """The parameters whose sum has memory of its own. A first gradient may share its memory: autograd hands one
+        tensor to several nodes."""
 
     def __contains__(self, param: int) -> bool:
         return param in self._sums
@@ -19,7 +22,7 @@ class GradientSums:
         return iter(self._sums)
 
     def add(self, param: int, gradient: torch.Tensor) -> None:
-        """Add a gradient, which may be written from now on.
+        """Add a gradient, which is not written to.
 
         Args:
             gradient: one-dimensional, in any floating-point type.
@@ -27,11 +30,14 @@ class GradientSums:
         earlier = self._sums.get(param)
         if earlier is None:
             self._sums[param] = gradient
-            return
-        if earlier.dtype is not torch.float32:
-            self._sums[param] = earlier = earlier.float()
-        earlier.add_(gradient)
+        elif param in self._owned:
+            earlier.add_(gradient)
+        else:
+            self._sums[param] = torch.add(earlier.float(), gradient)
+            self._owned.add(param)
 
     def pop(self, params: Iterable[int]) -> dict[int, torch.Tensor]:
         """Return the sums of those of these parameters that have one, and forget them."""
-        return {param: self._sums.pop(param) for param in params if param in self._sums}
+        found = {param: self._sums.pop(param) for param in params if param in self._sums}
+        self._owned -= found.keys()
+        return found
