@@ -73,6 +73,12 @@ def storage_users(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
+def is_shared(tensor: torch.Tensor) -> bool:
+    """Return True if C++ code has a reference to the tensor, as a node of a graph that has saved it."""
+    users = getattr(tensor, "_use_count", None)
+    return users is None or users() > 1  # None: this version of torch cannot tell
+
+
 # --- placed tensors (DTensor) -----------------------------------------------------------------------------
 
 

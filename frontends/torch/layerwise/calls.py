@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from offload_core.errors import ParameterError, StateError
 
-from ..internals.private import storage_users
+from ..internals.private import is_shared
 from .lines import ThreadState
 from .saved import SavedByBlock
 
@@ -82,7 +82,7 @@ class Borders:
 
 def _can_be_leaf(tensor: torch.Tensor) -> bool:
     """Return True if a tensor with a graph can be made a leaf in place, and nothing notices."""
-    return not (tensor._is_view() or tensor._backward_hooks) and storage_users(tensor) == 2  # itself, and this call
+    return not (tensor._is_view() or tensor._backward_hooks or is_shared(tensor))
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[int]:

@@ -13,8 +13,8 @@ from ..internals.private import storage_users
 from ..params.pending import arrive, is_pending, shard
 from ..ranks.device import TorchDevice
 
-INPUTS_OF_BLOCKS = "inputs of blocks"
-"""The name in reports of the host memory in which tensors wait."""
+ACTIVATIONS = "activations"
+"""The name in plans and reports of the host memory in which tensors wait (``host_activation_memory``)."""
 _LEAVING = 2
 """The tensors whose copies to the host are on their way at a time. Each still takes device memory."""
 
@@ -43,7 +43,7 @@ class HostSlots:
         if n_bytes > self._room:
             return None
         self._room -= n_bytes
-        return self._memory.allocate(INPUTS_OF_BLOCKS, n_bytes, np.dtype(np.uint8), pinned=True)
+        return self._memory.allocate(ACTIVATIONS, n_bytes, np.dtype(np.uint8), pinned=True)
 
     def give_back(self, slot: np.ndarray) -> None:
         self._free.append(slot)
@@ -108,7 +108,7 @@ class WaitingTensors(Waits):
                 waiting = self._of[id(tensor)] = Waiting(tensor)
             if waiting.is_here and waiting.copied is None:
                 self._await(waiting)
-                if storage_users(tensor) == _ITS_OWN + 1:  # and the storage in ``waiting``; a view may have come since
+                if storage_users(tensor) == _ITS_OWN:  # a view may have come since
                     self._leave(waiting)
 
     def _leave(self, waiting: Waiting) -> None:

@@ -291,7 +291,7 @@ class GradHooks:
         """
         if self._sums is not None:
             raise StateError(
-                "backward() inside accumulate(), which calls it itself; expected a function that returns the loss"
+                "backward() inside accumulate(), which calls it itself; expected the loss to be returned alone"
             )
         for other in [*_STARTED]:
             if not other.runs.locked():
