@@ -11,9 +11,10 @@ from torch import nn
 from frontends.torch import wrap
 from offload_core.errors import ParameterError
 from offload_core.step.update import Updates
+from tests.support import simulated
 from tests.support.blocks import Gathered, Gpt, batches, by_blocks, loop, loss_of, made
 from tests.support.late_stores import PARAMETERS_ON_DISK
-from tests.support.torch_models import assert_all_same, everything, place, same_bits
+from tests.support.torch_models import assert_all_same, everything, on, place, same_bits
 
 BF16 = {"param_dtype": "bfloat16"}
 STAGE_3 = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
@@ -326,3 +327,41 @@ def test_an_engine_that_is_deleted_is_gone_at_once():
         assert left() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
+@pytest.mark.parametrize("fields", [{}, {**STAGE_3, "reduce_bucket_size": 5000}], ids=["whole", "stage 3"])
+def test_bytes_over_the_link_and_on_the_device_are_those_of_few_micro_batches(fields, accelerator):
+    """A bf16 parameter's gradient leaves once, and the parameters of a block come twice; inputs of blocks wait on the
+    host."""
+    with on(simulated.NAME):
+        sent, peaks = {}, {}
+        for n in (1, 2, 8, 24):
+            many = n in (8, 24)
+            engine = wrap(
+                made(skip=False),
+                gradient_accumulation_steps=n,
+                layerwise=n > 1,
+                host_activation_memory=(1 << 24) * many,
+                **BF16,
+                **fields,
+            )
+            numel = sum(param.numel() for param in engine.module.parameters())
+            data = [torch.randint(61, (4, 16)).to(simulated.NAME) for _ in range(n)]
+            by_blocks(engine, data)
+            engine.flush()
+            torch.accelerator.synchronize()
+            torch.accelerator.reset_peak_memory_stats()
+            began, before = torch.accelerator.memory_allocated(), simulated.bytes_copied()
+            engine.accumulate(data, loss_of)
+            engine.step()
+            engine.flush()
+            torch.accelerator.synchronize()
+            peaks[n] = torch.accelerator.max_memory_allocated() - began
+            sent[n] = [(now - earlier) / numel for now, earlier in zip(simulated.bytes_copied(), before, strict=True)]
+            engine.close()
+        assert sent[1][0] == pytest.approx(2, rel=0.01)
+        assert sent[2][0] == pytest.approx(4, rel=0.01)
+        assert sent[2][1] == pytest.approx(sent[1][1], rel=0.01)
+        assert sent[2][1] <= 4.01 if fields else sent[2][1] == pytest.approx(2, rel=0.01)
+        assert peaks[24] <= 1.05 * peaks[8]
