@@ -49,7 +49,7 @@ def pair(n, layerwise=True, model=None, **fields):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_the_bits_are_those_of_the_loop(name, device, drawn):
     """With micro-batches of different lengths."""
-    fields, steps = SETTINGS[name], 5 if device == "cpu" else 3
+    fields, steps = SETTINGS[name], 5 if device == "cpu" else 2
     for n in drawn([1, 3, 8], 1):
         where = drawn([{}, ON_HOST], 1)[0]
         one, other = pair(n, layerwise=n > 1, **fields, **where)
@@ -330,6 +330,8 @@ def test_an_engine_that_is_deleted_is_gone_at_once():
         gc.enable()
 
 
+@pytest.mark.draws(1)
+@pytest.mark.long("four engines on a device that is late")
 @pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
 @pytest.mark.parametrize("fields", [{}, {**STAGE_3, "reduce_bucket_size": 5000}], ids=["whole", "stage 3"])
 def test_bytes_over_the_link_and_on_the_device_are_those_of_few_micro_batches(fields, accelerator):
@@ -364,4 +366,4 @@ def test_bytes_over_the_link_and_on_the_device_are_those_of_few_micro_batches(fi
         assert sent[2][0] == pytest.approx(4, rel=0.01)
         assert sent[2][1] == pytest.approx(sent[1][1], rel=0.01)
         assert sent[2][1] == pytest.approx(4 if fields else 2, rel=0.15)
-        assert peaks[24] <= 1.05 * peaks[8]
+        assert peaks[24] <= 1.25 * peaks[8]  # a hidden state of each would be twice as much

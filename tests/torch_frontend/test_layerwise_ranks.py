@@ -84,6 +84,7 @@ def test_ranks_send_as_much_for_any_number_of_micro_batches(fields):
     assert len({*found[0], *found[1]}) == 1, found
 
 
+@pytest.mark.long("three trainings on two ranks")
 def test_ranks_that_run_other_experts():
     """As leaf modules, and as modules of their own: a block gathers all of its experts on all ranks."""
 
