@@ -110,6 +110,7 @@ def layers(folder: Path, picture: Path) -> None:
     """One step of two ranks in which four micro-batches pass block by block, parameters in shards (stage 3)."""
     small = ("--steps", "3", "--micro-batch", "2", "--context", "64", "--eval-batches", "1", "--sample-bytes", "0")
     way = ("--accumulate", "4", "--layerwise", "--stage", "3", "--offload-param", "cpu", "--clip", "0")
+    way = (*way, "--persistence-threshold", "2000000")  # a bar for each of a block's two largest matrices is enough
     recorded = folder / "step.json"
     run("--preset", "gpt2-124m", *small, *way, "--out", str(folder), "--trace", str(recorded), ranks=2)
     draw_trace(folder / "step.rank0.json", picture)

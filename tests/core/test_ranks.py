@@ -288,6 +288,7 @@ OTHER_VALUES = {
     "offload_param": "cpu", "param_persistence_threshold": 2, "max_live_parameters": 2, "prefetch_bucket_size": 2,
     "leaf_modules": ("Block",), "average_plain_backward": True, "average_over_ranks": False,
     "max_reuse_distance": 2, "pin_memory": False, "num_threads": 3, "buffer_dtype": "bfloat16", "cast_inputs": False,
+    "layerwise": True,
     "bind_threads": False, "state_format": "8bit", "master_dtype": "bfloat16", "exp_avg_dtype": "float8",
     "exp_avg_sq_dtype": "bfloat16", "activation_memory": 2, "host_activation_memory": 2,
     "optimizer": "sgd", "momentum": 0.5, "dampening": 0.5, "nesterov": True, "lr_decay": 0.5,

@@ -176,7 +176,7 @@ def test_lightnings_wrapper_shows_what_the_optimizer_has(tmp_path):
     model = fitted(tmp_path, Model(ours), max_epochs=1)
     wrapper, optimizer = model.optimizers(), model.fitting.optimizers[0]
     param = next(model.parameters())
-    assert wrapper.pipeline is optimizer.core._pipeline
+    assert wrapper.core is optimizer.core
     assert same_bits(wrapper.state[param]["exp_avg"], optimizer.state[param]["exp_avg"])
     assert wrapper.state_dict()["state"].keys() == optimizer.state_dict()["state"].keys()
     assert wrapper.memory_report().host_bytes == optimizer.memory_report().host_bytes > 0

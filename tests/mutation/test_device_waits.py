@@ -566,6 +566,46 @@ def parameters_that_were_emitted_and_discarded():
     on_ranks(body)
 
 
+def by_blocks(engine, n=3):
+    torch.manual_seed(3)
+    data = [torch.randn(16, 64).to(D) for _ in range(n)]
+    return engine.accumulate(data, lambda output, _: output.float().pow(2).mean())
+
+
+def of_blocks(**fields):
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), *(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(3)), nn.Linear(64, 8)]
+    model = nn.Sequential(*layers).to(D)
+    return wrap(model, **OPTIONS, gradient_accumulation_steps=3, layerwise=True, **fields)
+
+
+def micro_batches_whose_inputs_wait_on_the_host():
+    """Their gradients are those of micro-batches that wait on the device, also behind a call that broke off."""
+    expected_, engine = of_blocks(), of_blocks(host_activation_memory=1 << 17)
+    by_blocks(expected_)
+    for _ in range(2):
+        by_blocks(engine)
+        for param, theirs in zip(engine.module.parameters(), expected_.module.parameters(), strict=True):
+            assert same_bits(engine.optimizer.whole_gradient(param), expected_.optimizer.whole_gradient(theirs))
+        engine.optimizer.zero_grad()
+        failing = engine.module[2].register_forward_pre_hook(mock.Mock(side_effect=[None, None, OSError("as asked")]))
+        with pytest.raises(OSError, match="as asked"):
+            by_blocks(engine)
+        failing.remove()
+
+
+def copies_of_inputs_that_the_host_does_not_wait_for():
+    """Inputs of blocks leave and come back without a wait of the host, from and to pinned memory."""
+    engine = of_blocks(host_activation_memory=1 << 17)
+    by_blocks(engine)
+    engine.optimizer.zero_grad()
+    before = simulated.copies_waited_for()
+    data = [torch.randn(16, 64).to(D) for _ in range(3)]
+    waited = simulated.copies_waited_for() - before
+    engine.accumulate(data, lambda output, _: output.float().pow(2).mean())
+    assert simulated.copies_waited_for() - before == waited
+
+
 SCENARIOS = [
     a_forward,
     copies_that_the_host_does_not_wait_for,
@@ -596,6 +636,8 @@ SCENARIOS = [
     bytes_sent,
     whole_states_of_delayed_parameters,
     parameters_that_were_emitted_and_discarded,
+    micro_batches_whose_inputs_wait_on_the_host,
+    copies_of_inputs_that_the_host_does_not_wait_for,
     a_model_that_trainer_saves,
 ]
 """A mutant is shown to them in this order: scenarios that notice much, or take little time, come first."""
@@ -621,7 +663,7 @@ UNNOTICED = {
     "training.device_memory.DeviceMemory._await_others: await_values(tensor)": "test_several_engines.py needs it",
     "training.device_memory.DeviceMemory.before_backward: await_values(tensor)": "test_release.py needs it",
     "engine.Engine.restore: self.flush()": "test_compiled_blocks.py needs it",
-    "integrations.trainer.OffloadTrainer.training_step: engine.optimizer.sharding.recover()": "test_trl.py needs it",
+    "integrations.trainer.OffloadTrainer._heads_kept: engine.optimizer.sharding.recover()": "test_trl.py needs it",
     "training.device_memory.DeviceMemory.release: event.wait()": "the device is waited for next; this raises a copy's "
     "error, test_release.py",
     "training.device_memory.DeviceMemory.await_values: self._registration.await_values(tensor)": "a read between two "
@@ -639,6 +681,12 @@ UNNOTICED = {
     "ranks.device.AcceleratorDevice.to_device: copies of lane.event(copies), number 2": "likewise",
     "ranks.device.AcceleratorDevice.through: moved of lane.event(moved)": "the next copy to the device, which would "
     "take the memory, comes as late as can be",
+    "layerwise.waiting.WaitingTensors._free_left: waiting.copied.wait()": "the lane to the host has waited for all "
+    "copies but the last two",
+    "layerwise.waiting.WaitingTensors._bring: self._device.mark()": "copies to the device come as late as can be",
+    "layerwise.waiting.WaitingTensors._leave: None of lane.event(None)": "nothing is kept: what waits has the tensor",
+    "layerwise.waiting.WaitingTensors._bring: None of lane.event(None)": "likewise",
+    "layerwise.waiting.HostSlots.borrow: self._device.synchronize()": "test_layerwise_shapes.py needs it",
 }
 """Mutants that no scenario notices, and why."""
 
@@ -701,6 +749,6 @@ def test_what_nothing_notices_is_known(mutant):
 
 def test_no_mutant_was_dropped():
     """A wait that loses its mark would take its mutants along without a word."""
-    assert len(ALL_MUTANTS) == 77, DROPPED
+    assert len(ALL_MUTANTS) == 86, DROPPED
     assert {*UNNOTICED} <= {*ALL_MUTANTS}
     assert ENDS.issubset({*ALL_MUTANTS} - {*UNNOTICED})

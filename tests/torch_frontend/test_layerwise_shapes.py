@@ -1,12 +1,16 @@
 """Models whose code around and inside blocks does something of its own: ``accumulate()`` has the loop's gradients."""
 
 import warnings
+import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from frontends.torch import wrap
+from frontends.torch.layerwise.waiting import HostSlots
 from tests.support.torch_models import place, same_bits
 
 WIDTH = 8
@@ -217,3 +221,27 @@ def test_a_block_whose_module_is_used_behind_the_blocks_too():
         blocks = ["layers.0", "layers.1"]
         engine.accumulate(batches(0), squared, blocks=blocks)
         assert engine.step().updated
+
+
+def test_a_slot_that_gives_way_is_freed_behind_the_copies_from_it():
+    """Slots are lent again if they fit. Else the device ends its copies before their memory is freed."""
+    events = []
+    device = SimpleNamespace(synchronize=lambda: events.append("the device has ended"))
+
+    def allocate(label, numel, dtype, *, pinned):
+        slot = np.empty(numel, dtype)
+        weakref.finalize(slot, events.append, f"{numel} freed")
+        return slot
+
+    slots = HostSlots(SimpleNamespace(allocate=allocate), 100, device)
+    slots.give_back(slots.borrow(80))
+    again = slots.borrow(60)
+    assert again.size == 80, "lent again"
+    assert slots.borrow(30) is None, "all of them are lent"
+    slots.give_back(again)
+    del again
+    assert events == []
+    assert slots.borrow(30).size == 30
+    assert events[:2] == ["the device has ended", "80 freed"]
+    del slots
+    assert events[-1] == "the device has ended"

@@ -235,7 +235,7 @@ class OffloadTrainer(Trainer):
 
     @contextmanager
     def _heads_kept(self) -> Iterator[None]:
-        """A context for forward and backward: what is read of teachers stays whole in it."""
+        """A context for a forward and its backward. Parameters of teachers that it reads stay whole inside."""
         with _gathered_when_read(self.frozen_engines):
             yield
         for engine in self.frozen_engines:

@@ -33,9 +33,10 @@ class LayerwiseRuns:
         memory: Any = components.device_memory.memory
         self._device: torch.device = memory.device
         config = core.config
-        moves = config.host_activation_memory and not memory.addressable
-        slots = HostSlots(core.memory, config.host_activation_memory)
-        self._waiting = WaitingTensors(memory, slots) if moves else Waits()
+        self._waiting = Waits()
+        if config.host_activation_memory and not memory.addressable:
+            slots = HostSlots(core.memory, config.host_activation_memory, memory)
+            self._waiting = WaitingTensors(memory, slots)
 
     def __reduce__(self) -> Any:
         return _none, ()  # a copy of the engine makes its own
@@ -143,7 +144,7 @@ def _structure(batch: Any) -> str:
     if isinstance(batch, Mapping):
         return f"a dict of {', '.join(sorted(map(str, batch)))}"
     if isinstance(batch, tuple | list):
-        return f"a {type(batch).__name__} of {len(batch)}"
+        return f"{kind_of(batch)} of {len(batch)}"
     if callable(batch):
         return _FUNCTION
     raise ParameterError(

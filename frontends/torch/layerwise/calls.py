@@ -18,8 +18,9 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from offload_core.errors import ParameterError, StateError
+from offload_core.support.checks import kind_of
 
-from ..internals.private import is_shared
+from ..internals.private import grad_mode_kept, is_shared
 from .lines import ThreadState
 from .saved import SavedByBlock
 
@@ -45,7 +46,8 @@ class Border:
 
     @property
     def gradient(self) -> torch.Tensor | None:
-        """The sum of its gradients so far. Autograd adds those of uses outside of blocks, if it is a leaf."""
+        """The sum of the tensor's gradients so far. If the tensor is a leaf, autograd adds the gradients of its uses
+        outside of blocks."""
         return self._of_view if self.is_view else self.tensor.grad
 
     @gradient.setter
@@ -103,7 +105,7 @@ class BufferValues:
 
     def put_back(self) -> None:
         """Make them the block's buffers again, with these values."""
-        with torch.no_grad():
+        with grad_mode_kept(), torch.no_grad():
             for module, name, buffer, values in self._values:
                 module._buffers[name] = buffer
                 buffer.copy_(values)
@@ -160,7 +162,7 @@ class BlockCall:
         cache = next(filter(_is_cache, leaves), None)
         if cache is not None:
             raise ParameterError(
-                f"accumulate: block {self.name!r} gets a {type(cache).__name__}, which it writes to, and it runs again "
+                f"accumulate: block {self.name!r} gets {kind_of(cache)}, which it writes to, and it runs again "
                 "in backward; expected no cache in training: use_cache=False, in the call or in model.config"
             )
         if not torch.is_grad_enabled():
@@ -246,7 +248,7 @@ class BlockCall:
             isinstance(value, torch.Tensor) for value in getattr(leaf, "__dict__", {}).values()
         ):
             raise ParameterError(
-                f"accumulate: block {self.name!r} returns a {type(leaf).__name__}, whose tensors cannot be found; "
+                f"accumulate: block {self.name!r} returns {kind_of(leaf)}, whose tensors cannot be found; "
                 "expected tensors, or tuples, lists and dicts of them (torch.utils._pytree.register_pytree_node)"
             )
 
@@ -256,7 +258,7 @@ class BlockCall:
         held = [value for value in getattr(leaf, "__dict__", {}).values() if isinstance(value, torch.Tensor)]
         if any(value.requires_grad for value in held):
             raise ParameterError(
-                f"accumulate: block {self.name!r} gets a {type(leaf).__name__} with a tensor that requires a gradient "
+                f"accumulate: block {self.name!r} gets {kind_of(leaf)} with a tensor that requires a gradient "
                 "and cannot be found; expected tensors, or tuples, lists and dicts of them "
                 "(torch.utils._pytree.register_pytree_node)"
             )
@@ -328,7 +330,7 @@ class BlockCall:
 
 
 def nodes_of(roots: Iterable[Node]) -> set[Node]:
-    """Return the nodes that a backward from these nodes runs, but those that end at leaves."""
+    """Return the nodes that a backward from these nodes runs. Nodes that add to a leaf's gradient are left out."""
     return {node for node in _reached(roots) if not hasattr(node, "variable")}
 
 

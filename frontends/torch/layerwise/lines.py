@@ -41,7 +41,7 @@ class ThreadState:
         return [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in self._kinds]
 
     def restore(self) -> None:
-        """Make it the state of this thread again."""
+        """Give the thread this state again."""
         torch.set_grad_enabled(self._grad)
         if self._autocast_now() != self._autocast:
             torch.clear_autocast_cache()
@@ -55,7 +55,7 @@ class ThreadState:
         self.restore_saved_hooks()
 
     def restore_saved_hooks(self) -> None:
-        """Make its hooks on saved tensors those of this thread again."""
+        """Replace the thread's hooks on saved tensors by the hooks of this state."""
         if _saved_hooks() == self._saved:
             return
         while top_saved_hooks(False) is not None:

@@ -227,8 +227,8 @@ class Sweeps:
         return min(ahead, default=number + 1 if number + 1 < len(self._blocks) else None)
 
     def _pass(self, line: _Line, losses: dict[int, torch.Tensor], scale: float | None) -> None:
-        """Let a line pass the block before which it has stopped. If it ends, differentiate what follows the last
-        block."""
+        """Let a line go on: it runs the block before which it stopped, and stops before the next one. If there is no
+        next block, the line returns its loss, whose backward then runs down to the last block's output."""
         loss = self._go_on(line)
         if not line.ended:
             return

@@ -1,13 +1,15 @@
 """Tensors of micro-batches that wait in pinned host memory while other micro-batches pass a block."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterable
 
 import numpy as np
 import torch
 
-from offload_core.device.events import Event
+from offload_core.device.events import Done, Event
 from offload_core.memory.host_memory import HostMemory
+from offload_core.support.threads import clear_up
 
 from ..internals.private import storage_users
 from ..params.pending import arrive, is_pending, shard
@@ -24,20 +26,29 @@ _ITS_OWN = 2
 
 
 class HostSlots:
-    """Pinned host memory of at most so many bytes, in slots that are used again."""
+    """Pinned slots of host memory. Slots that are given back are lent again.
 
-    def __init__(self, memory: HostMemory, n_bytes: int) -> None:
+    Args:
+        n_bytes: the most bytes of all slots together.
+        device: copies from a slot may be on their way when it is given back.
+    """
+
+    def __init__(self, memory: HostMemory, n_bytes: int, device: TorchDevice) -> None:
         self._memory = memory
+        self._device = device
         self._room = n_bytes
         self._free: list[np.ndarray] = []
+        weakref.finalize(self, clear_up, device.synchronize).atexit = False  # before the slots are freed
 
     def borrow(self, n_bytes: int) -> np.ndarray | None:
-        """Return a slot of at least so many bytes; None: there is no room."""
+        """Return a slot of ``n_bytes`` or more; None: all slots together would take more bytes than allowed."""
         fitting = [slot for slot in self._free if n_bytes <= slot.size <= 2 * n_bytes]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.size)
             self._free = [other for other in self._free if other is not slot]
             return slot
+        if n_bytes > self._room and self._free:
+            self._device.synchronize()
         while n_bytes > self._room and self._free:
             self._room += self._free.pop().size
         if n_bytes > self._room:
@@ -120,14 +131,15 @@ class WaitingTensors(Waits):
             host = torch.from_numpy(waiting.slot[: waiting.n_bytes])
             with self._device.to_host_lane() as lane:
                 host.copy_(waiting.bytes, non_blocking=True)
-                waiting.copied = lane.event(waiting.tensor)
+                waiting.copied = lane.event(None)
         else:
-            waiting.copied = self._device.mark()  # kernels may still read it
+            waiting.copied = Done()  # what reads it on the device comes before what gets its memory
         self._leaving.append(waiting)
         self._free_left(_LEAVING)
 
     def _free_left(self, most: int) -> None:
-        """Free the device memory of tensors that have been copied, so that at most so many are on their way."""
+        """Wait for the oldest copies to the host and free the device memory of their tensors, until at most ``most``
+        tensors are being copied."""
         while self._leaving and (len(self._leaving) > most or self._leaving[0].copied is None):
             waiting = self._leaving.popleft()
             if waiting.copied is not None:
@@ -154,7 +166,7 @@ class WaitingTensors(Waits):
         host = torch.from_numpy(waiting.slot[: waiting.n_bytes])
         with self._device.to_device_lane(self._device.mark()) as lane:
             waiting.bytes.copy_(host, non_blocking=True)
-            waiting.coming = lane.event(waiting.tensor)
+            waiting.coming = lane.event(None)
         shard(waiting.tensor, self._read)
 
     def need(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -178,13 +190,8 @@ class WaitingTensors(Waits):
         waiting = self._of.pop(id(tensor), None)
         if waiting is None:
             return
-        if waiting.copied is not None:
-            waiting.copied.wait()  # the copy writes to the slot
-            waiting.copied = None
-        if waiting.coming is not None:
-            waiting.coming.wait()
-        if is_pending(tensor):
-            arrive(tensor)
+        waiting.copied = None  # copies to and from a slot are made in the order in which they were asked for
+        self._await(waiting)
         if waiting.slot is not None:
             self._slots.give_back(waiting.slot)
 
