@@ -201,6 +201,7 @@ class Engine:
             self._planner,
             plan,
             again,
+            specs,
             host=available_bytes(),
             device=device.free_bytes(),
             processes=min(local_processes(), device.collectives.world_size),
@@ -430,7 +431,7 @@ class Engine:
         buckets = self._pipeline.buckets
         numel = sum(spec.numel for spec in self.params)
         own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
-        kept = {(buckets.store.place, what): n_bytes for what, n_bytes in buckets.store.held().items()}
+        kept = buckets.store.held_in()
         rows = [*buckets.planned, *planned]
         return MemoryReport.of(numel, rows, {**own, **kept, **held}, shared=self.memory.shared_bytes)
 

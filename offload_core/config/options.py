@@ -74,15 +74,11 @@ _MOST_THREADS = 2**31 - 1  # a C int
 _MAY_DIFFER = {"may_differ": True}
 """Metadata of a field that may differ between ranks. All others must be equal on all ranks."""
 
-# Values that are planned and not built yet: them, and the value to use instead.
-_NOT_YET: dict[str, tuple[tuple, str]] = {
-    "offload_optimizer": ((None,), "offload_optimizer='cpu' and 'nvme'"),
-}
-_BUCKETS = {"cpu": 32 * 2**20, "nvme": 4 * 2**20}
+_BUCKETS = {None: 32 * 2**20, "cpu": 32 * 2**20, "nvme": 4 * 2**20}
 """The elements of a bucket where none are given, by ``offload_optimizer``."""
 _BUILT: dict[str, tuple] = {
     "stage": (1, 2, 3),
-    "offload_optimizer": ("cpu", "nvme"),
+    "offload_optimizer": (None, "cpu", "nvme"),
     "offload_param": (None, "cpu", "nvme"),
 }
 
@@ -239,8 +235,14 @@ class OffloadConfig:
     of at most four buckets on the host, and on one rank on the CPU that of the bucket that is not full yet
     (docs/choosing.md)."""
     offload_optimizer: str | None = "cpu"
-    """The place of master weights and moments: ``"cpu"``, host memory, or ``"nvme"``: files in ``nvme_path``, of which
-    a few buckets are in host memory at a time. The bits are the same."""
+    """The place of master weights and moments: ``"cpu"``, host memory; ``"nvme"``: files in ``nvme_path``, of which a
+    few buckets are in host memory at a time; or None: the device's memory, where the device updates them
+    (docs/tiers.md). The bits are the same."""
+    device_states_bytes: int | str | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
+    """The bytes of each device's memory that states may take, beside ``offload_optimizer="cpu"`` or ``"nvme"``: those
+    of whole buckets, beginning with the buckets that forward needs first. The device updates them, and their gradients
+    do not leave it. ``"auto"``: what is free at ``wrap`` beside ``activation_memory``, less a reserve. None: 0. On the
+    CPU, where the device's memory is the host's, it changes nothing (docs/tiers.md)."""
     nvme_path: str | tuple[str, ...] | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
     """``offload_optimizer="nvme"``: the folder for scratch files, on a disk of this machine; several folders, one of
     each disk, share the states. The folders must exist. The files have no names, so that the end of the process frees
@@ -290,14 +292,11 @@ class OffloadConfig:
                 checks.choice(name, value, choices)
         for name, built in _BUILT.items():
             value = getattr(self, name)
-            later, instead = _NOT_YET.get(name, ((), ""))
-            if checks.is_in(value, later):
-                raise ConfigError(f"{name}={checks.shown(value)} is not built yet in this version; it has {instead}")
-            checks.choice(name, value, (*built, *later))
+            checks.choice(name, value, built)
         self._check_hyperparameters()
         self._check_disk()
         if self.reduce_bucket_size is None or isinstance(self.reduce_bucket_size, _Size):
-            object.__setattr__(self, "reduce_bucket_size", _Size(_BUCKETS[str(self.offload_optimizer)]))
+            object.__setattr__(self, "reduce_bucket_size", _Size(_BUCKETS[self.offload_optimizer]))
         if not checks.is_in(self.gradient_clipping, (None, math.inf)):
             checks.number("gradient_clipping", self.gradient_clipping, above=0.0)
         for name in (
@@ -322,6 +321,7 @@ class OffloadConfig:
                 f"leaf_modules: got {checks.shown(names)}, expected a list of names of classes or of modules"
             )
         self._check_param_tier()
+        self._check_device_tier()
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, most=_MOST_THREADS)
         if not checks.is_in(self.loss_scale, (None, "dynamic")):
@@ -382,6 +382,36 @@ class OffloadConfig:
                 "offload_param='nvme' with schedule='delayed', whose updates run while modules read the parameters; "
                 "expected schedule='overlap' or 'serial', or offload_param='cpu'"
             )
+
+    def _check_device_tier(self) -> None:
+        there = self.device_states_bytes
+        if there is not None and there != "auto":
+            if isinstance(there, str):
+                raise ConfigError(
+                    f"device_states_bytes: got {checks.shown(there)}, expected a number of bytes, 'auto' or None"
+                )
+            checks.integer("device_states_bytes", there, least=0)
+        if there is not None and self.offload_optimizer is None:
+            raise ConfigError(
+                f"device_states_bytes={checks.shown(there)} beside offload_optimizer=None, with which all states are "
+                "on the device; expected offload_optimizer='cpu' or 'nvme' for the others, or no device_states_bytes"
+            )
+        if there == "auto" and not self.activation_memory:
+            raise ConfigError(
+                "device_states_bytes='auto' without activation_memory; expected activation_memory=BYTES, what "
+                "activations take on each device, beside which states take what is free"
+            )
+        if self.offload_param is not None and self.keeps_states_on_device:
+            setting = "offload_optimizer=None" if there is None else f"device_states_bytes={checks.shown(there)}"
+            raise ConfigError(
+                f"{setting} beside offload_param={self.offload_param!r}: parameters would leave a device that has "
+                "memory for their states; expected offload_param=None, or no states on the device"
+            )
+
+    @property
+    def keeps_states_on_device(self) -> bool:
+        """True if states may be in the memory of a device that is not the host."""
+        return self.offload_optimizer is None or self.device_states_bytes not in (None, 0)
 
     def _check_hyperparameters(self) -> None:
         rule = RULES[self.optimizer]

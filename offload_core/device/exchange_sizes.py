@@ -25,6 +25,7 @@ class OnHost:
     """True if the collectives' own reduce-scatter sums."""
     addressable: bool
     """True if tensors are host memory, so that no device holds a copy of a bucket."""
+    through_host = True
 
     @property
     def staging_slots(self) -> int:
@@ -53,6 +54,7 @@ class OnDevice:
     world_size: int
     native: bool
     """True if the collectives' own reduce-scatter sums."""
+    through_host = False
 
     @property
     def staging_slots(self) -> int:
@@ -87,6 +89,7 @@ class MeshSizes:
     summed: bool
     """True if there are several ranks, whose gradients are summed in fp32."""
     staging_slots = 1  # that of the pipeline
+    through_host = False
 
     def arrival(self, comm_dtype: ElementType) -> Arrival:
         return Arrival(1, FLOAT32, 1.0)

@@ -8,6 +8,7 @@ from ..dtypes import BY_NUMPY, ElementType
 from ..rules.muon import NewtonSchulz
 from .events import Done, Event
 from .protocols import Copy, HostArray, HostArrays, Matrices
+from .queue import NoQueue
 
 
 class HostDevice:
@@ -16,6 +17,7 @@ class HostDevice:
     addressable = True
     updates_in_place = True
     pinning = None
+    queue = NoQueue("its memory is the host's")
 
     def free_bytes(self) -> None:
         return None

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ..dtypes import ElementType
+from ..dtypes import BFLOAT16, ElementType
 from ..layout.partition import Bucket, ParamSpec
 from ..memory.host_memory import Lease
 from ..ranks.collectives import Collectives, HostCollectives, SingleRank
@@ -48,6 +48,7 @@ class HostRanks:
         self.addressable = memory.addressable
         self.updates_in_place = memory.updates_in_place
         self.pinning = memory.pinning
+        self.queue = memory.queue
         self.dtype = memory.dtype
         self.numel = memory.numel
         self.host_array = memory.host_array
@@ -82,7 +83,7 @@ class HostRanks:
                 self.memory.to_device(host, [copy], self.mark()).wait()
 
     def reduce(
-        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: Any, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
         if self.world_size == 1:
@@ -90,23 +91,35 @@ class HostRanks:
         send = staging.borrow(bucket.padded_numel, comm_dtype.numpy)
         copied = traced(self.trace, TO_HOST, bucket.index, send.nbytes, lambda: self.to_host(copies, send))
         meet = self._exchange.reduce_scatter if self.native else self._exchange.exchange  # waits
+        numel = self.sizes.arrival(comm_dtype).parts * bucket.shard_numel
+        received, moves = self._on_host(out, comm_dtype, numel, staging)
 
         def finish() -> None:  # waits
             copied.wait()
             with self.trace.span(REDUCTION, "exchange", bucket.index, send.nbytes):
-                meet(send, out, f"bucket {bucket.index}: exchange of gradients")
+                meet(send, received, f"bucket {bucket.index}: exchange of gradients")
+            if moves:
+                self.memory.to_device(received, [Copy(out, 0, received.size, 0)], Done()).wait()
 
         return Waiting(finish)
+
+    @staticmethod
+    def _on_host(array: Any, dtype: ElementType, numel: int, staging: Lease) -> tuple[np.ndarray, bool]:
+        """Return host memory for an array of the host or the device: ``(memory, True if it is not the array's own)``."""
+        if isinstance(array, np.ndarray):
+            return array, False
+        return staging.borrow(numel, dtype.numpy), True
 
     def publish(
         self,
         bucket: Bucket,
-        shards: np.ndarray,
+        shards: Any,
         tensors: Sequence[Any],
         present: set[int],
         staging: Lease,
         after: Event,
     ) -> Event:
+        shards = self._read(shards, bucket.dtype, bucket.shard_numel, staging)
         pieces = bucket.shards(self.ranks) if bucket.partitioned else bucket.pieces
         copies = [Copy(tensors[p.param], bucket.in_tensor(p), p.numel, p.offset) for p in pieces if p.param in present]
         whole = shards
@@ -117,10 +130,19 @@ class HostRanks:
         to_device = partial(self.memory.to_device, whole, copies, after)
         return traced(self.trace, TO_DEVICE, bucket.index, whole.nbytes, to_device)
 
-    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+    def _read(self, array: Any, dtype: ElementType, numel: int, staging: Lease) -> np.ndarray:
+        """Return a host array of the same elements. The kernels of the device's queue write to the device's arrays."""
+        host, copied = self._on_host(array, dtype, numel, staging)
+        if copied:
+            self.queue().to_host(array, host).wait()
+        return host
+
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: Any, staging: Lease) -> Event:
         if self.world_size == 1:
             start = partial(self.memory.transform, matrices, shards)
             return traced(self.trace, MATRICES, bucket.index, shards.nbytes, start)
+        given = shards
+        shards = self._read(given, BFLOAT16, bucket.shard_numel, staging)
         what = f"bucket {bucket.index}: exchange of matrices"
         whole = staging.borrow(bucket.padded_numel, shards.dtype)
         with self.trace.span(GATHER, "matrices", bucket.index, whole.nbytes):
@@ -135,6 +157,8 @@ class HostRanks:
                 if row.owner in self.ranks:
                     self._exchange.sent_bytes += matrix.nbytes * (self.world_size - 1)
             shards[:] = whole[self.ranks[0] * bucket.shard_numel :][: bucket.shard_numel]
+            if given is not shards:
+                self.queue().to_device(shards, given).wait()
 
         return Waiting(finish)
 

@@ -5,9 +5,9 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 """
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,12 +21,18 @@ from ..rules import DeviceKernel, Matrix
 from .events import Event
 from .trace import Trace
 
+if TYPE_CHECKING:
+    from .queue import DeviceQueue
+
 _ITEMSIZES = np.array([BY_CODE[code].itemsize for code in range(len(BY_CODE))])
 
 
 @dataclass(frozen=True)
 class HostArray:
-    """A contiguous run of host memory: address, length, element type, and the object that keeps it alive."""
+    """A contiguous run of memory: address, length, element type, and the object that keeps it alive.
+
+    The memory is the host's, unless a device's queue returned the run or takes it (``queue.py``).
+    """
 
     address: int
     numel: int
@@ -38,7 +44,7 @@ class HostArray:
         return HostArray(self.address + start * self.dtype.itemsize, numel, self.dtype, self.owner)
 
     def view(self) -> np.ndarray:
-        """The memory as a NumPy array; it lives as long as ``owner`` does."""
+        """Host memory as a NumPy array; it lives as long as ``owner`` does."""
         return kernels.view(self.address, self.numel, self.dtype)
 
     @classmethod
@@ -48,7 +54,7 @@ class HostArray:
 
 
 class HostArrays(NamedTuple):
-    """Contiguous runs of host memory, a column for each of their properties."""
+    """Contiguous runs of memory, as :class:`HostArray` describes one, a column for each of their properties."""
 
     addresses: np.ndarray
     """The address of each run; 0: an empty run."""
@@ -180,6 +186,11 @@ class TensorAccess(Protocol):
 class TensorMemory(TensorAccess, Protocol):
     """Memory that holds tensors, and copies between it and the host's."""
 
+    @property
+    def queue(self) -> "Callable[[], DeviceQueue]":
+        """As :attr:`Device.queue`."""
+        ...
+
     addressable: bool
     """True if tensors are host memory, so that kernels can read and write them in place."""
     updates_in_place: bool
@@ -209,6 +220,11 @@ class ExchangeSizes(Protocol):
     @property
     def staging_slots(self) -> int:
         """The most staging buffers of one bucket in use at a time, the pipeline's own included."""
+        ...
+
+    @property
+    def through_host(self) -> bool:
+        """True if ranks exchange buckets in host memory."""
         ...
 
     def arrival(self, comm_dtype: ElementType) -> Arrival:
@@ -266,6 +282,15 @@ class Device(DeviceTerms, TensorAccess, Protocol):
         ...
 
     @property
+    def queue(self) -> "Callable[[], DeviceQueue]":
+        """Returns the queue of the device's kernels.
+
+        Raises:
+            ConfigError: the device cannot run them. The message says why.
+        """
+        ...
+
+    @property
     def collectives(self) -> Collectives:
         """Exchanges small host arrays between processes."""
         ...
@@ -284,15 +309,16 @@ class Device(DeviceTerms, TensorAccess, Protocol):
         ...
 
     def reduce(
-        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: Any, staging: Lease
     ) -> Event:
         """Start to bring every rank's gradients of a bucket to the owners of its shards.
 
         Args:
             comm_dtype: the element type in which gradients travel; they are cast to it.
             gradients: this process's gradients, by parameter number; one that is absent counts as zeros.
-            out: the host memory to fill with the shard of each of ``ranks``, in the form of ``sizes.arrival``. The mean
-                over ranks has one definition: summed in rank order in fp32, divided once.
+            out: the array to fill with the shard of each of ``ranks``, in the form of ``sizes.arrival``: a host array,
+                or a tensor of the device. The mean over ranks has one definition: summed in rank order in fp32, divided
+                once.
             staging: lends buffers of ``sizes.slot_bytes``. The caller releases it after the event.
 
         Returns:
@@ -303,7 +329,7 @@ class Device(DeviceTerms, TensorAccess, Protocol):
     def publish(
         self,
         bucket: Bucket,
-        shards: np.ndarray,
+        shards: Any,
         tensors: Sequence[Any],
         present: set[int],
         staging: Lease,
@@ -312,7 +338,8 @@ class Device(DeviceTerms, TensorAccess, Protocol):
         """Start to write updated shards to every rank's parameters.
 
         Args:
-            shards: the shards of ``ranks``, of the bucket's element type, end to end.
+            shards: the shards of ``ranks``, of the bucket's element type, end to end: a host array, or a tensor of the
+                device, which is read after ``after``.
             tensors: all parameters, as given to ``Pipeline.step``.
             present: the parameters to write; others stay as they are.
             after: a :meth:`mark`; parameters are written after it.
@@ -322,12 +349,13 @@ class Device(DeviceTerms, TensorAccess, Protocol):
         """
         ...
 
-    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: Any, staging: Lease) -> Event:
         """Start to compute with whole matrices of a bucket, and to put the results in their place in the shards.
 
         Args:
             matrices: of the whole bucket.
-            shards: the shards of ``ranks``, in bfloat16, end to end.
+            shards: the shards of ``ranks``, in bfloat16, end to end: a host array, or a tensor of the device, which is
+                read after the kernels of :attr:`queue` so far.
             staging: lends buffers for ``sizes.link_numel`` elements. The caller releases it after the event.
 
         Returns:

@@ -184,9 +184,13 @@ class StagingRing:
 
 class Lease:
     """Buffers of a :class:`StagingRing` to be borrowed and given back together; :meth:`release` them when their last
-    reader is done."""
+    reader is done.
 
-    def __init__(self, ring: StagingRing) -> None:
+    Args:
+        ring: None: nothing will be borrowed.
+    """
+
+    def __init__(self, ring: StagingRing | None) -> None:
         self._ring = ring
         self._numbers: list[int] = []
         self._borrowed: list[np.ndarray] = []
@@ -196,6 +200,7 @@ class Lease:
 
     def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
         """A buffer seen as ``numel`` elements of ``dtype``."""
+        assert self._ring is not None
         self._numbers.append(self._ring._free.pop())
         self._borrowed.append(self._ring.memory.borrow(self._ring.slot_bytes, np.dtype(np.uint8)))
         return self._borrowed[-1][: numel * dtype.itemsize].view(dtype)
@@ -203,7 +208,7 @@ class Lease:
     def release(self) -> None:
         """Give the buffers back."""
         self._borrowed.clear()
-        while self._numbers:
+        while self._ring is not None and self._numbers:
             self._ring._free.append(self._numbers.pop())
 
 

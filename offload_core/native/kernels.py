@@ -7,7 +7,7 @@ and for a thousand.
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -164,6 +164,55 @@ def update(
         threads,
     )
     _check("oc_update", code)
+
+
+class Kernels(Protocol):
+    """The kernels of one kind of memory, host or device. All addresses are addresses of this memory.
+
+    :class:`HostKernels` returns when a kernel has run. A device's kernels run later, in the order of the calls.
+    """
+
+    def update(
+        self,
+        segments: np.ndarray,
+        scalars: np.ndarray,
+        *,
+        grad_dtype: ElementType,
+        param_dtype: ElementType | None,
+        rule: str,
+        keep_states: bool = False,
+        master_format: str = "float32",
+        moment_formats: Sequence[str] = (),
+    ) -> None:
+        """As :func:`update`."""
+        ...
+
+    def accumulate(self, spans: np.ndarray, dtype: ElementType) -> None:
+        """As :func:`accumulate`."""
+        ...
+
+    def cast(self, spans: np.ndarray, src: ElementType, dst: ElementType) -> None:
+        """As :func:`cast`."""
+        ...
+
+
+class HostKernels:
+    """The kernels of host memory, on ``threads`` threads."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+
+    def update(self, segments: np.ndarray, scalars: np.ndarray, **kind: Any) -> None:
+        """As :func:`update`."""
+        update(segments, scalars, **kind, threads=self._threads)
+
+    def accumulate(self, spans: np.ndarray, dtype: ElementType) -> None:
+        """As :func:`accumulate`."""
+        accumulate(spans, dtype, threads=self._threads)
+
+    def cast(self, spans: np.ndarray, src: ElementType, dst: ElementType) -> None:
+        """As :func:`cast`."""
+        cast(spans, src, dst, threads=self._threads)
 
 
 def _state(

@@ -1,6 +1,6 @@
 """Records the memory that the buckets of a process already have."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ..layout.partition import Bucket, Kinds, kinds_of
 from .terms import BucketTerms
@@ -32,9 +32,23 @@ class Allocated:
         self.state_budget = terms.host_budget or 0
         """The bytes of host memory that states of new buckets may take, if the store can also keep states on disk."""
 
-    def add_states(self, buckets: Sequence[Bucket]) -> None:
-        """Record the states of new buckets."""
-        kept, elsewhere = self._terms.split(kinds_of(buckets), self.state_budget)
+        self.device_budget = terms.device_budget
+        """The bytes of the device's memory that states of new buckets may take; None: those of all."""
+        self.reads_device = False
+        """True if there is host memory through which states on the device are read."""
+
+    def add_states(self, buckets: Sequence[Bucket], there: Collection[int]) -> None:
+        """Record the states of new buckets.
+
+        Args:
+            there: the indices of the buckets whose states are in the device's memory.
+        """
+        mine = [bucket for bucket in buckets if bucket.index in there]
+        self.reads_device = self.reads_device or bool(mine)
+        if self.device_budget is not None:
+            self.device_budget -= sum(map(self._terms.device_state_bytes, mine))
+        rest = kinds_of([bucket for bucket in buckets if bucket.index not in there])
+        kept, elsewhere = self._terms.split(rest, self.state_budget)
         self.state_budget = max(self.state_budget - sum(size * n for size, n in kept), 0)
         self.blocks += elsewhere
 
@@ -46,6 +60,22 @@ class Allocated:
             frozen: the kinds of the frozen parameters' buckets.
         """
         self.shard_slots = self._terms.shard_slots(trained, frozen, self.shard_slots)
+
+    def take_free_of_device(self, buckets: Sequence[Bucket], free: int) -> None:
+        """Set :attr:`device_budget` so that states of new buckets, and the gradients that then stay on the device, fit
+        into the free memory, less a reserve.
+
+        Args:
+            free: the bytes that are free beside all other rows of the plan.
+        """
+        left, self.device_budget = free - max(free // _RESERVED, _LEAST_RESERVE), 0
+        for bucket in buckets:
+            states = self._terms.device_state_bytes(bucket)
+            gradients = self._terms.device_sum_bytes(bucket) or bucket.padded_numel * bucket.dtype.itemsize
+            if states + gradients > left:
+                return
+            left -= states + gradients
+            self.device_budget += states
 
     def take_free(self, free: int, others: int) -> None:
         """Set :attr:`state_budget` to the free host memory, less a reserve.

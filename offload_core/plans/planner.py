@@ -3,7 +3,7 @@ moves."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config.options import OffloadConfig
@@ -22,11 +22,13 @@ from ..memory.plan import (
     PARAMETER_SHARDS,
     PARAMETERS,
     PARAMETERS_ON_WAY,
+    READ_STATES,
     DiskSetting,
     MemoryPlan,
     PlanRow,
 )
 from ..rules import MASTER, Rule
+from ..states.on_device import READ_BYTES, StatesOnDevice
 from .allocated import Allocated
 from .terms import (
     DIRECTIONS,
@@ -38,6 +40,8 @@ from .terms import (
 )
 
 ACTIVATIONS = "activations"
+SUMS = "sums of gradients"
+"""The name in plans of the device's memory for gradients that are summed where their states are."""
 _NARROWER = "param_dtype='bfloat16'"
 _RANKS = "more ranks, on other machines"
 NARROWER: dict[str, dict[str, Any]] = {
@@ -104,10 +108,36 @@ def fill_host_memory(planner: "Planner", plan: MemoryPlan, again: Callable[[], M
     return again()
 
 
+def fill_device_memory(
+    planner: "Planner",
+    plan: MemoryPlan,
+    again: Callable[[], MemoryPlan],
+    specs: Sequence[ParamSpec],
+    free: int | None,
+) -> MemoryPlan:
+    """Give free memory of the device to the states of new parameters, if ``device_states_bytes`` is ``"auto"``.
+
+    Args:
+        plan: the plan of the new parameters.
+        again: makes the plan of the new parameters again, after ``planner.allocated`` has changed.
+        specs: the new trained parameters.
+        free: the free bytes of this process's device; None: unknown, and none is given.
+
+    Returns:
+        The plan by which the states are allocated next.
+    """
+    if planner.terms.config.device_states_bytes != "auto" or not planner.terms.tiered or free is None:
+        return plan
+    planner.allocated.device_budget = 0
+    planner.allocated.take_free_of_device(planner.terms.cut(specs), free - again().needs[DEVICE])
+    return again()
+
+
 def check_memory(
     planner: "Planner",
     plan: MemoryPlan,
     again: Callable[[], MemoryPlan],
+    specs: Sequence[ParamSpec],
     *,
     host: int,
     device: int | None,
@@ -120,6 +150,7 @@ def check_memory(
     Args:
         plan: the plan of the new parameters.
         again: makes the plan of the new parameters again, after ``planner.allocated`` has changed.
+        specs: the new trained parameters.
         host: the free bytes of this machine's host memory.
         device: the free bytes of this process's device; None: unknown, and counted as enough.
         processes: the number of processes that share this machine's host memory, each with a plan like this one.
@@ -129,6 +160,7 @@ def check_memory(
         HostMemoryError, DeviceMemoryError, DiskSpaceError: the plan does not fit.
     """
     host += processes * lent
+    plan = fill_device_memory(planner, plan, again, specs, device)
     fill_host_memory(planner, plan, again, host // processes).check(host, device, processes=processes)
 
 
@@ -267,8 +299,8 @@ class Planner:
             one_by_one: True if gradients come one by one during backward, so that a bucket can be updated as soon as
                 its gradients have arrived.
         """
-        kinds = self.terms.kinds(specs)
-        rules = dict.fromkeys(self.terms.rule_of(bucket) for bucket, _ in kinds) or {self.terms.rule: None}
+        there, kinds, staged = self.terms.tiers(specs, self.allocated.device_budget)
+        rules = dict.fromkeys(self.terms.rule_of(bucket) for bucket, _ in (*there, *kinds)) or {self.terms.rule: None}
         states = dict.fromkeys(name for rule in rules for name in rule.state_names)
         elsewhere = self.terms.store_kind.place
         kept = {place: dict.fromkeys(states, 0) for place in (elsewhere, HOST)}
@@ -294,9 +326,11 @@ class Planner:
         elif self.terms.has_buffer:
             host[GRADIENTS_ON_HOST] = sum(n * self.terms.buffer_bytes(bucket) for bucket, n in kinds)
         if not self.terms.direct:
-            slot_bytes = self.terms.slot_bytes([bucket for bucket, _ in kinds])
+            slot_bytes = self.terms.slot_bytes([bucket for bucket, _ in staged])
             host[STAGING] = self.terms.staging_slots * max(slot_bytes - self.allocated.staging_slot_bytes, 0)
-        if direction_bytes := self.terms.direction_bytes(bucket for bucket, _ in kinds):
+        if there and not self.allocated.reads_device:
+            host[READ_STATES] = READ_BYTES
+        if direction_bytes := self.terms.direction_bytes(bucket for bucket, _ in staged):
             more = max(direction_bytes - self.allocated.direction_slot_bytes, 0)
             host[DIRECTIONS] = self.terms.direction_slots * more
         if self.terms.shards_on_disk:
@@ -369,12 +403,25 @@ class Planner:
         rows_of = [
             PlanRow(what, DEVICE, n_bytes, remedy, brief=what != PARAMETERS) for what, (n_bytes, remedy) in rows.items()
         ]
+        rows_of += self._states_on_device(specs)
         each = [self.terms.in_flight_bytes(bucket) for bucket, _ in self.terms.kinds(specs)]
         on_way = min(self.terms.depth, len(buckets)) * max(each, default=0)
         rows_of.append(PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True))
         if matrices := self.terms.matrix_bytes(buckets):
             rows_of.append(PlanRow(MATRICES, DEVICE, matrices, "reduce_bucket_size", brief=True))
         return rows_of
+
+    def _states_on_device(self, specs: Sequence[ParamSpec]) -> list[PlanRow]:
+        """Return plan rows for the states in the device's memory, and for the sums of their gradients."""
+        there, _, _ = self.terms.tiers(specs, self.allocated.device_budget)
+        n_bytes: dict[str, int] = {}
+        for bucket, n in there:
+            numel = len(self.terms.device.ranks) * bucket.shard_numel
+            for name, format in self.terms.state_formats(bucket).items():
+                n_bytes[name] = n_bytes.get(name, 0) + n * StatesOnDevice.n_bytes(format, numel)
+        if sums := sum(n * self.terms.device_sum_bytes(bucket) for bucket, n in there):
+            n_bytes[SUMS] = sums
+        return [PlanRow(what, DEVICE, each, "device_states_bytes") for what, each in n_bytes.items()]
 
     def _most_together(
         self,
@@ -429,6 +476,7 @@ class Planner:
         missing_of = Counter(spec.finalized_with for spec in specs)
         waiting: dict[int | None, list[int]] = {}
         in_flight = 0 if self.terms.device.addressable else self.terms.depth
+        there = self.terms.on_device(buckets, self.allocated.device_budget) if not self.terms.sums else frozenset()
         leaving: deque[int] = deque()
         held, seen = 0, []
         for param in reversed(range(len(specs))):
@@ -440,7 +488,7 @@ class Planner:
             for finalized in waiting.pop(number) if number is None or not missing_of[number] else ():
                 for index in sorted(of.get(finalized, ())):
                     missing[index].discard(finalized)
-                    if not missing[index]:
+                    if not missing[index] and index not in there:  # else the update reads it where it is
                         leaving.append(index)
             while len(leaving) > in_flight and not stay:
                 index = leaving.popleft()
@@ -480,8 +528,9 @@ class Planner:
                 too, and cross once each way.
         """
         partitioned = sum(spec.numel for spec in specs if spec.partitioned)
-        kinds = self.terms.kinds(specs)
+        there, kinds, _ = self.terms.tiers(specs, self.allocated.device_budget)
         each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in kinds]
+        each += [(self._traffic_on_device(bucket, partitioned), n) for bucket, n in there]
         update, to_host, to_device, sent = (
             sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device", "sent")
         )
@@ -507,6 +556,14 @@ class Planner:
         if self.terms.config.layerwise:
             return 2
         return self.terms.micro_steps * (1 if stays else 2)
+
+    def _traffic_on_device(self, bucket: Bucket, partitioned: int) -> Traffic:
+        """Return the bytes that a bucket moves whose states are in the device's memory: none, unless ranks exchange in
+        host memory."""
+        alone = self._traffic_of(bucket, partitioned)
+        if self.terms.device.world_size > 1 and self.terms.device.sizes.through_host:
+            return replace(alone, update=0)
+        return Traffic(0, 0, 0, sent=alone.sent)
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.terms.micro_steps

@@ -3,8 +3,9 @@
 ``LocalBuckets`` allocates by these rules and ``Planner`` plans by them, so that plans and allocations agree.
 """
 
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,9 +15,10 @@ from ..device.protocols import Arrival, DeviceTerms
 from ..disk.scratch import aligned
 from ..disk.shards import SLOTS
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
-from ..layout.partition import Bucket, Kinds, ParamSpec, planned
+from ..layout.partition import Bucket, Kinds, ParamSpec, kinds_of, planned
 from ..rules import MASTER, Rule
 from ..states import STORES
+from ..states.on_device import StatesOnDevice
 from ..support.worker import Background, Inline
 
 STAGING = "staging"
@@ -43,8 +45,13 @@ class BucketTerms:
         self.device = device
         self._scaled = scaled
         self.rule = config.rule()
-        self.store_kind = STORES[str(config.offload_optimizer)]
-        """The class of the store that keeps the states."""
+        self.store_kind = STORES[config.offload_optimizer or "cpu"]
+        """The class of the store that keeps the states that are not on the device."""
+        self.tiered = config.keeps_states_on_device and not device.addressable
+        """True if states may be in the device's memory."""
+        asked = config.device_states_bytes
+        self.device_budget = None if config.offload_optimizer is None else asked if isinstance(asked, int) else 0
+        """The bytes of the device's memory that states may take; None: those of all."""
         self.direct = device.addressable and device.world_size == 1
         """True if there is one rank and its tensors are host memory. Kernels then read gradients and write parameters
         in place, without a copy."""
@@ -127,6 +134,54 @@ class BucketTerms:
         kept = self.store_kind.kept_on_host(budget, blocks)
         stay = [(size, m) for (size, _), m in zip(blocks, kept, strict=True)]
         return stay, [(size, n - m) for (size, n), m in zip(blocks, kept, strict=True)]
+
+    def on_device(self, buckets: Sequence[Bucket], budget: int | None) -> frozenset[int]:
+        """Return the indices of the new buckets whose states are in the device's memory: as many as there is room for,
+        in the order of forward.
+
+        Args:
+            budget: the bytes of the device's memory that their states may take; None: the bytes of all.
+        """
+        if not self.tiered:
+            return frozenset()
+        found, left = [], math.inf if budget is None else budget
+        for bucket in buckets:
+            if (n_bytes := self.device_state_bytes(bucket)) <= left:
+                found.append(bucket.index)
+                left -= n_bytes
+        return frozenset(found)
+
+    def device_state_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes that the states of a process's shards of a bucket take in the device's memory."""
+        numel = len(self.device.ranks) * bucket.shard_numel
+        return sum(StatesOnDevice.n_bytes(format, numel) for format in self.state_formats(bucket).values())
+
+    def device_sum_bytes(self, bucket: Bucket) -> int:
+        """Return the bytes of the device's memory in which gradients of a bucket are summed, if its states are there."""
+        return self.buffer_bytes(bucket) if self.sums else 0
+
+    def staged(self, buckets: Sequence[Bucket], there: Collection[int]) -> list[Bucket]:
+        """Return the buckets that pass through staging.
+
+        Args:
+            there: the indices of the buckets whose states are in the device's memory.
+        """
+        through_host = self.device.world_size > 1 and self.device.sizes.through_host
+        return [bucket for bucket in buckets if through_host or bucket.index not in there]
+
+    def tiers(self, specs: Sequence[ParamSpec], budget: int | None) -> tuple[Kinds, Kinds, Kinds]:
+        """Return the kinds of the buckets of ``specs`` whose states are in the device's memory, the kinds of all other
+        buckets, and the kinds of the buckets that pass through staging.
+
+        Args:
+            budget: as in :meth:`on_device`.
+        """
+        if not self.tiered:
+            return (), self.kinds(specs), self.kinds(specs)
+        buckets = self.cut(specs)
+        there = self.on_device(buckets, budget)
+        mine, rest = ([b for b in buckets if (b.index in there) is which] for which in (True, False))
+        return kinds_of(mine), kinds_of(rest), kinds_of(self.staged(buckets, there))
 
     def with_(self, **fields: Any) -> "BucketTerms":
         """Return a copy of these rules in which the settings ``fields`` of the configuration are replaced."""

@@ -67,7 +67,7 @@ class Hyper(Protocol):
 
 
 class StateMemory(Protocol):
-    """A run of a state in host memory."""
+    """A run of a state in memory to which kernels can point: of the host, or of a device."""
 
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
         """Have the kernel's rows point to these elements: of the master weight (None), or of the moment of this
@@ -174,45 +174,50 @@ class Rule(ABC):
         rows["numel"] = numels
         return rows
 
-    def directions(self, segments: np.ndarray, scalars: "Scalars", *, grad_dtype: ElementType, threads: int) -> None:
-        """Write in bfloat16, to where the segments have a device parameter, what the device kernel gets."""
+    def directions(
+        self, memory: kernels.Kernels, segments: np.ndarray, scalars: "Scalars", *, grad_dtype: ElementType
+    ) -> None:
+        """Write in bfloat16, to where the segments have a device parameter, what the device kernel gets.
+
+        Args:
+            memory: the kernels of the memory to which the segments point.
+        """
         segments["master"] = segments["moments"][:, 0]  # of the same type, and not used
-        kernels.update(
+        memory.update(
             segments,
             scalars.table,
             rule=f"direction_{self.kernel}",
             grad_dtype=grad_dtype,
             param_dtype=BFLOAT16,
-            threads=threads,
             keep_states=True,
         )
 
     def update(
         self,
+        memory: kernels.Kernels,
         segments: np.ndarray,
         scalars: "Scalars",
         formats: Mapping[str, str],
         *,
         grad_dtype: ElementType,
         param_dtype: ElementType | None,
-        threads: int,
         keep_states: bool,
     ) -> None:
         """Unscale, clip, update, and round to the device parameters, in one pass over the segments.
 
         Args:
+            memory: the kernels of the memory to which the segments point.
             formats: the names of the formats of the states that the segments point to, by state.
             param_dtype: the type of the device parameters to write; None: write none.
             keep_states: leave the states as they are, and write the device parameters only.
         """
         directions = [] if self.device_kernel is None else [BFLOAT16.name]
-        kernels.update(
+        memory.update(
             segments,
             scalars.table,
             rule=self.kernel,
             grad_dtype=grad_dtype,
             param_dtype=param_dtype,
-            threads=threads,
             keep_states=keep_states,
             master_format=formats[MASTER],
             moment_formats=[*[formats[state.name] for state in self.states], *directions],

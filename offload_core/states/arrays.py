@@ -117,8 +117,45 @@ class StateRun(ABC):
                 del replaced[start]  # last: an interrupt may stop the write
 
 
+class StateAddresses:
+    """The addresses of a state in the memory of the kernels that update it.
+
+    Args:
+        data_at: the address of the elements in the format's stored type.
+        beside_at: the address of the bytes that blocks of elements share; 0: the format has none.
+        upper_at: the address of the parameter's elements, if they are the upper half of the state; else 0.
+    """
+
+    def __init__(self, format: StateFormat, data_at: int, beside_at: int = 0, upper_at: int = 0) -> None:
+        self.format = format
+        self.data_at, self.beside_at, self.upper_at = data_at, beside_at, upper_at
+
+    def of(self, elements: np.ndarray) -> np.ndarray:
+        """Return the address of each of these elements."""
+        return (self.data_at + elements * self.format.stored.itemsize).astype(np.uintp)
+
+    def point(self, rows: np.ndarray, moment: int | None, elements: np.ndarray) -> None:
+        """Write the addresses of elements to the kernel's ``rows``, one row for each element.
+
+        Args:
+            moment: the index of this state among the rule's moments; None: this state is the master weight.
+            elements: the numbers of elements at which a block of the format begins.
+        """
+        data, beside = (
+            (rows["master"], rows["ties"])
+            if moment is None
+            else (rows["moments"][:, moment], rows["scales"][:, moment])
+        )
+        data[:] = self.of(elements)
+        if self.beside_at:
+            beside[:] = self.beside_at + elements // self.format.block
+        if self.upper_at:
+            assert self.format.upper is not None
+            rows["high"] = self.upper_at + elements * self.format.upper.itemsize
+
+
 class StateBytes:
-    """The host memory of a state, and the addresses by which the kernel knows it.
+    """The host memory of a state.
 
     Args:
         data: the elements in the format's stored type.
@@ -128,19 +165,32 @@ class StateBytes:
     """
 
     def __init__(self, data: np.ndarray, beside: np.ndarray | None = None, upper: np.ndarray | None = None) -> None:
-        self.data, self.data_at = data, kernels.address(data)
-        self.beside, self.beside_at = beside, 0 if beside is None else kernels.address(beside)
-        self.upper, self.upper_at = upper, 0 if upper is None else kernels.address(upper)
+        self.data = data
+        self.beside = beside
+        self.upper = upper
+
+    def addresses(self, format: StateFormat) -> StateAddresses:
+        """Return the state's addresses."""
+        beside, upper = (0 if part is None else kernels.address(part) for part in (self.beside, self.upper))
+        return StateAddresses(format, kernels.address(self.data), beside, upper)
 
 
 class StateArray(StateRun):
     """A run of a state's elements in host memory, unencoded or encoded."""
 
     def __init__(
-        self, format: StateFormat, memory: StateBytes, *, threads: int = 1, first: int = 0, size: int | None = None
+        self,
+        format: StateFormat,
+        memory: StateBytes,
+        *,
+        threads: int = 1,
+        first: int = 0,
+        size: int | None = None,
+        at: StateAddresses | None = None,
     ) -> None:
         self.format = format
         self._memory = memory
+        self._at = memory.addresses(format) if at is None else at
         self._threads = threads
         self._first = first
         self.size = memory.data.size - first if size is None else size
@@ -173,7 +223,7 @@ class StateArray(StateRun):
     def __getitem__(self, run: slice) -> "StateArray":
         start, stop, _ = run.indices(self.size)
         first, size = self._first + start, max(stop - start, 0)
-        return StateArray(self.format, self._memory, threads=self._threads, first=first, size=size)
+        return StateArray(self.format, self._memory, threads=self._threads, first=first, size=size, at=self._at)
 
     @property
     def view(self) -> np.ndarray | None:
@@ -185,23 +235,12 @@ class StateArray(StateRun):
         return None if upper is None else upper[self._first : self._first + self.size]
 
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
-        """Write the addresses of the elements at ``offsets`` to the kernel's ``rows``, one row for each offset.
+        """As :meth:`StateAddresses.point`; ``offsets`` are counted from the beginning of this run."""
+        self._at.point(rows, moment, self._first + offsets)
 
-        Args:
-            moment: the index of this state among the rule's moments; None: this state is the master weight.
-            offsets: offsets in this run at which a block of the format begins.
-        """
-        at, memory = self._first + offsets, self._memory
-        data, beside = (
-            (rows["master"], rows["ties"])
-            if moment is None
-            else (rows["moments"][:, moment], rows["scales"][:, moment])
-        )
-        data[:] = memory.data_at + at * memory.data.itemsize
-        if memory.beside is not None:
-            beside[:] = memory.beside_at + at // self.format.block
-        if memory.upper is not None:
-            rows["high"] = memory.upper_at + at * memory.upper.itemsize
+    def addresses(self, offsets: np.ndarray) -> np.ndarray:
+        """Return the address of each element at these offsets in this run."""
+        return self._at.of(self._first + offsets)
 
     @property
     def stored(self) -> list[np.ndarray]:
@@ -251,7 +290,7 @@ class StateArray(StateRun):
     def _arguments(self, start: int, stop: int) -> dict[str, Any]:
         """Return the kernels' arguments for elements ``[start, stop)`` of the state's memory. A block of the format
         begins at ``start``."""
-        part = StateArray(self.format, self._memory, first=start, size=stop - start)
+        part = StateArray(self.format, self._memory, first=start, size=stop - start, at=self._at)
         data, beside = part.stored
         kinds = {"ties": beside} if self.format is SPLIT else {"scales": beside}
         if part.upper is not None:

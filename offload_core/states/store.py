@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 from weakref import WeakMethod
 
 import numpy as np
@@ -12,7 +12,21 @@ from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
 from ..rules import MASTER
-from .arrays import StateArray, StateRun
+from .arrays import StateRun
+
+
+class KernelStates(Protocol):
+    """A state that kernels can update: in host memory (:class:`StateArray`), or in a device's."""
+
+    format: StateFormat
+
+    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
+        """As :meth:`StateAddresses.point`."""
+        ...
+
+    def addresses(self, offsets: np.ndarray) -> np.ndarray:
+        """Return the address of each element at these offsets."""
+        ...
 
 
 class Extent(NamedTuple):
@@ -27,7 +41,7 @@ class StateBlock(NamedTuple):
     """The states of a process's shards of one bucket. Their memory is valid until :meth:`Store.commit`."""
 
     bucket: int
-    arrays: dict[str, StateArray]
+    arrays: Mapping[str, KernelStates]
     """For each state, by its name, the concatenation of the process's shards."""
 
 
@@ -137,7 +151,29 @@ class Store(ABC):
 
     @abstractmethod
     def held(self) -> dict[str, int]:
-        """Return the bytes of each state, by name, that are not allocated from ``memory``: the bytes on disk."""
+        """Return the bytes of each state, by name, that are not allocated from ``memory``: the bytes in ``place``."""
+
+    def held_in(self) -> dict[tuple[str, str], int]:
+        """Return the bytes of :meth:`held`, by ``(place, name of the state)``."""
+        return {(self.place, name): n_bytes for name, n_bytes in self.held().items()}
+
+    def keep_on_device(self, buckets: Collection[int]) -> None:
+        """Have :meth:`allocate` keep the states of the buckets with these indices in the device's memory."""
+        assert not buckets, "this store has no memory of a device"
+
+    def release(self) -> None:
+        """Free the device's memory. Its states are copied to host memory, and are there until :meth:`restore`.
+
+        Raises:
+            HostMemoryError: there is no host memory for the copies. Nothing has changed.
+        """
+
+    def restore(self) -> None:
+        """Bring the states of :meth:`release` back to the device's memory.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory. Nothing has changed.
+        """
 
     @abstractmethod
     def close(self) -> None:

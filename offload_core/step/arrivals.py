@@ -336,8 +336,8 @@ class Arrivals:
                 gradient.waiting.pop(param, None)
             pieces = np.array([i for param in dropped for i in bucket.table.positions.get(param, ())], np.int64)
             if gradient.buffer is not None:
-                for piece in (bucket.pieces[i] for i in pieces.tolist()):
-                    gradient.buffer[piece.offset : piece.offset + piece.numel] = 0  # later gradients are added to it
+                for i in pieces.tolist():
+                    bucket.executor.clear_gradient(bucket, i)  # later gradients are added to it
             gradient.hold(pieces, HostArrays.none(len(pieces)))
             gradient.squares = None
         for bucket in touched:

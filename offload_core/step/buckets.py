@@ -13,20 +13,22 @@ from ..config.state_formats import Master
 from ..device.protocols import Copy, Device, HostArray, Matrices, OneMatrix
 from ..device.trace import COMPUTE
 from ..disk.shards import OnDisk
-from ..dtypes import BY_NUMPY, FLOAT32, ElementType
+from ..dtypes import ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece, cut, matrices_of
 from ..memory.host_memory import HostMemory, StagingRing
 from ..memory.plan import PlanRow
-from ..native import kernels
 from ..plans.allocated import Allocated
 from ..plans.planner import Planner
 from ..plans.terms import DIRECTIONS, BucketTerms
 from ..ranks.consistency import check_start, heard_by_all
 from ..rules import MASTER
+from ..states import tiers
 from ..states.store import Extent
 from ..support.threads import Task, clear_up
+from .executor import Executor, InPlace, Staged
 from .gradient_memory import GradientMemory
 from .local_bucket import BucketGradient, LocalBucket, PieceTable, Writes
+from .on_device import OnDevice
 
 T = TypeVar("T")
 
@@ -59,7 +61,10 @@ class LocalBuckets:
         """The operations of each rank for matrix multiplications in an update of all parameters."""
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets in flight to the host, oldest first, each with the task that ends its copy. Each may hold staging."""
-        self.store = self.terms.store_kind(config, self.memory, len(device.ranks))
+        self._on_host: Executor = InPlace(self) if self.terms.direct else Staged(self)
+        self._on_device = OnDevice(self) if self.terms.tiered else None
+        """The executor of buckets whose states are on the device; None: no states may be there."""
+        self.store = tiers(self.terms.store_kind, config, self.memory, device, on_device=self.terms.tiered)
         self._end = weakref.finalize(self, clear_up, self.store.close)
         self._end.atexit = False  # tasks and saves may still need the states
         self.worker = self.terms.worker()
@@ -93,13 +98,16 @@ class LocalBuckets:
         planned = Planner(terms, self.allocated).host_rows(specs, frozen=frozen)
         self.run(lambda: self._agree_on_start(specs, tensors))
         layouts = self._build(specs)
+        there = terms.on_device(layouts, self.allocated.device_budget)
         with heard_by_all(self.device.collectives, "memory for states"):  # a disk may be too small on one rank
-            self._allocate(layouts, specs, frozen)
+            self._allocate(layouts, there, specs, frozen)
         first = len(self.params)
         self.params += specs
         self.planned += planned
         self.of += [[] for _ in specs]
-        for layout, private in zip(layouts, self.gradient_memory.register(layouts), strict=True):
+        on_host = [layout for layout in layouts if layout.index not in there]
+        private = dict(zip([layout.index for layout in on_host], self.gradient_memory.register(on_host), strict=True))
+        for layout in layouts:
             in_place = terms.direct or (layout.partitioned and terms.host_shards)
             pieces, comm_dtype = layout.shards(self.device.ranks), terms.comm_dtype(layout)
             table = PieceTable(layout, pieces, {piece.param: specs[piece.param - first] for piece in layout.pieces})
@@ -109,11 +117,16 @@ class LocalBuckets:
                 pieces,
                 table,
                 terms.rule_of(layout),
-                BucketGradient(layout.index, table.offsets, comm_dtype, arrival, buffer_dtype, private),
+                self._executor(layout.index in there),
+                BucketGradient(
+                    layout.index, table.offsets, comm_dtype, arrival, buffer_dtype, private.get(layout.index)
+                ),
                 terms.master(layout),
                 Writes.IN_PLACE if in_place else Writes.STAGING,
                 self._matrices(layout),
             )
+            if layout.index in there and terms.sums:
+                bucket.gradient.private = bucket.gradient.buffer = bucket.executor.allocate_sums(bucket)
             self.all.append(bucket)
             for param in bucket.members:
                 self.of[param].append(bucket)
@@ -122,19 +135,37 @@ class LocalBuckets:
             self._begin_states(bucket)
         return self.all[-len(layouts) :] if layouts else []
 
-    def _allocate(self, buckets: Sequence[Bucket], specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> None:
+    def _executor(self, on_device: bool) -> Executor:
+        if not on_device:
+            return self._on_host
+        assert self._on_device is not None
+        return self._on_device
+
+    def _allocate(
+        self,
+        buckets: Sequence[Bucket],
+        there: frozenset[int],
+        specs: Sequence[ParamSpec],
+        frozen: Sequence[ParamSpec],
+    ) -> None:
         """Allocate the states of new buckets. Replace the staging rings by larger ones if the new buckets do not fit
-        into their slots."""
+        into their slots.
+
+        Args:
+            there: the indices of the buckets whose states are on the device.
+        """
         terms, allocated = self.terms, self.allocated
+        self.store.keep_on_device(there)
         self.store.allocate(buckets, terms.state_formats, allocated.state_budget)
-        allocated.add_states(buckets)
+        allocated.add_states(buckets, there)
         allocated.add_shard_slots(terms.kinds(specs), terms.kinds(frozen))
-        slot_bytes = terms.slot_bytes(buckets)
+        staged = terms.staged(buckets, there)
+        slot_bytes = terms.slot_bytes(staged)
         if not terms.direct and slot_bytes > (0 if self.staging is None else self.staging.slot_bytes):
             self.staging = None  # free before allocating its successor
             self.staging = StagingRing(self.memory, slots=terms.staging_slots, n_bytes=slot_bytes, pinned=True)
             allocated.staging_slot_bytes = slot_bytes
-        direction_bytes = terms.direction_bytes(buckets)
+        direction_bytes = terms.direction_bytes(staged)
         if direction_bytes > (0 if self.directions is None else self.directions.slot_bytes):
             self.directions = None
             self.directions = StagingRing(
@@ -229,16 +260,11 @@ class LocalBuckets:
             self.recover()
             raise
 
-    def promote(self, bucket: LocalBucket) -> np.ndarray:
-        """Return the bucket's gradient buffer, in fp32, so that gradients can be summed there. If the bucket has no
-        buffer, or one of another element type, allocate a private fp32 buffer and copy the gradients into it."""
-        gradient = bucket.gradient
-        if gradient.buffer is None or gradient.buffer.dtype != FLOAT32.numpy:
-            buffer = self.gradient_memory.allocate(bucket.layout, FLOAT32)
-            if gradient.buffer is not None and gradient.has_landed:
-                kernels.cast_array(gradient.buffer, BY_NUMPY[gradient.buffer.dtype], buffer, FLOAT32, self.threads)
-            gradient.buffer = gradient.private = buffer
-        return gradient.buffer
+    def make_room(self) -> None:  # waits
+        """If as many buckets are in flight to the host as there is staging for, wait for the oldest one."""
+        if len(self.in_staging) == self.worker.depth:
+            oldest, landed = self.in_staging.popleft()
+            self.wait(landed, oldest.layout.index)
 
     def await_buffer(self, bucket: LocalBucket) -> None:
         """Ensure that the bucket has memory for gradients. If all slots are lent, wait for updates that free one."""
@@ -255,17 +281,6 @@ class LocalBuckets:
             first_param=len(self.params),
             first_bucket=len(self.all),
         )
-
-    def in_place(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
-        """Return the host address of each piece's first element in its parameter's tensor. The tensors must be in host
-        memory.
-
-        Args:
-            pieces: the indices of the pieces in the bucket.
-            tensors: the tensors of all parameters.
-        """
-        arrays = self.device.host_arrays([tensors[param] for param in bucket.table.params[pieces].tolist()])
-        return arrays.addresses + (bucket.table.in_tensor[pieces] * bucket.layout.dtype.itemsize).astype(np.uintp)
 
     def load_master(self, bucket: LocalBucket, piece: Piece, tensor: Any) -> None:
         """Overwrite a piece's master weights with the piece's elements of ``tensor``."""

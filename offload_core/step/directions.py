@@ -5,8 +5,6 @@ import numpy as np
 
 from ..device.events import Done
 from ..device.trace import UPDATE
-from ..dtypes import BFLOAT16
-from ..memory.host_memory import Lease
 from ..rules import Scalars
 from .buckets import LocalBuckets
 from .local_bucket import Direction, LocalBucket
@@ -25,13 +23,9 @@ class Directions:
         Args:
             among: compute the directions of these parameters only, the same on all processes; None: of all.
         """
-        buckets = self._buckets
         if bucket.matrices is None or bucket.direction is not None:
             return
-        assert buckets.directions is not None
-        lease = Lease(buckets.directions)
-        shards = lease.borrow(len(buckets.device.ranks) * bucket.layout.shard_numel, BFLOAT16.numpy)
-        bucket.direction = Direction(shards, lease)
+        bucket.direction = bucket.executor.new_direction(bucket)
         try:
             self._compute(bucket, bucket.direction, scalars, among)
         except BaseException:
@@ -41,8 +35,7 @@ class Directions:
     def _compute(
         self, bucket: LocalBucket, direction: Direction, scalars: Scalars, among: frozenset[int] | None
     ) -> None:
-        assert bucket.matrices is not None
-        buckets = self._buckets
+        buckets, executor = self._buckets, bucket.executor
         states = buckets.store.read(bucket.layout.index)
         for dtype, pieces in bucket.gradient.held(bucket.chosen(scalars, among)):
             segments = bucket.rule.segments(states.arrays, bucket.table.offsets[pieces], bucket.table.numels[pieces])
@@ -50,9 +43,8 @@ class Directions:
             segments["scalars"] = scalars.rows[bucket.table.params[pieces]]
             segments["param"] = direction.addresses(bucket.table.offsets[pieces])
             with buckets.trace.span(UPDATE, "directions", bucket.layout.index):
-                bucket.rule.directions(segments, scalars, grad_dtype=dtype, threads=buckets.threads)
-        matrices = bucket.matrices.of_params(scalars.present(bucket.members, among))
-        direction.computed = buckets.device.transform(bucket.layout, matrices, direction.shards, direction.lease)
+                bucket.rule.directions(executor.memory, segments, scalars, grad_dtype=dtype)
+        direction.computed = executor.transform(bucket, direction, scalars.present(bucket.members, among))
 
     def of(
         self, bucket: LocalBucket, scalars: Scalars, among: frozenset[int] | None, then: LocalBucket | None
@@ -70,7 +62,7 @@ class Directions:
         if bucket.direction is None:
             return None
         try:
-            bucket.direction.computed.wait()
+            bucket.executor.join(bucket.direction.computed)
         except BaseException:
             bucket.release_direction()
             raise

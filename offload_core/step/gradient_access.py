@@ -10,10 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from ..device.protocols import HostArray, HostArrays
-from ..dtypes import BY_CODE
 from ..errors import StateError
-from ..native import kernels
 from ..ranks.collectives import merge
 from ..ranks.consistency import combine
 from .local_bucket import LocalBucket
@@ -92,20 +89,18 @@ class GradientAccess:
             piece = bucket.pieces[i]
             bucket.gradient.squares = None
             with np.errstate(over="ignore", invalid="ignore"):  # an inf or a NaN is found by the step
-                np.multiply(
-                    values[piece.start : piece.stop], np.float32(self._unscale(divisor)), out=self._to_write(bucket, i)
-                )
+                scaled = np.multiply(values[piece.start : piece.stop], np.float32(self._unscale(divisor)))
+            bucket.executor.write_gradient(bucket, i, scaled)
 
     def _own(self, param: int, divisor: float) -> list[tuple[int, np.ndarray]]:
         found, factor = [], np.float32(1.0 / self._unscale(divisor))  # of the kernel's scalars, without clipping
         for bucket, i in self._buckets.pieces_of(param):
             self._claim(bucket)
-            piece, (addresses, codes, _) = bucket.pieces[i], bucket.gradient.arrays
-            values = np.zeros(piece.numel, np.float32)
-            if addresses[i]:  # else other ranks have it, and this one adds nothing
-                held = kernels.view(int(addresses[i]), piece.numel, BY_CODE[int(codes[i])])
-                with np.errstate(over="ignore", invalid="ignore"):
-                    np.multiply(held.astype(np.float32), factor, out=values)
+            piece, values = bucket.pieces[i], bucket.executor.read_gradient(bucket, i)
+            if values is None:  # other ranks have it, and this one adds nothing
+                values = np.zeros(piece.numel, np.float32)
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.multiply(values, factor, out=values)
             found.append((piece.start, values))
         return found
 
@@ -118,15 +113,3 @@ class GradientAccess:
 
     def _unscale(self, divisor: float) -> float:
         return self._pipeline.loss_scale * divisor
-
-    def _to_write(self, bucket: LocalBucket, i: int) -> np.ndarray:
-        """Return private fp32 memory of the bucket for the gradient of piece ``i``. The update reads the gradient from
-        this memory."""
-        if self._buckets.terms.direct:  # the gradient's present memory is the caller's
-            memory = np.empty(bucket.pieces[i].numel, np.float32)
-            bucket.gradient.hold(np.array([i]), HostArrays.columns([HostArray.of(memory)]))
-            return memory
-        buffer = self._buckets.promote(bucket)
-        bucket.gradient.arrays = bucket.gradient.in_buffer()
-        piece = bucket.pieces[i]
-        return buffer[piece.offset : piece.offset + piece.numel]

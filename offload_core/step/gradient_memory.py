@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..device.protocols import Device
+from ..device.protocols import Device, HostArray
 from ..dtypes import ElementType
 from ..errors import HostMemoryWarning
 from ..layout.partition import Bucket
@@ -41,7 +41,9 @@ class _BufferSlot:
     @property
     def held(self) -> bool:
         buffer = None if self.lent is None else self.lent()
-        return buffer is not None and self.holder is not None and self.holder.gradient.buffer is buffer
+        if buffer is None or self.holder is None or self.holder.gradient.buffer is None:
+            return False
+        return self.holder.gradient.buffer.owner is buffer
 
 
 class GradientMemory:
@@ -60,12 +62,13 @@ class GradientMemory:
         self._turns = 0
         self._warned = False
 
-    def register(self, buckets: Sequence[Bucket]) -> list[np.ndarray | None]:
+    def register(self, buckets: Sequence[Bucket]) -> list[HostArray | None]:
         """Reserve gradient memory for new buckets. Return, for each bucket, its private memory; None: the bucket
         borrows a buffer, or needs none."""
         terms = self._terms
         if terms.direct:
-            return [self.allocate(b, terms.buffer_dtype(b)) if terms.has_buffer else None for b in buckets]
+            own = [self.allocate(b, terms.buffer_dtype(b)) if terms.has_buffer else None for b in buckets]
+            return [None if each is None else HostArray.of(each) for each in own]
         existing = self._allocated.gradient_slot_bytes
         slot_bytes = terms.gradient_slot_bytes([(bucket, 1) for bucket in buckets], existing)
         if slot_bytes is None:
@@ -99,7 +102,7 @@ class GradientMemory:
         dtype = bucket.gradient.buffer_dtype
         numel = len(self._device.ranks) * bucket.layout.shard_numel
         if (buffers := self._buffers.get(bucket.layout.index)) is not None:
-            bucket.gradient.buffer = buffers.borrow(numel, dtype.numpy)
+            bucket.gradient.buffer = HostArray.of(buffers.borrow(numel, dtype.numpy))
             return
         slot = self._free_slot()
         for lent in sorted(self._slots, key=lambda slot: slot.turn) if slot is None else ():  # the oldest first
@@ -109,14 +112,14 @@ class GradientMemory:
                 break
         if slot is None:
             self._warn(bucket)
-            bucket.gradient.private = bucket.gradient.buffer = self.allocate(bucket.layout, dtype)
+            bucket.gradient.private = bucket.gradient.buffer = HostArray.of(self.allocate(bucket.layout, dtype))
             return
         assert self._of_slots is not None
         buffer = self._of_slots.borrow(numel, dtype.numpy)
         slot.turn = self._turns = self._turns + 1
         slot.lent = weakref.ref(buffer)
         slot.holder = bucket
-        bucket.gradient.buffer = buffer
+        bucket.gradient.buffer = HostArray.of(buffer)
 
     def _free_slot(self) -> _BufferSlot | None:
         return next((slot for slot in self._slots if not slot.held), None)

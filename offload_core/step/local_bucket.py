@@ -3,17 +3,16 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..config.state_formats import Master
 from ..device.events import Done, Event
-from ..device.protocols import Arrival, HostArrays, Matrices
-from ..dtypes import BY_NUMPY, ElementType
+from ..device.protocols import Arrival, HostArray, HostArrays, Matrices
+from ..dtypes import BY_CODE, ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
-from ..native import kernels
 from ..native.grad_norm import SumOfSquares
 from ..rules import Rule, Scalars
 from ..support.state_machine import StateMachine
@@ -30,6 +29,9 @@ from .bucket_states import (
     PublicationEvent,
 )
 
+if TYPE_CHECKING:
+    from .executor import Executor
+
 
 class Writes(Enum):
     """The memory to which an update's kernel writes parameters. If a parameter is its own master weight, it counts as a
@@ -37,21 +39,22 @@ class Writes(Enum):
 
     STATES = "none"
     IN_PLACE = "the parameters where they are"
-    STAGING = "staging, from which they are published"
+    STAGING = "memory of the executor, from which they are published"
 
 
 @dataclass(eq=False)
 class Direction:
     """The directions of a bucket's update, which the device computes from whole matrices (``directions.py``)."""
 
-    shards: np.ndarray
+    shards: HostArray
     """The directions in bfloat16: one element for each element of the process's shards, at the same offset."""
-    lease: Lease
+    lease: Lease | None
+    """The staging that they take; None: they take none."""
     computed: Event = field(default_factory=Done)
 
     def addresses(self, offsets: np.ndarray) -> np.ndarray:
         """Return the address of the direction at each of these offsets."""
-        return kernels.address(self.shards) + (offsets * self.shards.itemsize).astype(np.uintp)
+        return self.shards.address + (offsets * self.shards.dtype.itemsize).astype(np.uintp)
 
 
 class PieceTable:
@@ -95,7 +98,7 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         comm_dtype: ElementType,
         arrival: Arrival,
         buffer_dtype: ElementType,
-        private: np.ndarray | None,
+        private: HostArray | None,
     ) -> None:
         super().__init__(f"bucket {bucket}", Gradient.ABSENT, GRADIENT)
         self._offsets = offsets
@@ -105,35 +108,40 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         self.arrival = arrival
         """The form in which the device delivers gradients."""
         self.buffer_dtype = buffer_dtype
-        """The element type in which gradients wait on the host: fp32 if they are summed there."""
+        """The element type in which gradients wait: fp32 if they are summed there."""
         self.private = private
-        """The bucket's private host memory for gradients. None: the bucket borrows a buffer, or the update reads
-        gradients in place."""
+        """The bucket's private memory for gradients. None: the bucket borrows a buffer, or the update reads gradients
+        in place."""
         self.buffer = private
-        """The host memory in which gradients wait, private or borrowed; None: the bucket has no such memory now."""
+        """The memory in which gradients wait, private or borrowed; None: the bucket has no such memory now."""
         self.waiting: dict[int, Any] = {}
         """The device gradients that came since the bucket's last launch, by parameter."""
         self.arrays = self._none
-        """The host gradient of each piece. Methods replace the whole object, so that an interrupt leaves either the old
-        or the new gradients."""
+        """The landed gradient of each piece, in the memory of the bucket's executor. Methods replace the whole object,
+        so that an interrupt leaves either the old or the new gradients."""
         self.squares: SumOfSquares | None = None
-        """The sum of squares of the host gradients; None: it was not computed since the gradients changed."""
+        """The sum of squares of the landed gradients; None: it was not computed since the gradients changed."""
 
     @property
     def has_landed(self) -> bool:
-        """True if gradients of this or of earlier micro-steps are on the host."""
+        """True if gradients of this or of earlier micro-steps are where the update reads them."""
         return bool(self.arrays.addresses.any())
 
     def in_buffer(self) -> HostArrays:
-        """Return the host gradients of all pieces, with addresses in the bucket's buffer."""
+        """Return the landed gradients of all pieces, with addresses in the bucket's buffer."""
         assert self.buffer is not None
-        n = len(self._offsets)
-        addresses = kernels.address(self.buffer) + self._offsets * self.buffer.itemsize
-        codes = np.full(n, BY_NUMPY[self.buffer.dtype].code, np.uint8)
-        return HostArrays(addresses.astype(np.uintp), codes, [self.buffer] * n)
+        n, buffer = len(self._offsets), self.buffer
+        addresses = buffer.address + self._offsets * buffer.dtype.itemsize
+        codes = np.full(n, buffer.dtype.code, np.uint8)
+        return HostArrays(addresses.astype(np.uintp), codes, [buffer.owner] * n)
+
+    def piece(self, i: int, numel: int) -> HostArray | None:
+        """Return the landed gradient of piece ``i``, which has ``numel`` elements; None: there is none."""
+        addresses, codes, owners = self.arrays
+        return HostArray(int(addresses[i]), numel, BY_CODE[int(codes[i])], owners[i]) if addresses[i] else None
 
     def hold(self, pieces: np.ndarray, arrays: HostArrays) -> None:
-        """Set the host gradients of pieces, without a copy.
+        """Set the landed gradients of pieces, without a copy.
 
         Args:
             pieces: the indices of the pieces.
@@ -147,7 +155,7 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         self.arrays = HostArrays(addresses, codes, owners)
 
     def held(self, among: np.ndarray) -> list[tuple[ElementType, np.ndarray]]:
-        """Return the pieces that have a host gradient, one entry for each element type of gradients.
+        """Return the pieces that have a landed gradient, one entry for each element type of gradients.
 
         Args:
             among: bool[pieces]: return only pieces for which this is True.
@@ -162,7 +170,7 @@ class BucketGradient(StateMachine[Gradient, GradientEvent]):
         self.on(event)
 
     def give_back(self) -> None:
-        """Release the host gradients and the memory borrowed for them."""
+        """Release the landed gradients and the memory borrowed for them."""
         self.arrays = self._none
         self.buffer = self.private
 
@@ -219,6 +227,8 @@ class LocalBucket:
     """The same pieces as a table."""
     rule: Rule
     """The update rule of the bucket's parameters."""
+    executor: "Executor"
+    """The memory in which the gradients wait and the states are updated, and the kernels there."""
     gradient: BucketGradient
     master: Master
     """Tells where the bucket's master weights are. Parameters can be stale only if this is SEPARATE."""
@@ -230,7 +240,9 @@ class LocalBucket:
     """The directions of the present or the next update; None: none were started."""
     owed: tuple[Scalars, Sequence[Any], frozenset[int] | None] | None = None
     """The arguments of an update that has not changed the states yet: the scalars, the device parameters, and the
-    parameters to update (None: all that have a gradient). The update's task sets this to None."""
+    parameters to update (None: all that have a gradient). :meth:`settle` sets this to None."""
+    changed: Event | None = None
+    """The event after which the update that is owed has changed the states; None: the update was not started."""
     task: Task[Any] | None = None
     """The last task that the worker got for this bucket. None: the bucket is the caller's."""
     updated: Task[None] | None = None
@@ -254,6 +266,18 @@ class LocalBucket:
         self.task = None
         self.owner.on(OwnerEvent.TAKE)
 
+    def owe(self, scalars: Scalars, tensors: Sequence[Any], among: frozenset[int] | None = None) -> None:
+        """Record that an update of the states is due (:attr:`owed`)."""
+        self.changed = None
+        self.owed = scalars, tensors, among
+
+    def settle(self) -> None:  # waits
+        """Wait until the update that was started has changed the states. Raise its error."""
+        if self.changed is not None:
+            self.changed.wait()
+            self.owed = None
+            self.changed = None
+
     def chosen(self, scalars: Scalars, among: frozenset[int] | None = None) -> np.ndarray:
         """Return bool[pieces]: True for each piece that an update with these scalars changes.
 
@@ -273,5 +297,6 @@ class LocalBucket:
     def release_direction(self) -> None:
         """Return the memory of the bucket's directions to the ring, and discard the directions."""
         if self.direction is not None:
-            self.direction.lease.release()
+            if self.direction.lease is not None:
+                self.direction.lease.release()
             self.direction = None

@@ -1,10 +1,11 @@
-"""A step's updates: one C pass over each bucket's shards, and the new parameters' way to the device."""
+"""A step's updates: one pass of the kernel over each bucket's shards, and the new parameters' way to the device."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -13,7 +14,6 @@ from ..device.events import Done, Event, Waiting
 from ..device.trace import COMPUTE, UPDATE
 from ..dtypes import BY_NUMPY, ElementType
 from ..errors import StateError
-from ..memory.host_memory import Lease
 from ..native import kernels
 from ..ranks.consistency import combine
 from ..rules import MASTER, Scalars
@@ -23,6 +23,17 @@ from .buckets import LocalBuckets
 from .decision import Decision
 from .directions import Directions
 from .local_bucket import LocalBucket, Writes
+
+
+class _Ran(NamedTuple):
+    """An update of one bucket that was started."""
+
+    event: Event
+    """The event after which its kernels have run."""
+    out: Any
+    """The memory of its new parameters (:meth:`Executor.output`)."""
+    published: bool
+    """True if its new parameters are published from ``out``."""
 
 
 class Updates:
@@ -42,7 +53,7 @@ class Updates:
     def owe(self, buckets: Iterable[LocalBucket], decision: Decision) -> None:
         """Record that an update of these buckets' states is due."""
         for bucket in buckets:
-            bucket.owed = decision.scalars, decision.tensors, None
+            bucket.owe(decision.scalars, decision.tensors)
 
     def start(self, buckets: Sequence[LocalBucket], decision: Decision, after: Event) -> None:
         """Update the states of buckets and send their parameters, bucket after bucket.
@@ -52,15 +63,10 @@ class Updates:
         """
 
         def update(bucket: LocalBucket) -> Event:
-            out = self._run(bucket, decision.scalars, bucket.writes, decision.tensors, then=following.get(bucket))
-            bucket.owed = None
-            bucket.gradient.forget(GradientEvent.END)
-            if out is None:
-                return Done()
-            present = set(decision.present)
-            return self._buckets.device.publish(
-                bucket.layout, out, decision.tensors, present, self._lease(bucket), after
-            )
+            ran = self._run(bucket, decision.scalars, bucket.writes, decision.tensors, after, then=following.get(bucket))
+            if bucket.changed is None:
+                bucket.gradient.forget(GradientEvent.END)
+            return self._publish(bucket, ran, decision.tensors, decision.present, after)
 
         following = dict(pairwise(buckets)) if self._buckets.worker.is_asynchronous else {}
         self._buckets.store.expect(bucket.layout.index for bucket in buckets)
@@ -80,7 +86,7 @@ class Updates:
 
         def update(bucket: LocalBucket) -> None:
             self._run(bucket, decision.scalars, Writes.STATES)
-            bucket.owed = None
+            bucket.settle()
             bucket.gradient.forget(GradientEvent.END)
 
         self._buckets.store.expect(bucket.layout.index for bucket in buckets)
@@ -143,17 +149,15 @@ class Updates:
             assert scalars is not None
             if not keep_states:
                 bucket.gradient.on(GradientEvent.USE)
-                bucket.owed = scalars, tensors, sent
+                bucket.owe(scalars, tensors, sent)
             bucket.publication.sent_early = sent
             bucket.publication.on(PublicationEvent.SEND_EARLY)
-            out = self._run(bucket, scalars, bucket.writes, tensors, among=sent, keep_states=keep_states)
-            if not keep_states:
-                bucket.owed = None
-                bucket.gradient.give_back()
-            if out is None:
-                return Done()
             after = Done()  # the gradients arrived after all earlier reads of these parameters
-            return self._buckets.device.publish(bucket.layout, out, tensors, set(sent), self._lease(bucket), after)
+            ran = self._run(bucket, scalars, bucket.writes, tensors, after, among=sent, keep_states=keep_states)
+            if not keep_states:
+                bucket.settle()
+                bucket.gradient.give_back()
+            return self._publish(bucket, ran, tensors, sent, after)
 
         if not keep_states:
             self._buckets.store.expect([bucket.layout.index])
@@ -187,11 +191,12 @@ class Updates:
         scalars: Scalars,
         writes: Writes,
         tensors: Sequence[Any] = (),
+        after: Event | None = None,
         *,
         among: frozenset[int] | None = None,
         keep_states: bool = False,
         then: LocalBucket | None = None,
-    ) -> np.ndarray | None:
+    ) -> "_Ran":
         """Update the bucket's pieces that have a gradient and scalars.
 
         The kernel always writes a parameter that is its own master weight, or the upper half of its master weight.
@@ -199,15 +204,14 @@ class Updates:
         Args:
             writes: the memory to which the kernel writes all other parameters.
             tensors: the device parameters. They may be left out if the kernel writes only states.
+            after: a mark of the device, after which its parameters may be written; None: now.
             among: update only these parameters; None: all.
             keep_states: True to write parameters without a change of the states.
             then: the next bucket to update. The device computes with its matrices meanwhile.
-
-        Returns:
-            The staging memory with the bucket's new parameters; None: ``writes`` is not ``STAGING``.
         """
-        store = self._buckets.store
-        out = self._borrow(bucket) if writes is Writes.STAGING else None
+        store, executor = self._buckets.store, bucket.executor
+        published = writes is Writes.STAGING
+        out = executor.output(bucket, after or Done()) if published else None
         table = bucket.table
         rows = scalars.rows[table.params]
         chosen = bucket.chosen(scalars, among)
@@ -231,54 +235,50 @@ class Updates:
             if directions is not None:
                 segments["moments"][:, len(bucket.rule.states)] = directions[pieces]
             if bucket.master is Master.PARAMETER:
-                segments["master"] = self._buckets.in_place(bucket, pieces, tensors)
+                segments["master"] = executor.in_place(bucket, pieces, tensors)
             if param_dtype is not None:
-                segments["param"] = self._addresses(bucket, pieces, tensors, out)
+                segments["param"] = executor.addresses(bucket, pieces, tensors, out)
             with self._buckets.trace.span(UPDATE, "", bucket.layout.index):
                 bucket.rule.update(
+                    executor.memory,
                     segments,
                     scalars,
                     formats,
                     grad_dtype=dtype,
                     param_dtype=param_dtype,
-                    threads=self._buckets.threads,
                     keep_states=keep_states,
                 )
+        ran = _Ran(executor.end(bucket), out, published)
         bucket.release_direction()
         if not keep_states:
             store.commit(states)
-        return out
+            bucket.changed = ran.event
+            if ran.event.done():
+                bucket.settle()
+        return ran
 
-    def _addresses(
-        self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: np.ndarray | None
-    ) -> np.ndarray:
-        """Return the address to which each of these pieces of parameters is written.
-
-        Args:
-            pieces: the indices of the pieces in the bucket.
-            out: the staging memory of the bucket; None: the pieces are written in place.
-        """
-        if out is None:
-            return self._buckets.in_place(bucket, pieces, tensors)
-        return kernels.address(out) + bucket.table.offsets[pieces] * out.itemsize
+    def _publish(
+        self, bucket: LocalBucket, ran: "_Ran", tensors: Sequence[Any], present: Iterable[int], after: Event
+    ) -> Event:
+        """Start to send the parameters that an update has written, and return the end of their way."""
+        if not ran.published:
+            return ran.event
+        return bucket.executor.publish(bucket, ran.out, tensors, set(present), ran.event, after)
 
     def _round_and_publish(
         self, bucket: LocalBucket, stale: frozenset[int], tensors: Sequence[Any], after: Event
     ) -> Event:
         pieces = np.array([i for i, piece in enumerate(bucket.pieces) if piece.param in stale], np.int64)
+        executor = bucket.executor
         states = self._buckets.store.read(bucket.layout.index)  # keeps the memory alive
-        master = states.arrays[MASTER].view
-        assert master is not None
-        out = self._borrow(bucket) if bucket.writes is Writes.STAGING else None
-        to = self._addresses(bucket, pieces, tensors, out)
-        at = kernels.address(master) + bucket.table.offsets[pieces] * master.itemsize
-        spans = kernels.spans(at, to, bucket.table.numels[pieces])
-        threads = self._buckets.threads
+        master = states.arrays[MASTER]
+        published = bucket.writes is Writes.STAGING
+        out = executor.output(bucket, after) if published else None
+        to = executor.addresses(bucket, pieces, tensors, out)
+        spans = kernels.spans(master.addresses(bucket.table.offsets[pieces]), to, bucket.table.numels[pieces])
         with self._buckets.trace.span(UPDATE, "round", bucket.layout.index):
-            kernels.cast(spans, BY_NUMPY[master.dtype], bucket.layout.dtype, threads=threads)
-        if out is None:
-            return Done()
-        return self._buckets.device.publish(bucket.layout, out, tensors, set(stale), self._lease(bucket), after)
+            executor.memory.cast(spans, BY_NUMPY[master.format.stored], bucket.layout.dtype)
+        return self._publish(bucket, _Ran(executor.end(bucket), out, published), tensors, stale, after)
 
     def _send(self, bucket: LocalBucket, start: Callable[[], Event]) -> Task[Event]:
         """Submit the task that updates and sends a bucket. At most ``worker.depth`` buckets are in flight, because
@@ -303,21 +303,13 @@ class Updates:
 
         def arrived() -> None:
             written.result().wait()
+            if bucket.changed is not None:
+                bucket.settle()
+                bucket.gradient.forget(GradientEvent.END)
             bucket.release()
 
         bucket.publication.arrived = self._buckets.worker.submit(arrived)
         self._travelling.popleft()  # last: a task that fails at once counts as in flight, and lost
-
-    def _borrow(self, bucket: LocalBucket) -> np.ndarray:
-        """Borrow staging memory for the process's shards of a bucket."""
-        assert self._buckets.staging is not None
-        bucket.lease = Lease(self._buckets.staging)
-        numel = len(self._buckets.device.ranks) * bucket.layout.shard_numel
-        return bucket.lease.borrow(numel, bucket.layout.dtype.numpy)
-
-    def _lease(self, bucket: LocalBucket) -> Lease:
-        assert bucket.lease is not None
-        return bucket.lease
 
     # --- waiting for the end ---------------------------------------------------------------------------
 
@@ -400,7 +392,7 @@ class Updates:
             StateError: ranks would have to exchange matrices again, and the other processes will not do that.
             Exception: the error of an update.
         """
-        owing = [bucket for bucket in self._buckets.all if bucket.owed is not None]
+        owing = [bucket for bucket in self._buckets.all if not self._has_updated(bucket)]
         device = self._buckets.device
         among_processes = device.world_size > len(device.ranks)
         if among_processes and any(bucket.matrices is not None and bucket.direction is None for bucket in owing):
@@ -414,7 +406,15 @@ class Updates:
                 bucket.gradient.on(GradientEvent.USE)
             writes = bucket.writes if bucket.writes is Writes.IN_PLACE else Writes.STATES
             self._run(bucket, scalars, writes, tensors, among=among)
+            bucket.settle()
         return owing
+
+    def _has_updated(self, bucket: LocalBucket) -> bool:  # waits
+        """True if no update of the bucket's states is due, or the one that was started has run."""
+        if bucket.owed is not None and bucket.changed is not None:
+            with suppress(Exception):  # a kernel that did not run: the update starts again
+                bucket.settle()
+        return bucket.owed is None
 
     def forget(self) -> set[LocalBucket]:
         """After a failure, forget all tasks in flight. Return the buckets whose parameters may not have been

@@ -1,6 +1,7 @@
 """An asynchronous device made of threads, for tests and simulations.
 
-It has its own memory, one lane for computing and two for copies; these finish late, and not in one order. A copy's
+It has its own memory, a lane for computing, two for copies and one for the kernels of updates; these finish late, and
+not in one order. A copy's
 destination is overwritten with NaNs as soon as it may be written, and its source is read only when the copy runs. So
 code that does not wait for an event sees wrong bits here already, and not only on a GPU.
 """
@@ -8,7 +9,9 @@ code that does not wait for an event sees wrong bits here already, and not only 
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +19,11 @@ import numpy as np
 from ..device.events import Done, Event
 from ..device.host import compute_in, fill
 from ..device.protocols import Copy, HostArray, HostArrays, Matrices
-from ..dtypes import BY_NUMPY, ElementType
+from ..device.queue import DeviceQueue
+from ..dtypes import BY_NUMPY, FLOAT32, ElementType
 from ..memory.working_memory import unprotected
+from ..native import kernels
+from ..native.grad_norm import SumOfSquares
 from ..support.threads import Task, TaskThread
 
 
@@ -28,9 +34,14 @@ class FakeTensor:
         self.memory = memory.copy()
 
     def __getitem__(self, run: slice) -> "FakeTensor":
-        part = object.__new__(FakeTensor)
-        part.memory = self.memory[run]
-        return part
+        return FakeTensor.at(self.memory[run])
+
+    @classmethod
+    def at(cls, memory: np.ndarray) -> "FakeTensor":
+        """Return a tensor with this memory, without a copy."""
+        tensor = object.__new__(cls)
+        tensor.memory = memory
+        return tensor
 
 
 class _LaneEvent:
@@ -84,12 +95,17 @@ class FakeDevice:
         self._fail_at = fail_at
         self._copies = 0
         self._lock = threading.Lock()
-        ways = ("to_host", "to_device", "compute")
+        ways = ("to_host", "to_device", "compute", "updates")
         self._lanes = {way: TaskThread(way) for way in ways}
         self._free = dict.fromkeys(self._lanes, 0.0)
         """The time at which each lane will have done its copies, so that inexact sleeps do not add up."""
         self._computing: Task[object] | None = None
         """The last task of the compute lane."""
+        self._queue = FakeQueue(self)
+
+    def queue(self) -> DeviceQueue:
+        """As :attr:`Device.queue`."""
+        return self._queue
 
     def fail_after(self, copies: int | None) -> None:
         """Let the copy after ``copies`` more ones fail; None: no later copy fails."""
@@ -173,7 +189,7 @@ class FakeDevice:
         return Done() if computing is None or computing.done() else _LaneEvent(self, computing)
 
     def synchronize(self) -> None:  # waits
-        for way in ("to_host", "to_device"):
+        for way in ("to_host", "to_device", "updates"):
             self._lanes[way].submit(lambda: None).result()
 
     def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None]) -> Event:
@@ -194,3 +210,120 @@ class FakeDevice:
             return began, time.perf_counter_ns()
 
         return _LaneEvent(self, self._lanes[way].submit(run))
+
+
+class FakeQueue:
+    """The kernels of a fake device: the host's, which run late. A call that fails makes all later ones fail, until an
+    event has raised its error."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self._device = device
+        self._failed: BaseException | None = None
+        self._used: deque[tuple[Event, object]] = deque()
+
+    def _submit(self, act: Callable[[], object], n_bytes: int = 0) -> Event:
+        def run() -> None:
+            if self._failed is None:
+                try:
+                    act()
+                except BaseException as error:
+                    self._failed = error
+
+        return self._device._enqueue("updates", n_bytes, run)
+
+    def allocate(self, n_bytes: int) -> FakeTensor:
+        return FakeTensor.at(np.zeros(n_bytes, np.uint8))
+
+    def typed(self, memory: FakeTensor, dtype: ElementType) -> FakeTensor:
+        return FakeTensor.at(memory.memory.view(dtype.numpy))
+
+    def arrays(self, tensors: Sequence[FakeTensor]) -> HostArrays:
+        def array(tensor: FakeTensor) -> HostArray:
+            return HostArray(kernels.address(tensor.memory), tensor.memory.size, _element_type(tensor.memory), tensor)
+
+        return HostArrays.columns(map(array, tensors))
+
+    def order(self, after: Event) -> None:
+        if not isinstance(after, Done):
+            self._device._lanes["updates"].submit(after.wait)
+
+    def mark(self, used: object = None) -> Event:
+        while self._used and self._used[0][0].done():
+            self._used.popleft()
+        event = _QueueEvent(self, self._submit(lambda: None))
+        self._used.append((event, used))
+        return event
+
+    def update(self, segments: np.ndarray, scalars: np.ndarray, **kind: Any) -> None:
+        self._submit(partial(kernels.update, segments, scalars.copy(), **kind, threads=1))
+
+    def accumulate(self, spans: np.ndarray, dtype: ElementType) -> None:
+        self._submit(partial(kernels.accumulate, spans, dtype, threads=1))
+
+    def cast(self, spans: np.ndarray, src: ElementType, dst: ElementType) -> None:
+        self._submit(partial(kernels.cast, spans, src, dst, threads=1))
+
+    def reduce(self, parts: HostArray, n_parts: int, out: HostArray, *, divisor: float, add: bool) -> None:
+        self._submit(
+            lambda: kernels.reduce(
+                parts.view(), n_parts, parts.dtype, out.view(), divisor=divisor, add=add, threads=1
+            )
+        )
+        self.mark((parts, out))
+
+    def squares(self, runs: Sequence[tuple[np.ndarray, ElementType]]) -> Callable[[], np.ndarray]:
+        total = SumOfSquares()
+
+        def add() -> None:
+            for spans, dtype in runs:
+                total.add(spans, dtype, threads=1)
+
+        self._submit(add)
+        event = self.mark()
+
+        def bins() -> np.ndarray:
+            event.wait()
+            return total.bins
+
+        return bins
+
+    def to_host(self, memory: FakeTensor, host: np.ndarray) -> Event:
+        host = unprotected(host)
+        host.view(np.uint8)[:] = 0xFF
+        self._submit(partial(_copy_bytes, host, memory.memory), host.nbytes)
+        return self.mark(memory)
+
+    def to_device(self, host: np.ndarray, memory: FakeTensor) -> Event:
+        self._submit(partial(_copy_bytes, memory.memory, unprotected(host)), host.nbytes)
+        return self.mark(memory)
+
+    def transform(self, matrices: Matrices, tensor: FakeTensor) -> None:
+        self._submit(partial(compute_in, matrices, tensor.memory))
+
+
+class _QueueEvent:
+    """The end of a queue's calls so far. Waiting raises the first error among them."""
+
+    def __init__(self, queue: FakeQueue, event: Event) -> None:
+        self._queue = queue
+        self._event = event
+
+    def wait(self) -> None:  # waits
+        self._event.wait()
+        if (error := self._queue._failed) is not None:
+            self._queue._failed = None
+            raise error
+
+    def order(self) -> None:  # waits
+        self._event.order()
+
+    def done(self) -> bool:
+        return self._event.done()
+
+
+def _element_type(memory: np.ndarray) -> ElementType:
+    return BY_NUMPY.get(memory.dtype, FLOAT32)  # bytes have no element type, and nobody asks for one
+
+
+def _copy_bytes(to: np.ndarray, source: np.ndarray) -> None:
+    np.copyto(to.view(np.uint8), source.view(np.uint8))

@@ -1,0 +1,342 @@
+"""The seam *executor*: the memory in which a bucket's gradients wait and its states are updated, and the kernels there.
+
+======================  ===============================  ==================================  ==========================
+executor                gradients wait in                states are in                       new parameters
+======================  ===============================  ==================================  ==========================
+:class:`InPlace`        the caller's memory, or a sum    host memory or on disk              are written where they are
+                        in host memory
+:class:`Staged`         host memory                      host memory or on disk              are written to staging and
+                                                                                             published
+:class:`OnDevice`       the device's memory: where they  the device's memory                 are written where they are,
+(``on_device.py``)      are, or a sum, or a shard                                            or published from there
+======================  ===============================  ==================================  ==========================
+
+An executor's kernels read and write its own memory alone. The host's have run when a call returns. A device's run
+later, in the order of the calls. So an update ends with an event (:meth:`Executor.end`).
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..device.events import Done, Event
+from ..device.protocols import HostArray, HostArrays
+from ..device.trace import REDUCTION
+from ..dtypes import BFLOAT16, FLOAT32
+from ..memory.host_memory import Lease
+from ..native import kernels
+from ..native.grad_norm import SumOfSquares
+from ..plans.terms import as_it_stays
+from .local_bucket import Direction, LocalBucket
+
+if TYPE_CHECKING:
+    from .buckets import LocalBuckets
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A bucket's gradients on their way to the memory in which they wait."""
+
+    event: Event
+    """The end of the device's part."""
+    finish: Callable[[], None]
+    """Does the rest after ``event``: sums the parts that the device delivered."""
+
+
+class Executor(ABC):
+    """Receives the gradients of buckets, and runs the kernels of their updates."""
+
+    memory: kernels.Kernels
+    """The kernels of the executor's memory."""
+
+    def __init__(self, buckets: "LocalBuckets") -> None:
+        self._buckets = buckets
+        self._device = buckets.device
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def receive(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving | None:
+        """Start to reduce a bucket's gradients over the ranks, and to bring this process's shards to the memory in
+        which they wait.
+
+        Args:
+            gradients: device gradients, by parameter.
+
+        Returns:
+            The gradients in flight; None: they are there.
+        """
+
+    @abstractmethod
+    def allocate_sums(self, bucket: LocalBucket) -> HostArray:
+        """Return new fp32 memory for the bucket's gradients, which the bucket keeps."""
+
+    @abstractmethod
+    def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
+        """Start to sum the squares of gradients that have landed. Return a function that waits for the sum.
+
+        Args:
+            pieces: bool[pieces]: sum only gradients of pieces for which this is True.
+        """
+
+    @abstractmethod
+    def read_gradient(self, bucket: LocalBucket, i: int) -> np.ndarray | None:
+        """Return a copy of the gradient of piece ``i`` in fp32 on the host; None: this rank has none."""
+
+    @abstractmethod
+    def write_gradient(self, bucket: LocalBucket, i: int, values: np.ndarray) -> None:
+        """Replace the gradient of piece ``i`` by fp32 values. The gradient has memory of its own from then on."""
+
+    @abstractmethod
+    def clear_gradient(self, bucket: LocalBucket, i: int) -> None:
+        """Write zeros to the buffer of piece ``i``'s gradient."""
+
+    @abstractmethod
+    def arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        """Return the memory of tensors that this executor's kernels read and write in place."""
+
+    def promote(self, bucket: LocalBucket) -> HostArray:
+        """Return the bucket's gradient buffer, in fp32, so that gradients can be summed there. If the bucket has no
+        buffer, or one of another element type, allocate a private fp32 buffer and copy the gradients into it."""
+        gradient = bucket.gradient
+        if gradient.buffer is None or gradient.buffer.dtype is not FLOAT32:
+            buffer = self.allocate_sums(bucket)
+            if gradient.buffer is not None and gradient.has_landed:
+                before = gradient.buffer
+                spans = kernels.spans_of([(before.address, buffer.address, before.numel)])
+                self.memory.cast(spans, before.dtype, FLOAT32)
+            gradient.buffer = gradient.private = buffer
+        return gradient.buffer
+
+    def keep(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> None:
+        """Set the gradients of a bucket whose gradients are in this executor's memory. If no gradient is to be added to
+        another, the update reads ``gradients`` in place. Otherwise sum them in the bucket's fp32 buffer."""
+        pieces = np.array(
+            [bucket.table.positions[param][0] for param in gradients], np.int64
+        )  # this process has whole parameters
+        arrived = self.arrays([*gradients.values()]).begin_at(bucket.table.starts[pieces])
+        held = bucket.gradient.arrays  # keeps the arrays alive until they have been read
+        waits = held.addresses[pieces] != 0
+        if bucket.gradient.buffer is None and not self._buckets.terms.sums and not waits.any():
+            bucket.gradient.hold(pieces, arrived)
+            return
+        self.promote(bucket)
+        buffer, numels = bucket.gradient.in_buffer().of(pieces), bucket.table.numels[pieces]
+        first = HostArrays(
+            np.where(waits, held.addresses[pieces], arrived.addresses),
+            np.where(waits, held.codes[pieces], arrived.codes),
+            (),
+        )
+        for dtype, rows in first.by_type(first.addresses != buffer.addresses):
+            spans = kernels.spans(first.addresses[rows], buffer.addresses[rows], numels[rows])
+            self.memory.cast(spans, dtype, FLOAT32)
+        for dtype, rows in arrived.by_type(waits):
+            spans = kernels.spans(arrived.addresses[rows], buffer.addresses[rows], numels[rows])
+            self.memory.accumulate(spans, dtype)
+        bucket.gradient.hold(pieces, buffer)
+
+    # --- updates -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def output(self, bucket: LocalBucket, after: Event) -> Any:
+        """Return the memory to which an update writes the bucket's parameters, from which :meth:`publish` sends them.
+
+        Args:
+            after: a mark of the device. The device's parameters are written after it.
+        """
+
+    @abstractmethod
+    def addresses(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: Any) -> np.ndarray:
+        """Return the address to which each of these pieces of parameters is written.
+
+        Args:
+            pieces: the indices of the pieces in the bucket.
+            tensors: the device parameters.
+            out: the memory of :meth:`output`; None: the parameters where they are.
+        """
+
+    @abstractmethod
+    def end(self, bucket: LocalBucket) -> Event:
+        """Return the event after which the kernels of the bucket's update have run."""
+
+    @abstractmethod
+    def publish(
+        self, bucket: LocalBucket, out: Any, tensors: Sequence[Any], present: set[int], ran: Event, after: Event
+    ) -> Event:
+        """Start to write the parameters of :meth:`output` to every rank's parameters, and return the end.
+
+        Args:
+            present: the parameters to write.
+            ran: the event of :meth:`end`.
+            after: the mark that :meth:`output` got.
+        """
+
+    def in_place(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
+        """Return the address of each piece's first element in its parameter's tensor, in this executor's memory.
+
+        Args:
+            pieces: the indices of the pieces in the bucket.
+            tensors: the tensors of all parameters.
+        """
+        arrays = self.arrays([tensors[param] for param in bucket.table.params[pieces].tolist()])
+        return arrays.addresses + (bucket.table.in_tensor[pieces] * bucket.layout.dtype.itemsize).astype(np.uintp)
+
+    # --- directions ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def new_direction(self, bucket: LocalBucket) -> Direction:
+        """Return memory for the directions of the bucket's update."""
+
+    @abstractmethod
+    def transform(self, bucket: LocalBucket, direction: Direction, params: frozenset[int]) -> Event:
+        """Start to compute with the whole matrices of these parameters, in the bucket's directions."""
+
+    @abstractmethod
+    def join(self, event: Event) -> None:  # waits
+        """Have later kernels run after an event."""
+
+
+class HostExecutor(Executor):
+    """Kernels of host memory. They have run when a call returns."""
+
+    def __init__(self, buckets: "LocalBuckets") -> None:
+        super().__init__(buckets)
+        self.memory = kernels.HostKernels(buckets.threads)
+
+    def allocate_sums(self, bucket: LocalBucket) -> HostArray:
+        return HostArray.of(self._buckets.gradient_memory.allocate(bucket.layout, FLOAT32))
+
+    def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
+        total = SumOfSquares()
+        for dtype, rows in bucket.gradient.held(pieces):
+            spans = kernels.spans(bucket.gradient.arrays.addresses[rows], 0, bucket.table.numels[rows])
+            total.add(spans, dtype, threads=self._buckets.threads)
+        return lambda: total
+
+    def read_gradient(self, bucket: LocalBucket, i: int) -> np.ndarray | None:
+        held = bucket.gradient.piece(i, bucket.pieces[i].numel)
+        return None if held is None else held.view().astype(np.float32)
+
+    def clear_gradient(self, bucket: LocalBucket, i: int) -> None:
+        self._in_buffer(bucket, i)[...] = 0
+
+    def _in_buffer(self, bucket: LocalBucket, i: int) -> np.ndarray:
+        assert bucket.gradient.buffer is not None
+        return bucket.gradient.buffer.run(bucket.pieces[i].offset, bucket.pieces[i].numel).view()
+
+    def arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        return self._device.host_arrays(tensors)
+
+    def end(self, bucket: LocalBucket) -> Event:
+        return Done()
+
+    def new_direction(self, bucket: LocalBucket) -> Direction:
+        assert self._buckets.directions is not None
+        lease = Lease(self._buckets.directions)
+        shards = lease.borrow(len(self._device.ranks) * bucket.layout.shard_numel, BFLOAT16.numpy)
+        return Direction(HostArray.of(shards), lease)
+
+    def transform(self, bucket: LocalBucket, direction: Direction, params: frozenset[int]) -> Event:
+        assert bucket.matrices is not None
+        assert direction.lease is not None
+        matrices = bucket.matrices.of_params(params)
+        return self._device.transform(bucket.layout, matrices, direction.shards.owner, direction.lease)
+
+    def join(self, event: Event) -> None:  # waits
+        event.wait()
+
+
+class InPlace(HostExecutor):
+    """One rank whose tensors are host memory (``BucketTerms.direct``): kernels read gradients and write parameters
+    where they are."""
+
+    def receive(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving | None:
+        if gradients:  # they may have been dropped
+            self.keep(bucket, gradients)
+        return None
+
+    def write_gradient(self, bucket: LocalBucket, i: int, values: np.ndarray) -> None:
+        # The gradient's present memory is the caller's.
+        bucket.gradient.hold(np.array([i]), HostArrays.columns([HostArray.of(values)]))
+
+    def output(self, bucket: LocalBucket, after: Event) -> Any:
+        raise AssertionError("parameters are written where they are")
+
+    def addresses(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: Any) -> np.ndarray:
+        return self.in_place(bucket, pieces, tensors)
+
+    def publish(
+        self, bucket: LocalBucket, out: Any, tensors: Sequence[Any], present: set[int], ran: Event, after: Event
+    ) -> Event:
+        return ran
+
+
+class Staged(HostExecutor):
+    """Gradients wait in host memory, to which the device copies them. New parameters are written to staging, and the
+    device copies them from there."""
+
+    def receive(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving | None:
+        buckets = self._buckets
+        assert buckets.staging is not None
+        buckets.await_buffer(bucket)
+        layout, gradient = bucket.layout, bucket.gradient
+        arrival, buffer = gradient.arrival, gradient.buffer
+        assert buffer is not None
+        stays = arrival == as_it_stays(buffer.dtype) and not gradient.has_landed
+        buckets.make_room()
+        bucket.lease = Lease(buckets.staging)
+        numel = arrival.parts * buffer.numel
+        received = buffer.owner if stays else bucket.lease.borrow(numel, arrival.dtype.numpy)
+        reduced = self._device.reduce(layout, gradient.comm_dtype, gradients, received, bucket.lease)
+
+        def finish() -> None:
+            if not stays:
+                with buckets.trace.span(REDUCTION, "sum", layout.index, received.nbytes):
+                    self._sum(bucket, received)
+            bucket.release()
+            gradient.arrays = gradient.in_buffer()
+
+        return Arriving(reduced, finish)
+
+    def _sum(self, bucket: LocalBucket, received: np.ndarray) -> None:
+        """For each shard, sum the parts that the device delivered, in order and in fp32, divide the sum once, and add
+        it to the gradients of earlier micro-steps.
+
+        Args:
+            received: the parts of all shards, end to end.
+        """
+        arrival, add = bucket.gradient.arrival, bucket.gradient.has_landed
+        buffer = self.promote(bucket).view()
+        n_ranks, threads = len(self._device.ranks), self._buckets.threads
+        for parts, shard in zip(received.reshape(n_ranks, -1), buffer.reshape(n_ranks, -1), strict=True):
+            kernels.reduce(
+                parts, arrival.parts, arrival.dtype, shard, divisor=arrival.divisor, add=add, threads=threads
+            )
+
+    def write_gradient(self, bucket: LocalBucket, i: int, values: np.ndarray) -> None:
+        self.promote(bucket)
+        bucket.gradient.arrays = bucket.gradient.in_buffer()
+        self._in_buffer(bucket, i)[...] = values
+
+    def output(self, bucket: LocalBucket, after: Event) -> np.ndarray:
+        """Borrow staging memory for the process's shards of a bucket."""
+        assert self._buckets.staging is not None
+        bucket.lease = Lease(self._buckets.staging)
+        numel = len(self._device.ranks) * bucket.layout.shard_numel
+        return bucket.lease.borrow(numel, bucket.layout.dtype.numpy)
+
+    def addresses(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: Any) -> np.ndarray:
+        if out is None:
+            return self.in_place(bucket, pieces, tensors)
+        return kernels.address(out) + bucket.table.offsets[pieces] * out.itemsize
+
+    def publish(
+        self, bucket: LocalBucket, out: Any, tensors: Sequence[Any], present: set[int], ran: Event, after: Event
+    ) -> Event:
+        assert bucket.lease is not None
+        return self._device.publish(bucket.layout, out, tensors, present, bucket.lease, after)
+
+
