@@ -74,8 +74,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     words = "the cases of one of N equal stretches of those that are chosen, counted from 0: 0/3, 1/3, 2/3"
     parser.addoption("--slice", default="0/1", metavar="I/N", help=words)
     parser.addoption("--whole", action="store_true", help="check all cases of those laws, which are marked slow then")
-    stores = ["memory", "late", "disk", "nvme", "half nvme"]
-    words = "that keeps the states; nvme: on disk, and parameters that stage 3 has on the host, too"
+    stores = ["memory", "late", "disk", "nvme", "half nvme", "device", "half device"]
+    words = (
+        "that keeps the states; nvme: on disk, and parameters that stage 3 has on the host, too; device: on it, where"
+    )
+    words += " it is not the host"
     parser.addoption("--store", choices=stores, default="memory", help=words)
 
 

@@ -105,7 +105,7 @@ class HostRanks:
 
     @staticmethod
     def _on_host(array: Any, dtype: ElementType, numel: int, staging: Lease) -> tuple[np.ndarray, bool]:
-        """Return host memory for an array of the host or the device: ``(memory, True if it is not the array's own)``."""
+        """Return ``(host memory for an array of the host or the device, True if it is not the array's own)``."""
         if isinstance(array, np.ndarray):
             return array, False
         return staging.borrow(numel, dtype.numpy), True

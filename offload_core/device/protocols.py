@@ -39,6 +39,10 @@ class HostArray:
     dtype: ElementType
     owner: Any
 
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
     def run(self, start: int, numel: int) -> "HostArray":
         """Elements ``[start, start + numel)``."""
         return HostArray(self.address + start * self.dtype.itemsize, numel, self.dtype, self.owner)

@@ -157,7 +157,7 @@ class BucketTerms:
         return sum(StatesOnDevice.n_bytes(format, numel) for format in self.state_formats(bucket).values())
 
     def device_sum_bytes(self, bucket: Bucket) -> int:
-        """Return the bytes of the device's memory in which gradients of a bucket are summed, if its states are there."""
+        """Return the bytes of the device's memory for sums of a bucket's gradients, if its states are there."""
         return self.buffer_bytes(bucket) if self.sums else 0
 
     def staged(self, buckets: Sequence[Bucket], there: Collection[int]) -> list[Bucket]:

@@ -18,7 +18,8 @@ from .arrays import StateRun
 class KernelStates(Protocol):
     """A state that kernels can update: in host memory (:class:`StateArray`), or in a device's."""
 
-    format: StateFormat
+    @property
+    def format(self) -> StateFormat: ...
 
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
         """As :meth:`StateAddresses.point`."""
@@ -167,6 +168,7 @@ class Store(ABC):
         Raises:
             HostMemoryError: there is no host memory for the copies. Nothing has changed.
         """
+        return  # a store without a device's memory has nothing to do
 
     def restore(self) -> None:
         """Bring the states of :meth:`release` back to the device's memory.
@@ -174,6 +176,7 @@ class Store(ABC):
         Raises:
             DeviceMemoryError: the device has too little memory. Nothing has changed.
         """
+        return
 
     @abstractmethod
     def close(self) -> None:

@@ -338,5 +338,3 @@ class Staged(HostExecutor):
     ) -> Event:
         assert bucket.lease is not None
         return self._device.publish(bucket.layout, out, tensors, present, bucket.lease, after)
-
-

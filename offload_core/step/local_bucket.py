@@ -240,7 +240,7 @@ class LocalBucket:
     """The directions of the present or the next update; None: none were started."""
     owed: tuple[Scalars, Sequence[Any], frozenset[int] | None] | None = None
     """The arguments of an update that has not changed the states yet: the scalars, the device parameters, and the
-    parameters to update (None: all that have a gradient). :meth:`settle` sets this to None."""
+    parameters to update (None: all that have a gradient). :meth:`finish_update` sets this to None."""
     changed: Event | None = None
     """The event after which the update that is owed has changed the states; None: the update was not started."""
     task: Task[Any] | None = None
@@ -271,7 +271,7 @@ class LocalBucket:
         self.changed = None
         self.owed = scalars, tensors, among
 
-    def settle(self) -> None:  # waits
+    def finish_update(self) -> None:  # waits
         """Wait until the update that was started has changed the states. Raise its error."""
         if self.changed is not None:
             self.changed.wait()

@@ -79,7 +79,9 @@ class OnDevice(Executor):
     def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
         arrays, numels = bucket.gradient.arrays, bucket.table.numels
         held = bucket.gradient.held(pieces)
-        bins = self._queue.squares([(kernels.spans(arrays.addresses[rows], 0, numels[rows]), dtype) for dtype, rows in held])
+        bins = self._queue.squares(
+            [(kernels.spans(arrays.addresses[rows], 0, numels[rows]), dtype) for dtype, rows in held]
+        )
 
         def total() -> SumOfSquares:
             found = SumOfSquares()

@@ -1,10 +1,7 @@
-"""Brings a bucket's gradients from the device, through the reduction over the ranks, to the memory in which they wait for
-the update."""
+"""Brings a bucket's gradients through the reduction over the ranks to the memory in which they wait for the update."""
 
 from collections.abc import Mapping
 from typing import Any
-
-import numpy as np
 
 from ..device.events import Done, WaitedOnce
 from ..device.trace import REDUCTION

@@ -63,7 +63,9 @@ class Updates:
         """
 
         def update(bucket: LocalBucket) -> Event:
-            ran = self._run(bucket, decision.scalars, bucket.writes, decision.tensors, after, then=following.get(bucket))
+            ran = self._run(
+                bucket, decision.scalars, bucket.writes, decision.tensors, after, then=following.get(bucket)
+            )
             if bucket.changed is None:
                 bucket.gradient.forget(GradientEvent.END)
             return self._publish(bucket, ran, decision.tensors, decision.present, after)
@@ -86,7 +88,7 @@ class Updates:
 
         def update(bucket: LocalBucket) -> None:
             self._run(bucket, decision.scalars, Writes.STATES)
-            bucket.settle()
+            bucket.finish_update()
             bucket.gradient.forget(GradientEvent.END)
 
         self._buckets.store.expect(bucket.layout.index for bucket in buckets)
@@ -155,7 +157,7 @@ class Updates:
             after = Done()  # the gradients arrived after all earlier reads of these parameters
             ran = self._run(bucket, scalars, bucket.writes, tensors, after, among=sent, keep_states=keep_states)
             if not keep_states:
-                bucket.settle()
+                bucket.finish_update()
                 bucket.gradient.give_back()
             return self._publish(bucket, ran, tensors, sent, after)
 
@@ -254,7 +256,7 @@ class Updates:
             store.commit(states)
             bucket.changed = ran.event
             if ran.event.done():
-                bucket.settle()
+                bucket.finish_update()
         return ran
 
     def _publish(
@@ -304,7 +306,7 @@ class Updates:
         def arrived() -> None:
             written.result().wait()
             if bucket.changed is not None:
-                bucket.settle()
+                bucket.finish_update()
                 bucket.gradient.forget(GradientEvent.END)
             bucket.release()
 
@@ -406,14 +408,14 @@ class Updates:
                 bucket.gradient.on(GradientEvent.USE)
             writes = bucket.writes if bucket.writes is Writes.IN_PLACE else Writes.STATES
             self._run(bucket, scalars, writes, tensors, among=among)
-            bucket.settle()
+            bucket.finish_update()
         return owing
 
     def _has_updated(self, bucket: LocalBucket) -> bool:  # waits
         """True if no update of the bucket's states is due, or the one that was started has run."""
         if bucket.owed is not None and bucket.changed is not None:
             with suppress(Exception):  # a kernel that did not run: the update starts again
-                bucket.settle()
+                bucket.finish_update()
         return bucket.owed is None
 
     def forget(self) -> set[LocalBucket]:

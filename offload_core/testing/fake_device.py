@@ -265,9 +265,7 @@ class FakeQueue:
 
     def reduce(self, parts: HostArray, n_parts: int, out: HostArray, *, divisor: float, add: bool) -> None:
         self._submit(
-            lambda: kernels.reduce(
-                parts.view(), n_parts, parts.dtype, out.view(), divisor=divisor, add=add, threads=1
-            )
+            lambda: kernels.reduce(parts.view(), n_parts, parts.dtype, out.view(), divisor=divisor, add=add, threads=1)
         )
         self.mark((parts, out))
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import numpy as np
 
@@ -116,23 +116,24 @@ class LateStore(Store):
     def _fetch(self, bucket: int) -> tuple[int, StateBlock]:
         version = self._versions[bucket]
         self._settle(bucket)
-        block = StateBlock(bucket, {})
+        arrays: dict[str, StateArray] = {}
         for name, kept in self._kept[bucket].items():
-            block.arrays[name] = self._zeros(kept.format, kept.size)
-            for to, source in zip(block.arrays[name].stored, kept.stored, strict=True):
+            arrays[name] = self._zeros(kept.format, kept.size)
+            for to, source in zip(arrays[name].stored, kept.stored, strict=True):
                 np.copyto(to, source)
-        return version, block
+        return version, StateBlock(bucket, arrays)
 
     def commit(self, block: StateBlock) -> None:
         self._committed[block.bucket] = block, self._late(self._commits, partial(self._put, block))
         self._versions[block.bucket] += 1  # last: a load of this version waits for the commit
 
     def _put(self, block: StateBlock) -> None:
-        for name, array in block.arrays.items():
+        arrays = cast("dict[str, StateArray]", block.arrays)
+        for name, array in arrays.items():
             for to, source in zip(self._kept[block.bucket][name].stored, array.stored, strict=True):
                 np.copyto(to, source)
                 source.view(np.uint8).fill(0xFF)
-        block.arrays.clear()
+        arrays.clear()
 
     def _settle(self, bucket: int) -> None:
         """Wait until the bucket's last commit has ended."""

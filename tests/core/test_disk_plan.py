@@ -309,9 +309,9 @@ def test_each_process_of_a_machine_fills_its_part_of_the_free_memory():
         return planner.plan(specs)
 
     others = plan().needs["host"]
-    check_memory(planner, plan(), plan, host=2 * (others + RESERVE + 10**6), device=None, processes=2)
+    check_memory(planner, plan(), plan, specs, host=2 * (others + RESERVE + 10**6), device=None, processes=2)
     assert planner.allocated.state_budget == 10**6
-    check_memory(planner, plan(), plan, host=2 * (others + RESERVE + 9), device=None, processes=2)
+    check_memory(planner, plan(), plan, specs, host=2 * (others + RESERVE + 9), device=None, processes=2)
     assert planner.allocated.state_budget == 9, "for later parameters it is found anew"
 
 

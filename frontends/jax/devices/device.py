@@ -19,6 +19,7 @@ import numpy as np
 from offload_core.device.events import Done, Event
 from offload_core.device.host import fill
 from offload_core.device.protocols import Copy, HostArray, HostArrays, Matrices
+from offload_core.device.queue import NoQueue
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
 from offload_core.layout.partition import ParamSpec, round_up
@@ -39,6 +40,7 @@ class ArrayMemory:
 
     updates_in_place = False
     pinning: Pinning | None = None
+    queue = NoQueue("arrays of JAX cannot be written in place")
 
     def host_array(self, tensor: Any) -> HostArray:
         raise TypeError("these parameters are not in host memory")

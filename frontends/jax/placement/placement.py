@@ -16,6 +16,7 @@ from offload_core.memory.numa import bind_threads_near
 from offload_core.memory.pinning import DRIVERS
 from offload_core.memory.plan import ArrayBytes
 
+from ..devices.device import ArrayMemory
 from ..devices.mesh.axis import MeshAxis
 from ..tree.memory_kinds import on_cpu
 from ..tree.wrapped_tree import Leaf
@@ -142,6 +143,8 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
         )
     new = jax.device_put(np.float32(0))  # lies where JAX puts NumPy's arrays
     arrays = [leaf if isinstance(leaf, jax.Array) else new for leaf in leaves]
+    if config.keeps_states_on_device and not all(map(on_cpu, arrays)):
+        ArrayMemory.queue()  # says that it cannot be
     if mesh is not None and not _is_placed(mesh, config, arrays):
         mesh_axis = MeshAxis(mesh, axis)
         _bind_threads_near(config, mesh_axis.devices)

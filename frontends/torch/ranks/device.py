@@ -12,13 +12,15 @@ import torch
 
 from offload_core.device.events import Done, Event
 from offload_core.device.protocols import Copy, HostArray, HostArrays, Matrices
+from offload_core.device.queue import DeviceQueue, NoQueue
 from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
 
 from ..params.tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
-from .device_kernels import computed
-from .pinning import pinning_for
+from .device_kernels import compute_in
+from .pinning import launcher_for, pinning_for
+from .queue import TorchQueue
 
 _CODES = {dtype: element_type.code for dtype, element_type in ELEMENT_TYPES.items()}
 
@@ -86,6 +88,10 @@ class TorchDevice(ABC):
         return HostArrays(addresses, codes, tensors)
 
     @abstractmethod
+    def queue(self) -> DeviceQueue:
+        """As :attr:`Device.queue`."""
+
+    @abstractmethod
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         """Return a context whose copies run after everything that this thread has asked of the device."""
 
@@ -126,6 +132,9 @@ class HostTorchDevice(TorchDevice):
     updates_in_place = True
     pinning = None
 
+    def queue(self) -> DeviceQueue:
+        return NoQueue("its memory is the host's")()
+
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         return nullcontext(_AtOnce())
 
@@ -151,13 +160,6 @@ class HostTorchDevice(TorchDevice):
     def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], None]) -> Event:
         compute(host)
         return Done()
-
-
-def compute_in(matrices: Matrices, flat: torch.Tensor) -> None:
-    """Put what the device computes from each matrix in its place."""
-    for matrix in matrices.in_(flat):
-        shaped = matrix.view(matrices.shape)
-        shaped.copy_(computed(matrices.kernel, shaped))
 
 
 def fill(flat: torch.Tensor, copies: Sequence[Copy]) -> None:
@@ -225,6 +227,13 @@ class AcceleratorDevice(TorchDevice):
         self._to_device = torch.Stream(device)
         self._leaving: deque[Event] = deque()
         """The ends of the last copies to the host, oldest first."""
+        self._queue: TorchQueue | None = None
+
+    def queue(self) -> DeviceQueue:
+        if self._queue is None:
+            stream = _computing_stream(self.device)
+            self._queue = TorchQueue(stream, launcher_for(self.device, stream), _StreamEvent)
+        return self._queue
 
     def free_bytes(self) -> int | None:
         reserved = told_by_allocator(torch.accelerator.memory_reserved, self.device)

@@ -2,8 +2,16 @@
 
 import torch
 
+from offload_core.device.protocols import Matrices
 from offload_core.rules import DeviceKernel
 from offload_core.rules.muon import NewtonSchulz
+
+
+def compute_in(matrices: Matrices, flat: torch.Tensor) -> None:
+    """Put what the device computes from each matrix in its place."""
+    for matrix in matrices.in_(flat):
+        shaped = matrix.view(matrices.shape)
+        shaped.copy_(computed(matrices.kernel, shaped))
 
 
 def computed(kernel: DeviceKernel, matrix: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,8 @@ from offload_core.ranks.consistency import check_start
 
 from ..params.tensors import TORCH_DTYPES
 from .collectives import TorchRanks, all_gather, reduce_scatter
-from .device import TorchDevice, as_torch, compute_in, fill, memory_of, spread
+from .device import TorchDevice, as_torch, fill, memory_of, spread
+from .device_kernels import compute_in
 from .pinning import drivers_of
 from .private_group import timeout_of
 
@@ -80,7 +81,7 @@ class DeviceRanks(HostRanks):
         return self._sent_bytes
 
     def reduce(
-        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
+        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: Any, staging: Lease
     ) -> Event:
         copies = [Copy(gradients[p.param], p.start, p.numel, p.offset) for p in bucket.pieces if p.param in gradients]
         what = f"bucket {bucket.index}: exchange of gradients"
@@ -88,9 +89,7 @@ class DeviceRanks(HostRanks):
         arrived = traced(self.trace, TO_HOST, bucket.index, out.nbytes, start)
         return _Compared(arrived, partial(self._ranks.compare_headers, what, bucket.padded_numel * comm_dtype.itemsize))
 
-    def _reduce(
-        self, bucket: Bucket, comm_dtype: ElementType, copies: Sequence[Copy], out: np.ndarray, what: str
-    ) -> Event:
+    def _reduce(self, bucket: Bucket, comm_dtype: ElementType, copies: Sequence[Copy], out: Any, what: str) -> Event:
         with self._memory.to_host_lane() as lane:
             send = self._empty(bucket.padded_numel, comm_dtype)
             fill(send, copies)
@@ -101,7 +100,7 @@ class DeviceRanks(HostRanks):
                 received = torch.empty_like(send)
                 self._run(what, dist.all_to_all_single, received, send)
                 shard = self._mean(received.view(self.world_size, -1))
-            as_torch(out).copy_(shard, non_blocking=True)
+            _tensor(out).copy_(shard, non_blocking=True)
             self._sent_bytes += send.nbytes * (self.world_size - 1) // self.world_size
             return lane.event(copies)
 
@@ -115,7 +114,7 @@ class DeviceRanks(HostRanks):
     def publish(
         self,
         bucket: Bucket,
-        shards: np.ndarray,
+        shards: Any,
         tensors: Sequence[Any],
         present: set[int],
         staging: Lease,
@@ -127,23 +126,22 @@ class DeviceRanks(HostRanks):
         start = partial(self._publish, bucket, shards, copies, after)
         return traced(self.trace, TO_DEVICE, bucket.index, shards.nbytes, start)
 
-    def _publish(self, bucket: Bucket, shards: np.ndarray, copies: Sequence[Copy], after: Event) -> Event:
+    def _publish(self, bucket: Bucket, shards: Any, copies: Sequence[Copy], after: Event) -> Event:
         with self._memory.to_device_lane(after) as lane:
-            mine = self._empty(bucket.shard_numel, bucket.dtype)
-            mine.copy_(as_torch(shards), non_blocking=True)
+            mine = _tensor(shards).to(self._memory.device, non_blocking=True)
             gathered = self._empty(bucket.padded_numel, bucket.dtype)
             what = f"bucket {bucket.index}: gathering of parameters"
             self._ranks.compare_headers(what, gathered.nbytes)
             self._run(what, all_gather, gathered, mine, group=self._publishing)
             spread(gathered, copies)
             self._sent_bytes += mine.nbytes * (self.world_size - 1)
-            return lane.event(copies)
+            return lane.event((copies, mine))
 
-    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
+    def transform(self, bucket: Bucket, matrices: Matrices, shards: Any, staging: Lease) -> Event:
         start = partial(self._transform, bucket, matrices, shards)
         return traced(self.trace, MATRICES, bucket.index, shards.nbytes, start)
 
-    def _transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray) -> Event:
+    def _transform(self, bucket: Bucket, matrices: Matrices, shards: Any) -> Event:
         what = f"bucket {bucket.index}: exchange of matrices"
         rank = self.ranks[0]
 
@@ -159,7 +157,7 @@ class DeviceRanks(HostRanks):
                     self._sent_bytes += matrix.nbytes * (self.world_size - 1)
             mine.copy_(whole[rank * bucket.shard_numel :][: bucket.shard_numel])
 
-        return self._memory.through(as_torch(shards), compute)
+        return self._memory.through(_tensor(shards), compute)
 
     def gather(self, bucket: Bucket, shard: Any, whole: Any, after: Event, what: str) -> Event:
         mine = as_torch(shard.view()) if isinstance(shard, HostArray) else shard
@@ -183,6 +181,11 @@ class DeviceRanks(HostRanks):
             collective(*tensors, group=(group or self._group)())
         except Exception as error:
             raise CollectiveError.of(self.ranks[0], what, error) from error
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """A tensor with an array's memory: the host's, or the device's."""
+    return as_torch(array) if isinstance(array, np.ndarray) else array
 
 
 class PlacedParts(HostRanks):

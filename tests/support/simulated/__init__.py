@@ -18,11 +18,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.accelerator import _utils, memory
 
 from frontends.torch.ranks import pinning
+from offload_core.dtypes import FLOAT32
 from offload_core.memory.pinning import Registered
+from offload_core.native import kernels
 
 NAME = "simulated"
 _SOURCE = Path(__file__).with_name("device.cpp")
@@ -77,6 +80,7 @@ def prepare() -> ctypes.CDLL:
     library = ctypes.CDLL(path)
     library.simulated_hold.restype = ctypes.c_void_p
     library.simulated_time.restype = ctypes.c_double
+    library.simulated_open_offset.restype = ctypes.c_int64
     library.simulated_bytes_to_host.restype = library.simulated_bytes_to_device.restype = ctypes.c_int64
     return library
 
@@ -90,6 +94,7 @@ def load() -> ctypes.CDLL:
     library.simulated_start()
     torch.utils.generate_methods_for_privateuse1_backend()
     pinning.REGISTERED[NAME] = Registered(register)
+    pinning.LAUNCHERS[NAME] = SimulatedLauncher
     atexit.register(_end)
     _hide()
     return library
@@ -334,6 +339,48 @@ def register(address: int, n_bytes: int) -> Callable[[], None]:
     """Pin host memory where it is, as ``cuMemHostRegister`` does."""
     load().simulated_register(ctypes.c_void_p(address), ctypes.c_size_t(n_bytes))
     return partial(_unregister, address)
+
+
+class SimulatedLauncher:
+    """Launches the kernels of updates in a stream: the host's, on the memory that they find when the stream comes to
+    them. Tables that the device's kernels would read are uploaded, too."""
+
+    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
+        self._stream = stream
+        self._offset = load().simulated_open_offset()
+
+    def _open(self, table: np.ndarray, *fields: str) -> np.ndarray:
+        """Return a table with the addresses at which kernels find the memory; 0 stays 0."""
+        moved = table.copy()
+        for name in fields:
+            moved[name] = np.where(moved[name] == 0, 0, moved[name] + np.uint64(self._offset % 2**64))
+        return moved
+
+    def update(self, segments: np.ndarray, scalars: np.ndarray, *, upload: Callable[[np.ndarray], int], **kind: Any):
+        upload(segments), upload(scalars)
+        memory = self._open(segments, "grad", "master", "moments", "param", "high", "ties", "scales")
+        call(self._stream, partial(kernels.update, memory, scalars.copy(), **kind, threads=1))
+
+    def sum_squares(self, spans: np.ndarray, dtype: Any, bins_at: int, *, upload: Callable[[np.ndarray], int]) -> None:
+        upload(spans)
+        bins = np.ctypeslib.as_array((ctypes.c_int64 * kernels.NORM_BINS).from_address(bins_at + self._offset))
+        call(self._stream, partial(kernels.sum_squares, self._open(spans, "src"), dtype, bins, threads=1))
+
+    def accumulate(self, spans: np.ndarray, dtype: Any, *, upload: Callable[[np.ndarray], int]) -> None:
+        upload(spans)
+        call(self._stream, partial(kernels.accumulate, self._open(spans, "src", "dst"), dtype, threads=1))
+
+    def cast(self, spans: np.ndarray, src: Any, dst: Any, *, upload: Callable[[np.ndarray], int]) -> None:
+        upload(spans)
+        call(self._stream, partial(kernels.cast, self._open(spans, "src", "dst"), src, dst, threads=1))
+
+    def reduce(
+        self, src_at: int, n_sources: int, src_type: Any, dst_at: int, numel: int, *, divisor: float, add: bool
+    ) -> None:
+        src = kernels.view(src_at + self._offset, n_sources * numel, src_type)
+        dst = kernels.view(dst_at + self._offset, numel, FLOAT32)
+        reduce = partial(kernels.reduce, src, n_sources, src_type, dst, divisor=divisor, add=add, threads=1)
+        call(self._stream, reduce)
 
 
 def _unregister(address: int) -> None:

@@ -1293,6 +1293,9 @@ void simulated_call(int device, int stream, bool (*act)(size_t), size_t argument
     });
 }
 
+// The bytes from the addresses that tensors have to those where kernels find the same memory.
+int64_t simulated_open_offset() { return mappings().open - mappings().forbidden; }
+
 // Copies between host and device for which the host has waited: blocking ones, and of memory that is not pinned.
 int simulated_copies_waited_for() { return copies_waited_for; }
 

@@ -1,0 +1,153 @@
+"""The core's ``DeviceQueue`` for torch's accelerators: a stream, and a driver's kernels in it."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from offload_core.device.events import Event
+from offload_core.device.protocols import HostArray, HostArrays, Matrices
+from offload_core.dtypes import ElementType
+from offload_core.errors import DeviceMemoryError
+from offload_core.memory.host_memory import format_bytes
+from offload_core.native import kernels
+
+from ..params.tensors import ELEMENT_TYPES, TORCH_DTYPES
+from .device_kernels import compute_in
+
+Upload = Callable[[np.ndarray], int]
+"""Copies a host array to the device's memory, in the stream's order, and returns its address there."""
+
+
+class Launcher(Protocol):
+    """Launches the kernels of updates in one stream of a device. Arguments are as in ``offload_core.native.kernels``,
+    with the device's addresses."""
+
+    def update(self, segments: np.ndarray, scalars: np.ndarray, *, upload: Upload, **kind: Any) -> None: ...
+
+    def sum_squares(self, spans: np.ndarray, dtype: ElementType, bins_at: int, *, upload: Upload) -> None: ...
+
+    def accumulate(self, spans: np.ndarray, dtype: ElementType, *, upload: Upload) -> None: ...
+
+    def cast(self, spans: np.ndarray, src: ElementType, dst: ElementType, *, upload: Upload) -> None: ...
+
+    def reduce(
+        self,
+        src_at: int,
+        n_sources: int,
+        src_type: ElementType,
+        dst_at: int,
+        numel: int,
+        *,
+        divisor: float,
+        add: bool,
+    ) -> None: ...
+
+
+class TorchQueue:
+    """Runs the kernels of updates in one stream.
+
+    Args:
+        stream: a stream of the device, beside the model's.
+        event: makes the event of a stream's work so far; its argument is kept alive until the event is waited for.
+    """
+
+    def __init__(self, stream: torch.Stream, launcher: Launcher, event: Callable[[torch.Stream, Any], Event]) -> None:
+        self._stream = stream
+        self._launcher = launcher
+        self._event = event
+        self._used: deque[tuple[Event, list[torch.Tensor]]] = deque()
+        """The last events, oldest first, each with the tables that kernels before it read."""
+        self._tables: list[torch.Tensor] = []
+        """The tables of the kernels since the last event."""
+
+    def allocate(self, n_bytes: int) -> torch.Tensor:
+        try:
+            with self._stream:
+                return torch.zeros(n_bytes, dtype=torch.uint8, device=self._stream.device)
+        except torch.OutOfMemoryError as error:
+            raise DeviceMemoryError(
+                f"{format_bytes(n_bytes)} of {self._stream.device}'s memory for optimizer states could not be "
+                f"allocated ({error}); expected a smaller device_states_bytes"
+            ) from None
+
+    def typed(self, memory: torch.Tensor, dtype: ElementType) -> torch.Tensor:
+        return memory.view(TORCH_DTYPES[dtype])
+
+    def arrays(self, tensors: Sequence[torch.Tensor]) -> HostArrays:
+        addresses = np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uintp, len(tensors))
+        codes = [type_.code if (type_ := ELEMENT_TYPES.get(tensor.dtype)) else 0 for tensor in tensors]
+        return HostArrays(addresses, np.array(codes, np.uint8), tensors)
+
+    def order(self, after: Event) -> None:
+        with self._stream:
+            after.order()
+
+    def mark(self, used: object = None) -> Event:
+        while self._used and self._used[0][0].done():
+            self._used.popleft()
+        tables, self._tables = self._tables, []
+        event = self._event(self._stream, (used, tables))
+        self._used.append((event, tables))
+        return event
+
+    # --- kernels -------------------------------------------------------------------------------------
+
+    def update(self, segments: np.ndarray, scalars: np.ndarray, **kind: Any) -> None:
+        self._launcher.update(segments, scalars, upload=self._upload, **kind)
+
+    def accumulate(self, spans: np.ndarray, dtype: ElementType) -> None:
+        self._launcher.accumulate(spans, dtype, upload=self._upload)
+
+    def cast(self, spans: np.ndarray, src: ElementType, dst: ElementType) -> None:
+        self._launcher.cast(spans, src, dst, upload=self._upload)
+
+    def reduce(self, parts: HostArray, n_parts: int, out: HostArray, *, divisor: float, add: bool) -> None:
+        self._launcher.reduce(parts.address, n_parts, parts.dtype, out.address, out.numel, divisor=divisor, add=add)
+
+    def squares(self, runs: Sequence[tuple[np.ndarray, ElementType]]) -> Callable[[], np.ndarray]:
+        host = torch.zeros(kernels.NORM_BINS, dtype=torch.int64, device="cpu", pin_memory=True)
+        with self._stream:
+            bins = torch.zeros(kernels.NORM_BINS, dtype=torch.int64, device=self._stream.device)
+            for spans, dtype in runs:
+                self._launcher.sum_squares(spans, dtype, bins.data_ptr(), upload=self._upload)
+            host.copy_(bins, non_blocking=True)
+        return partial(_after, self.mark(bins), host.numpy())
+
+    def _upload(self, array: np.ndarray) -> int:
+        """Copy a table to the device. It stays there until the kernels before the next event have run."""
+        source = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        host = torch.empty(source.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
+        host.copy_(source)
+        with self._stream:
+            table = host.to(self._stream.device, non_blocking=True)
+        self._tables += (table, host)
+        return table.data_ptr()
+
+    # --- copies --------------------------------------------------------------------------------------
+
+    def to_host(self, memory: torch.Tensor, host: np.ndarray) -> Event:
+        with self._stream:
+            _bytes(host).copy_(memory.view(torch.uint8), non_blocking=True)
+        return self.mark((memory, host))
+
+    def to_device(self, host: np.ndarray, memory: torch.Tensor) -> Event:
+        with self._stream:
+            memory.view(torch.uint8).copy_(_bytes(host), non_blocking=True)
+        return self.mark((memory, host))
+
+    def transform(self, matrices: Matrices, tensor: torch.Tensor) -> None:
+        with self._stream:
+            compute_in(matrices, tensor)
+
+
+def _bytes(host: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(host.view(np.uint8))
+
+
+def _after(event: Event, found: np.ndarray) -> np.ndarray:  # waits
+    event.wait()
+    return found
