@@ -294,12 +294,12 @@ OTHER_VALUES = {
     "optimizer": "sgd", "momentum": 0.5, "dampening": 0.5, "nesterov": True, "lr_decay": 0.5,
     "initial_accumulator_value": 0.5, "ns_coefficients": (2.0, -1.5, 0.5), "ns_steps": 6,
     "adjust_lr_fn": "match_rms_adamw", "muon_params": ("weight",), "adamw": {"lr": 0.1}, "nvme_path": ("there",),
-    "nvme_host_bytes": 2, "offload_optimizer": "nvme",
+    "nvme_host_bytes": 2, "offload_optimizer": "nvme", "device_states_bytes": 2,
 }  # fmt: skip
 """Of each setting a value that is not the one in :func:`settings_beside`."""
 MAY_DIFFER = {
     *("pin_memory", "num_threads", "bind_threads", "activation_memory", "host_activation_memory"),
-    *("nvme_path", "nvme_host_bytes"),
+    *("nvme_path", "nvme_host_bytes", "device_states_bytes"),
 }
 
 
