@@ -25,9 +25,9 @@ from ..rules import MASTER
 from ..states import tiers
 from ..states.store import Extent
 from ..support.threads import Task, clear_up
-from .executor import Executor, InPlace, Staged
+from .executor import InPlace, Staged
 from .gradient_memory import GradientMemory
-from .local_bucket import BucketGradient, LocalBucket, PieceTable, Writes
+from .local_bucket import BucketGradient, Executor, LocalBucket, PieceTable, Writes
 from .on_device import OnDevice
 
 T = TypeVar("T")

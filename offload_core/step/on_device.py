@@ -2,7 +2,7 @@
 the sums of their squares do."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,21 +13,18 @@ from ..memory.host_memory import Lease
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
 from ..plans.terms import as_it_stays
-from .executor import Arriving, Executor
-from .local_bucket import Direction, LocalBucket
-
-if TYPE_CHECKING:
-    from .buckets import LocalBuckets
+from .executor import BaseExecutor, Surroundings
+from .local_bucket import Arriving, Direction, LocalBucket
 
 
-class OnDevice(Executor):
+class OnDevice(BaseExecutor):
     """Runs the kernels in the queue of the device.
 
     One rank: kernels read gradients and write parameters where they are. Among ranks, the device's exchange fills a
     shard of gradients, and gathers the parameters from a shard.
     """
 
-    def __init__(self, buckets: "LocalBuckets") -> None:
+    def __init__(self, buckets: Surroundings) -> None:
         super().__init__(buckets)
         self.memory = self._queue = self._device.queue()
 

@@ -192,10 +192,10 @@ class FakeDevice:
         for way in ("to_host", "to_device", "updates"):
             self._lanes[way].submit(lambda: None).result()
 
-    def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None]) -> Event:
+    def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None], *, counts: bool = True) -> Event:
         asked = time.perf_counter()
         with self._lock:
-            number, self._copies = self._copies, self._copies + 1
+            number, self._copies = (self._copies, self._copies + 1) if counts else (None, self._copies)
             delay = self._random.uniform(0, self._max_delay)
         if self._bandwidth is not None:
             delay += n_bytes / self._bandwidth
@@ -229,7 +229,7 @@ class FakeQueue:
                 except BaseException as error:
                     self._failed = error
 
-        return self._device._enqueue("updates", n_bytes, run)
+        return self._device._enqueue("updates", n_bytes, run, counts=False)
 
     def allocate(self, n_bytes: int) -> FakeTensor:
         return FakeTensor.at(np.zeros(n_bytes, np.uint8))
