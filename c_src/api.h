@@ -16,6 +16,10 @@ enum { OC_FLOAT8 = 4, OC_SPLIT = 5 };
 /* Elements that have one scale, or one key of random bits. */
 enum { OC_STATE_BLOCK = 256 };
 
+/* Blocks of OC_STATE_BLOCK elements that a group of a device's threads goes through (device.h), and of a sum of
+ * squares. */
+enum { OC_GROUP_BLOCKS = 8, OC_SUM_BLOCKS = 64 };
+
 /* Update rules, each with the rounding of one library (docs/numerics.md). c_src/rules.h has what each consists of. */
 enum {
     OC_ADAM_TORCH = 0,

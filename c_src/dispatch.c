@@ -110,16 +110,9 @@ static int chunk_runs(chunked *c, const char *runs, size_t stride, size_t numel_
 
 /* The run that a chunk lies in, and the chunk's offset there. */
 static int64_t find_run(const chunked *c, int64_t chunk, int64_t *offset) {
-    int64_t low = 0, high = c->n_runs;
-    while (high - low > 1) {
-        int64_t middle = low + (high - low) / 2;
-        if (c->first_chunk[middle] <= chunk)
-            low = middle;
-        else
-            high = middle;
-    }
-    *offset = (chunk - c->first_chunk[low]) * CHUNK;
-    return low;
+    int64_t run = oc_find_run(c->first_chunk, c->n_runs, chunk);
+    *offset = (chunk - c->first_chunk[run]) * CHUNK;
+    return run;
 }
 
 static int64_t chunk_length(int64_t numel, int64_t offset) { return numel - offset < CHUNK ? numel - offset : CHUNK; }
@@ -147,19 +140,11 @@ typedef struct {
     int stream;
 } update_job;
 
-/* Call inside a task, where subnormals are kept. */
-static oc_rounded_scalars rounded(const oc_scalars *s) {
-    oc_rounded_scalars r = {.grad_scale = (float)s->grad_scale, .update = (uint64_t)s->update, .exact = s->values};
-    for (int i = 0; i < OC_SCALARS; i++)
-        r.values[i] = (float)s->values[i];
-    return r;
-}
-
 static void update_chunk(void *context, int64_t chunk) {
     const update_job *job = context;
     int64_t begin, run = find_run(&job->chunks, chunk, &begin);
     const oc_segment *segment = job->segments + run;
-    const oc_rounded_scalars scalars = rounded(job->scalars + segment->scalars);
+    const oc_rounded_scalars scalars = oc_rounded(job->scalars + segment->scalars);
     job->kernels->update(segment, begin, begin + chunk_length(segment->numel, begin), &scalars, &job->kind,
                          job->stream);
 }

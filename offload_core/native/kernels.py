@@ -263,6 +263,11 @@ def reduce(
     _check("oc_reduce", lib.oc_reduce(reduction, threads))
 
 
+def device_text() -> str:
+    """The C++ text of the kernels of a device (``c_src/device.h``), as it was when this module was compiled."""
+    return ffi.string(lib.oc_device_text).decode()
+
+
 def view(address: int, numel: int, dtype: ElementType) -> np.ndarray:
     """The memory at an address as a writable array. The caller keeps the memory alive."""
     buffer = ffi.buffer(ffi.cast("char *", address), numel * dtype.itemsize)
