@@ -11,7 +11,7 @@ import struct
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -180,6 +180,17 @@ class Compiler(ABC):
             )
 
 
+def _path_of(library: str) -> Path:
+    """Return the path of a library that this process has loaded by its name or path."""
+    if os.sep in library:
+        return Path(library)
+    with suppress(OSError), open("/proc/self/maps") as lines:
+        for line in lines:
+            if line.rstrip().endswith("/" + library):
+                return Path(line.split(maxsplit=5)[-1].rstrip())
+    return Path(library)
+
+
 class Nvrtc(Compiler):
     """NVIDIA's. A device that is newer than the compiler gets PTX of the newest one that it knows, which the driver
     translates."""
@@ -190,6 +201,14 @@ class Nvrtc(Compiler):
         *("--fmad=false", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--std=c++17"),
         *("--device-as-default-execution-space", "--diag-suppress=177"),
     )
+
+    @cached_property
+    def _functions(self) -> ctypes.CDLL:
+        """The library, and the one that it opens by name: version 13.0 of the wheel does not find it beside itself."""
+        functions = ctypes.CDLL(self.library)
+        for path in sorted(_path_of(self.library).parent.glob("libnvrtc-builtins.so.*")):
+            ctypes.CDLL(str(path))
+        return functions
 
     def target(self, architecture: str) -> tuple[str, ...]:
         """As :meth:`Compiler.target`."""

@@ -59,7 +59,6 @@ def test_the_compiled_module_has_the_text_of_the_sources():
     assert kernels.device_text() == device_text(C_SRC)
 
 
-@pytest.mark.long("compiles C++")
 @our.law(150)
 @given(updates(), our.steps(), turns, st.lists(our.offsets, min_size=5, max_size=5))
 def test_a_devices_update_has_the_bits_of_the_hosts(device, segments, case, turn, offsets):
