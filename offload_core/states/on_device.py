@@ -10,7 +10,7 @@ import numpy as np
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
-from ..device.queue import DeviceQueue
+from ..device.protocols import DeviceQueue
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
 from ..memory.plan import DEVICE, READ_STATES, RELEASED_STATES

@@ -33,9 +33,10 @@ class OnDevice(BaseExecutor):
     def receive(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving:
         if self._device.world_size == 1:
             self._queue.order(self._device.mark())
+            used = [*gradients.values(), bucket.gradient.arrays, bucket.gradient.buffer]
             if gradients:  # they may have been dropped
                 self.keep(bucket, gradients)
-            return Arriving(self._queue.mark([*gradients.values()]), lambda: None)
+            return Arriving(self._queue.mark(used), lambda: None)
         return self._exchange(bucket, gradients)
 
     def _exchange(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving:
@@ -52,7 +53,6 @@ class OnDevice(BaseExecutor):
 
         def finish() -> None:
             bucket.release()
-            self._queue.order(reduced)
             if not stays:
                 out, add = self.promote(bucket), gradient.has_landed
                 self._queue.reduce(received, arrival.parts, out, divisor=arrival.divisor, add=add)
@@ -98,9 +98,16 @@ class OnDevice(BaseExecutor):
         return host
 
     def write_gradient(self, bucket: LocalBucket, i: int, values: np.ndarray) -> None:
+        gradient, piece = bucket.gradient, bucket.pieces[i]
         memory = self._new_piece(values.size)
         self._queue.to_device(values, memory.owner).wait()
-        bucket.gradient.hold(np.array([i]), HostArrays.columns([memory]))
+        held = gradient.piece(i, piece.numel)
+        if gradient.buffer is None or held is None or held.address != gradient.in_buffer().addresses[i]:
+            gradient.hold(np.array([i]), HostArrays.columns([memory]))
+            return
+        spans = kernels.spans_of([(memory.address, held.address, piece.numel)])
+        self._queue.cast(spans, FLOAT32, held.dtype)
+        self._queue.mark(memory)
 
     def clear_gradient(self, bucket: LocalBucket, i: int) -> None:
         gradient, piece = bucket.gradient, bucket.pieces[i]

@@ -18,8 +18,7 @@ import numpy as np
 
 from ..device.events import Done, Event
 from ..device.host import compute_in, fill
-from ..device.protocols import Copy, HostArray, HostArrays, Matrices
-from ..device.queue import DeviceQueue
+from ..device.protocols import Copy, DeviceQueue, HostArray, HostArrays, Matrices
 from ..dtypes import BY_NUMPY, FLOAT32, ElementType
 from ..memory.working_memory import unprotected
 from ..native import kernels
@@ -244,6 +243,9 @@ class FakeQueue:
         return HostArrays.columns(map(array, tensors))
 
     def order(self, after: Event) -> None:
+        if not isinstance(after, Done | _LaneEvent | _QueueEvent):
+            after.order()  # the device's computing waits, and so does the queue
+            after = self._device.mark()
         if not isinstance(after, Done):
             self._device._lanes["updates"].submit(after.wait)
 

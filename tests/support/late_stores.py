@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from offload_core.config.options import OffloadConfig
-from offload_core.device.queue import NoQueue
+from offload_core.device.no_queue import NoQueue
 from offload_core.memory.host_memory import HostMemory
 from offload_core.plans.terms import BucketTerms
 from offload_core.states import STORES, Store
