@@ -15,8 +15,13 @@ class NoQueue:
         self.why = why
 
     def __call__(self) -> DeviceQueue:
-        """Raise :class:`ConfigError`."""
-        raise ConfigError(
+        """Raise :attr:`error`."""
+        raise self.error
+
+    @property
+    def error(self) -> ConfigError:
+        """The error that says so, and what to set."""
+        return ConfigError(
             f"states cannot be kept on this device, because {self.why}; expected offload_optimizer='cpu' or 'nvme', "
             "and no device_states_bytes"
         )

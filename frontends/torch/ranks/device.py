@@ -133,7 +133,7 @@ class HostTorchDevice(TorchDevice):
     pinning = None
 
     def queue(self) -> DeviceQueue:
-        return NoQueue("its memory is the host's")()
+        raise NoQueue("its memory is the host's").error
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         return nullcontext(_AtOnce())
