@@ -419,9 +419,9 @@ class Planner:
             numel = len(self.terms.device.ranks) * bucket.shard_numel
             for name, format in self.terms.state_formats(bucket).items():
                 n_bytes[name] = n_bytes.get(name, 0) + n * StatesOnDevice.n_bytes(format, numel)
-        if sums := sum(n * self.terms.device_sum_bytes(bucket) for bucket, n in there):
-            n_bytes[SUMS] = sums
-        return [PlanRow(what, DEVICE, each, "device_states_bytes") for what, each in n_bytes.items()]
+        rows = [PlanRow(what, DEVICE, each, "device_states_bytes", leaves=True) for what, each in n_bytes.items()]
+        sums = sum(n * self.terms.device_sum_bytes(bucket) for bucket, n in there)
+        return [*rows, PlanRow(SUMS, DEVICE, sums, "device_states_bytes")] if sums else rows
 
     def _most_together(
         self,

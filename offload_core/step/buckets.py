@@ -125,8 +125,7 @@ class LocalBuckets:
                 Writes.IN_PLACE if in_place else Writes.STAGING,
                 self._matrices(layout),
             )
-            if layout.index in there and terms.sums:
-                bucket.gradient.private = bucket.gradient.buffer = bucket.executor.allocate_sums(bucket)
+            bucket.executor.restore(bucket)
             self.all.append(bucket)
             for param in bucket.members:
                 self.of[param].append(bucket)

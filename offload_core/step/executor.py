@@ -118,6 +118,12 @@ class HostExecutor(BaseExecutor):
     def allocate_sums(self, bucket: LocalBucket) -> HostArray:
         return HostArray.of(self._buckets.gradient_memory.allocate(bucket.layout, FLOAT32))
 
+    def release(self, bucket: LocalBucket) -> None:
+        pass  # the host's memory stays
+
+    def restore(self, bucket: LocalBucket) -> None:
+        pass
+
     def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
         total = SumOfSquares()
         for dtype, rows in bucket.gradient.held(pieces):

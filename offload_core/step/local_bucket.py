@@ -277,6 +277,14 @@ class Executor(ABC):
         """Return the bucket's gradient buffer, in fp32, so that gradients can be summed there. If the bucket has no
         buffer, or one of another element type, allocate a private fp32 buffer and copy the gradients into it."""
 
+    @abstractmethod
+    def release(self, bucket: "LocalBucket") -> None:
+        """Free the device's memory for sums of the bucket's gradients. No gradient waits."""
+
+    @abstractmethod
+    def restore(self, bucket: "LocalBucket") -> None:
+        """Allocate the memory of :meth:`release` again."""
+
     # --- updates -------------------------------------------------------------------------------------
 
     @abstractmethod

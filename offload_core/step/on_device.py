@@ -73,6 +73,13 @@ class OnDevice(BaseExecutor):
     def allocate_sums(self, bucket: LocalBucket) -> HostArray:
         return self._new(bucket, FLOAT32)
 
+    def release(self, bucket: LocalBucket) -> None:
+        bucket.gradient.private = bucket.gradient.buffer = None
+
+    def restore(self, bucket: LocalBucket) -> None:
+        if self._buckets.terms.sums:
+            bucket.gradient.private = bucket.gradient.buffer = self.allocate_sums(bucket)
+
     def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
         arrays, numels = bucket.gradient.arrays, bucket.table.numels
         held = bucket.gradient.held(pieces)
