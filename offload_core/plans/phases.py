@@ -47,7 +47,6 @@ class Member:
         rows = [row.n_bytes for row in self.plan.rows if (row.where, row.what) == (DEVICE, PARAMETERS)]
         return sum(rows) if self.frozen and not self.plan.shared else 0
 
-
     @property
     def leaving(self) -> int:
         """The bytes of states on the device, which are on the host while the model is released."""

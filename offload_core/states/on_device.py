@@ -108,9 +108,7 @@ class StatesOnDevice(Store):
 
     def copies(self) -> dict[int, np.ndarray]:
         there = {i: block for i, block in self._blocks.items() if block.memory is not None}
-        copies = {
-            i: self.memory.allocate(RELEASED_STATES, block.layout.n_bytes, _BYTE) for i, block in there.items()
-        }
+        copies = {i: self.memory.allocate(RELEASED_STATES, block.layout.n_bytes, _BYTE) for i, block in there.items()}
         for i, host in copies.items():
             if host.size:
                 self._queue.to_host(there[i].memory, host).wait()

@@ -16,9 +16,9 @@ from ..disk.shards import OnDisk
 from ..dtypes import ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece, cut, matrices_of
 from ..memory.host_memory import HostMemory, StagingRing
-from ..memory.plan import PlanRow
+from ..memory.plan import DEVICE, PlanRow
 from ..plans.allocated import Allocated
-from ..plans.planner import Planner
+from ..plans.planner import SUMS, Planner
 from ..plans.terms import DIRECTIONS, BucketTerms
 from ..ranks.consistency import check_start, heard_by_all
 from ..rules import MASTER
@@ -171,6 +171,13 @@ class LocalBuckets:
                 self.memory, slots=terms.direction_slots, n_bytes=direction_bytes, pinned=True, label=DIRECTIONS
             )
             allocated.direction_slot_bytes = direction_bytes
+
+    def held_elsewhere(self) -> dict[tuple[str, str], int]:
+        """Return the bytes in use that are not allocated from ``memory``, by ``(where, what)``: of states, and of sums
+        of gradients on the device."""
+        sums = [b.gradient.private for b in self.all if b.executor is self._on_device]
+        n_bytes = sum(each.nbytes for each in sums if each is not None)
+        return self.store.held_in() | ({(DEVICE, SUMS): n_bytes} if n_bytes else {})
 
     def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
         """Return the bytes of host memory that :meth:`add` would borrow from other engines of this process instead of

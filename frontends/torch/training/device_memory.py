@@ -325,7 +325,9 @@ class DeviceMemory:
         del states
         after, given_back = self._place.allocator(emptied=True), sum(memory.given_back for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
-        return ReleaseReport(given_back + of_states, n_copied + of_states, _pair(before, after, 0), _pair(before, after, 1))
+        return ReleaseReport(
+            given_back + of_states, n_copied + of_states, _pair(before, after, 0), _pair(before, after, 1)
+        )
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
         """Wait until other engines have restored the tensors in these storages that they use, too, because the copies
