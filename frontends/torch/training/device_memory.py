@@ -322,7 +322,6 @@ class DeviceMemory:
         finally:  # a section of its own: a signal handler that reads while the first one runs ends before memory goes
             uninterrupted(self._free)
         of_states = sum(copy.nbytes for copy in states.values())
-        del states
         after, given_back = self._place.allocator(emptied=True), sum(memory.given_back for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
         return ReleaseReport(
@@ -507,7 +506,7 @@ class DeviceMemory:
                 raise
             raise DeviceMemoryError(self._no_room(error)) from error
 
-    def _no_room(self, error: RuntimeError) -> str:
+    def _no_room(self, error: Exception) -> str:
         needed = Counter[str]()
         for memory in self._memories.values():
             needed[memory.kind] += memory.n_bytes
