@@ -188,8 +188,9 @@ class FakeDevice:
         return Done() if computing is None or computing.done() else _LaneEvent(self, computing)
 
     def synchronize(self) -> None:  # waits
-        for way in ("to_host", "to_device", "updates"):
+        for way in ("to_host", "to_device"):
             self._lanes[way].submit(lambda: None).result()
+        self._lanes["updates"].submit(self._queue.recover).result()
 
     def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None], *, counts: bool = True) -> Event:
         asked = time.perf_counter()
@@ -212,13 +213,26 @@ class FakeDevice:
 
 
 class FakeQueue:
-    """The kernels of a fake device: the host's, which run late. A call that fails makes all later ones fail, until an
-    event has raised its error."""
+    """The kernels of a fake device: the host's, which run late. After a call that fails, no later one runs, and the
+    events of all raise its error, until the device is synchronized."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._failed: BaseException | None = None
+        self._until_failure: int | None = None
         self._used: deque[tuple[Event, object]] = deque()
+
+    def fail_after(self, updates: int | None) -> None:
+        """Let the update after ``updates`` more ones fail; None: no later update fails."""
+        self._until_failure = updates
+
+    def _may_run(self) -> None:
+        """Raise the error of the update that is to fail."""
+        if self._until_failure is not None:
+            self._until_failure -= 1
+            if self._until_failure < 0:
+                self._until_failure = None
+                raise OSError("fake device: an update failed as asked")
 
     def _submit(self, act: Callable[[], object], n_bytes: int = 0) -> Event:
         def run() -> None:
@@ -252,12 +266,23 @@ class FakeQueue:
     def mark(self, used: object = None) -> Event:
         while self._used and self._used[0][0].done():
             self._used.popleft()
-        event = _QueueEvent(self, self._submit(lambda: None))
+        event = _QueueEvent()
+        event.end = self._device._enqueue("updates", 0, lambda: setattr(event, "error", self._failed), counts=False)
         self._used.append((event, used))
         return event
 
+    def recover(self) -> None:
+        """Let later calls run again after one that failed."""
+        self._failed = None
+
     def update(self, segments: np.ndarray, scalars: np.ndarray, **kind: Any) -> None:
-        self._submit(partial(kernels.update, segments, scalars.copy(), **kind, threads=1))
+        update = partial(kernels.update, segments, scalars.copy(), **kind, threads=1)
+
+        def run() -> None:
+            self._may_run()
+            update()
+
+        self._submit(run)
 
     def accumulate(self, spans: np.ndarray, dtype: ElementType) -> None:
         self._submit(partial(kernels.accumulate, spans, dtype, threads=1))
@@ -304,21 +329,20 @@ class FakeQueue:
 class _QueueEvent:
     """The end of a queue's calls so far. Waiting raises the first error among them."""
 
-    def __init__(self, queue: FakeQueue, event: Event) -> None:
-        self._queue = queue
-        self._event = event
+    end: Event
+    error: BaseException | None = None
+    """The first error among the calls."""
 
     def wait(self) -> None:  # waits
-        self._event.wait()
-        if (error := self._queue._failed) is not None:
-            self._queue._failed = None
-            raise error
+        self.end.wait()
+        if self.error is not None:
+            raise self.error
 
     def order(self) -> None:  # waits
-        self._event.order()
+        self.end.order()
 
     def done(self) -> bool:
-        return self._event.done()
+        return self.end.done()
 
 
 def _element_type(memory: np.ndarray) -> ElementType:
