@@ -141,6 +141,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     global _file
     if item.config.getoption("store") != "memory" and any(item.iter_markers("states_in_memory")):
         pytest.skip("of states in memory")
+    if "device" in item.config.getoption("store") and any(item.iter_markers("states_on_host")):
+        pytest.skip("of states on the host")
     if item.path != _file:
         _file = item.path
         collect_garbage_of_others()

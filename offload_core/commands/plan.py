@@ -459,7 +459,7 @@ class _Asked:
             a_day = None if step.disk is None else written * _DAY / step.seconds
             disk = _Disk(traffic.disk_read, traffic.disk_write, a_day)
         about = {**about, "offload_optimizer": store}
-        flops, working = planner.matrix_flops(specs), planner.terms.working_sizes(planner.terms.kinds(specs))
+        flops, working = planner.matrix_flops(specs), planner.terms.working_sizes(specs, planner.allocated.device_budget)
         return _Tier(about, plan, missing, step, traffic, flops, disk, working, self.frozen, inputs)
 
     @property

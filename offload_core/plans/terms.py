@@ -306,25 +306,27 @@ class BucketTerms:
         """True if the bucket's gradient buffer is pinned, because the device copies gradients directly to it."""
         return self.may_arrive_as(bucket, self.buffer_dtype(bucket))
 
-    def working_sizes(self, kinds: Kinds) -> dict[bool, Counter[int]]:
+    def working_sizes(self, specs: Sequence[ParamSpec], budget: int | None) -> dict[bool, Counter[int]]:
         """Return the host buffers that an engine borrows from the memory that all engines of the process share.
 
         The keys are True (pinned) and False (pageable). Each value counts the buffers of each size in bytes.
 
         Args:
-            kinds: the kinds of the engine's first buckets. The engine has no buffers yet.
+            specs: the engine's first parameters. The engine has no buffers yet.
+            budget: as in :meth:`on_device`.
         """
+        _, kinds, staged_kinds = self.tiers(specs, budget)
         found: dict[bool, Counter[int]] = {True: Counter(), False: Counter()}
         if self.direct:
             return found
-        buckets = [bucket for bucket, _ in kinds]
+        staged = [bucket for bucket, _ in staged_kinds]
         lent = self.gradient_slot_bytes(kinds)
         if lent is not None:
-            found[any(map(self.buffer_is_pinned, buckets))][lent] += GRADIENT_SLOTS
+            found[any(self.buffer_is_pinned(bucket) for bucket, _ in kinds)][lent] += GRADIENT_SLOTS
         for bucket, n in kinds if lent is None else ():
             found[self.buffer_is_pinned(bucket)][self.buffer_bytes(bucket)] += n
-        found[True][self.slot_bytes(buckets)] += self.staging_slots
-        found[True][self.direction_bytes(buckets)] += self.direction_slots
+        found[True][self.slot_bytes(staged)] += self.staging_slots
+        found[True][self.direction_bytes(staged)] += self.direction_slots
         return {pinned: Counter({size: n for size, n in sizes.items() if size}) for pinned, sizes in found.items()}
 
     @property

@@ -184,7 +184,7 @@ class LocalBuckets:
         allocating them. The result is 0 once this engine has parameters."""
         if self.all:
             return 0
-        sizes = self.terms.working_sizes(self.terms.kinds(specs))
+        sizes = self.terms.working_sizes(specs, self.allocated.device_budget)
         needed = {pinned: [*each.elements()] for pinned, each in sizes.items()}
         return sum(sum(each) - self.memory.lacking_bytes(each, pinned=pinned) for pinned, each in needed.items())
 

@@ -381,7 +381,7 @@ def trained_alone(fields, seed, train):
     engine = trainer(seed, **fields)
     train(engine)
     terms = engine.optimizer.core._pipeline.buckets.terms
-    planned = terms.working_sizes(terms.kinds(engine.optimizer.core.params))
+    planned = terms.working_sizes(engine.optimizer.core.params, terms.device_budget)
     assert sum(bytes_in_turn([sizes]) for sizes in planned.values()) == working_bytes(engine)
     found = everything(engine), working_bytes(engine), bytes_held()
     engine.close()

@@ -109,7 +109,7 @@ class TorchQueue:
         self._launcher.reduce(parts.address, n_parts, parts.dtype, out.address, out.numel, divisor=divisor, add=add)
 
     def squares(self, runs: Sequence[tuple[np.ndarray, ElementType]]) -> Callable[[], np.ndarray]:
-        host = torch.zeros(kernels.NORM_BINS, dtype=torch.int64, device="cpu", pin_memory=True)
+        host = _pinned(8 * kernels.NORM_BINS).view(torch.int64)
         with self._stream:
             bins = torch.zeros(kernels.NORM_BINS, dtype=torch.int64, device=self._stream.device)
             for spans, dtype in runs:
@@ -120,7 +120,7 @@ class TorchQueue:
     def _upload(self, array: np.ndarray) -> int:
         """Copy a table to the device. It stays there until the kernels before the next event have run."""
         source = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
-        host = torch.empty(source.numel(), dtype=torch.uint8, device="cpu", pin_memory=True)
+        host = _pinned(source.numel())
         host.copy_(source)
         with self._stream:
             table = host.to(self._stream.device, non_blocking=True)
@@ -142,6 +142,14 @@ class TorchQueue:
     def transform(self, matrices: Matrices, tensor: torch.Tensor) -> None:
         with self._stream:
             compute_in(matrices, tensor)
+
+
+def _pinned(n_bytes: int) -> torch.Tensor:
+    """Return bytes of the host, pinned if that is possible."""
+    try:
+        return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError:
+        return torch.empty(n_bytes, dtype=torch.uint8, device="cpu")
 
 
 def _bytes(host: np.ndarray) -> torch.Tensor:
