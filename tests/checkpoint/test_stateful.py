@@ -283,7 +283,8 @@ class Anything(RuleBasedStateMachine):
     def compare_at_rest(self):
         buckets = self.pipeline.buckets
         assert {bucket.gradient.state for bucket in buckets.all} == {Gradient.ABSENT}
-        assert len(buckets.staging._free) == buckets.terms.staging_slots
+        if buckets.staging is not None:  # with all states on the device there is none
+            assert len(buckets.staging._free) == buckets.terms.staging_slots
 
 
 test_any_sequence_of_calls_equals_the_naive_loop = law(100, stateful_step_count=30)(Anything.TestCase)

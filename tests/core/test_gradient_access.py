@@ -291,6 +291,7 @@ def test_what_update_in_backward_has_used_is_refused_on_all_ranks_and_the_step_g
     assert read == plain
 
 
+@pytest.mark.states_on_host
 def test_a_gradient_that_is_lost_on_its_way_is_an_error_of_the_read_and_changes_nothing():
     device = FakeDevice(fail_at=frozenset({2}))  # 2 copies load the masters
     subject = make(device, schedule="overlap")

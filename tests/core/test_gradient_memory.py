@@ -82,6 +82,7 @@ def all_lent(subject):
 # --- bytes -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(2)
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("numel", [500, 2000, 8000])
@@ -95,6 +96,7 @@ def test_gradients_take_the_bytes_of_a_few_buckets_whatever_the_size_of_the_mode
     subject.device.close()
 
 
+@pytest.mark.states_on_host
 def test_slots_take_the_largest_bucket():
     """Of fp32 parameters among bf16 ones, and of parameters that are added later."""
     subject = make(dtype=[FLOAT32, *[BFLOAT16] * 4])
@@ -109,6 +111,7 @@ def test_slots_take_the_largest_bucket():
         each.device.close()
 
 
+@pytest.mark.states_on_host
 def test_parameters_that_are_added_share_the_slots_and_larger_ones_replace_them():
     subject, reference = make(), make(schedule="serial", update_in_backward=False)
     more = ParamSpec("more", 500, BFLOAT16), ParamSpec("wide", 500, FLOAT32)
@@ -126,6 +129,7 @@ def test_parameters_that_are_added_share_the_slots_and_larger_ones_replace_them(
     assert all_lent(subject) == {True}
 
 
+@pytest.mark.states_on_host
 def test_a_model_of_few_buckets_has_memory_for_each():
     subject = make(sizes=(100, 4))
     assert len(subject.pipeline.buckets.all) == GRADIENT_SLOTS
@@ -135,6 +139,7 @@ def test_a_model_of_few_buckets_has_memory_for_each():
     assert all_lent(subject) == {False}
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(2)
 @pytest.mark.parametrize(
     ("fields", "dtype", "scaler"),
@@ -167,6 +172,7 @@ def test_on_the_host_itself_gradients_are_read_where_they_are():
 # --- bits ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.states_on_host
 @law(40)
 @given(
     rank_cases(),
@@ -185,6 +191,7 @@ def test_no_bit_and_no_byte_depends_on_the_slots(ranks, world_size, stage, seed,
 EARLY = {"schedule": "overlap", "update_in_backward": True}
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(2)
 @pytest.mark.parametrize("clipping", [None, 1e6])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -235,6 +242,7 @@ def rank_step(subject, case, arrivals):
     return repr(subject.pipeline.step(StepArguments(case.hypers, subject.tensors)))
 
 
+@pytest.mark.states_on_host
 def test_parameters_without_a_gradient_take_no_memory_and_keep_their_values(monkeypatch):
     """Every bucket waits for a gradient that never comes; each is updated with what it has when backward has ended."""
     Threads().play(monkeypatch)
@@ -253,6 +261,7 @@ def test_parameters_without_a_gradient_take_no_memory_and_keep_their_values(monk
 # --- waiting ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.states_on_host
 def test_a_trace_shows_the_waits(tmp_path, monkeypatch):
     Threads().play(monkeypatch)  # all is done as late as can be
     subject = make()
@@ -266,6 +275,7 @@ def test_a_trace_shows_the_waits(tmp_path, monkeypatch):
     assert waits == [f"bucket {i}: wait for gradient memory" for i in order[: n_buckets - GRADIENT_SLOTS]]
 
 
+@pytest.mark.states_on_host
 def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_says_so():
     subject, reference = make(), make(schedule="serial", update_in_backward=False)
     n_buckets = len(subject.pipeline.buckets.all)
@@ -290,6 +300,7 @@ def test_gradients_that_nobody_announced_take_memory_that_stays_and_a_warning_sa
     assert bits(subject) == bits(reference)
 
 
+@pytest.mark.states_on_host
 @pytest.mark.filterwarnings("ignore:.*wait on the host for step:offload_core.HostMemoryWarning")
 def test_gradients_that_were_not_announced_can_be_dropped_and_added_to():
     subject, reference = make(), make(schedule="serial", update_in_backward=False)
@@ -329,6 +340,7 @@ def consistent(subject):
     assert held(subject)[0] == planned
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(2)
 @pytest.mark.parametrize("failing", range(5))
 @pytest.mark.parametrize("seed", [None, 1])
@@ -353,6 +365,7 @@ def test_an_update_that_fails_while_backward_waits_for_a_slot_is_an_error_there(
     consistent(subject)
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("failing", [0, 3, 4, 8, 11])
 def test_a_copy_that_fails_while_backward_waits_for_a_slot_is_an_error_of_the_step(failing):
@@ -367,6 +380,7 @@ def test_a_copy_that_fails_while_backward_waits_for_a_slot_is_an_error_of_the_st
     subject.device.close()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("of", ["first pass", pytest.param("each pass", marks=pytest.mark.slow)])
 def test_an_interrupt_at_any_line_of_a_wait_for_a_slot_loses_none(of, drawn):
     def begun():
@@ -395,6 +409,7 @@ def test_an_interrupt_at_any_line_of_a_wait_for_a_slot_loses_none(of, drawn):
         subject.device.close()
 
 
+@pytest.mark.states_on_host
 def test_a_rank_that_is_lost_ends_the_wait_of_the_others():
     told = []
 

@@ -164,6 +164,7 @@ def test_a_gradient_of_the_wrong_length_is_refused_and_loses_nothing():
     assert subject.pipeline.step(StepArguments([AdamHyper(1e-2)], subject.tensors)).updated
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
 @pytest.mark.parametrize("delayed", [0.0, 1e-3])
 def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delayed, schedule):
@@ -192,6 +193,7 @@ def test_a_failed_copy_from_the_device_changes_no_state_and_can_be_dropped(delay
     device.close()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
 @pytest.mark.parametrize("failing", [7, 8, 9])  # after 4 copies that load the masters and 3 of gradients
 def test_after_a_failed_copy_to_the_device_the_next_step_publishes_the_masters(failing, schedule):
@@ -300,6 +302,7 @@ KEPT = (Publication.EARLY, Gradient.LANDED)
 """Parameters sent early, whose gradients wait for their step to update states."""
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
 def test_parameters_sent_early_are_committed_sent_again_or_taken_back(dtype):
     """Gradients of 140 ones have the norm sqrt(140)."""
@@ -328,6 +331,7 @@ def test_parameters_sent_early_are_committed_sent_again_or_taken_back(dtype):
             each.device.close()
 
 
+@pytest.mark.states_on_host
 def test_what_the_host_has_not_got_to_when_all_gradients_are_there_goes_in_the_order_of_the_next_forward(monkeypatch):
     Threads().play(monkeypatch)
     updated, run_adam = [], Updates._run
@@ -424,6 +428,7 @@ def test_what_update_in_backward_has_used_cannot_be_taken_back():
     assert bits(subject) == bits(reference)
 
 
+@pytest.mark.states_on_host
 def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn():
     """As ``zero_grad()`` does. The step alone has said where the parameters are."""
     device = FakeDevice()
@@ -444,6 +449,7 @@ def test_after_a_failed_step_that_was_not_announced_parameters_can_be_withdrawn(
     device.close()
 
 
+@pytest.mark.states_on_host
 def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     device = FakeDevice(fail_at=frozenset({7}))
     subject = make(device, schedule="overlap", reduce_bucket_size=64)
@@ -458,6 +464,7 @@ def test_an_update_that_failed_is_an_error_of_the_end_of_a_micro_step_too():
     device.close()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
 def test_a_gradient_that_is_lost_on_its_way_gives_its_staging_back(schedule):
     device = FakeDevice(fail_at=frozenset({2, 3, 4}))  # 2 copies load the masters
@@ -476,6 +483,7 @@ def test_a_gradient_that_is_lost_on_its_way_gives_its_staging_back(schedule):
     device.close()
 
 
+@pytest.mark.states_on_host
 def test_a_gradient_that_was_lost_on_its_way_is_not_forgotten_with_its_neighbour():
     device = FakeDevice(fail_at=frozenset({2}))  # 2 copies load the masters
     subject = make(device, schedule="overlap", gradient_accumulation_steps=2)
@@ -592,6 +600,7 @@ def test_the_plan_is_what_is_allocated():
                 assert report.host_bytes == report.planned_host_bytes
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize(("schedule", "buckets"), [("serial", 1), ("overlap", 2)])
 def test_staging_is_bounded_by_the_bucket_size(schedule, buckets):
     subject = make(FakeDevice(), reduce_bucket_size=32, schedule=schedule)

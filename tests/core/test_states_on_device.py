@@ -219,9 +219,13 @@ def test_an_update_that_fails_on_the_device_is_made_again_and_counts(schedule, f
         one(each)
         each.pipeline.last_step.finish()
     subject.device.queue().fail_after(failing)
-    with pytest.raises(OSError, match="failed as asked"):
+
+    def fail():
         one(subject, 0.5)
         subject.pipeline.last_step.finish()
+
+    with pytest.raises(OSError, match="failed as asked"):
+        fail()
     one(reference, 0.5)
     for each in (subject, reference):
         each.pipeline.parameters.flush(each.tensors)

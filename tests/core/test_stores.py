@@ -163,6 +163,7 @@ def test_the_memory_of_a_late_store_is_another_each_time_and_nobodys_view():
     both.store.close()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.parametrize(
     ("schedule", "early"), [("serial", False), ("overlap", False), ("overlap", True), ("delayed", False)]
@@ -183,6 +184,7 @@ def test_buckets_are_loaded_in_the_order_that_was_announced(schedule, early):
     assert store.unforeseen == 0
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(4)
 @pytest.mark.parametrize("schedule", ["serial", "overlap"])
 @pytest.mark.parametrize("failing", range(0, 24, 3))
@@ -229,6 +231,7 @@ def step(subject):
     subject.pipeline.last_step.finish()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(2)
 @pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
 def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_load(schedule):
@@ -265,6 +268,7 @@ def test_an_update_that_cannot_be_completed_either_is_said_by_each_call_until_a_
     assert trained(True) == trained(False)
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("failing", range(6))
 def test_a_store_that_fails_in_backward_loses_no_update_that_is_counted(failing):
     config = OffloadConfig(update_in_backward=True, reduce_bucket_size=64)
@@ -287,6 +291,7 @@ def test_a_store_that_fails_in_backward_loses_no_update_that_is_counted(failing)
         assert subject.states(i)[1].all() == bool(pipeline.counts.steps[i]), i
 
 
+@pytest.mark.states_on_host
 def test_ranks_whose_store_failed_in_backward_say_so_to_readers():
     """Not that the parameter is of a step to come."""
 
@@ -314,6 +319,7 @@ def test_ranks_whose_store_failed_in_backward_say_so_to_readers():
         run_ranks(2, body)
 
 
+@pytest.mark.states_on_host
 def test_a_store_is_closed_once_with_its_pipeline_and_by_nobody_before(monkeypatch):
     closed, close = [], LateStore.close
     monkeypatch.setattr(LateStore, "close", lambda store: (closed.append(id(store)), close(store)))
@@ -368,6 +374,7 @@ def test_a_split_master_weight_is_only_in_a_store_whose_memory_stays():
         assert format_of_masters().name == "float32"
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("schedule", ["serial", "overlap", "delayed"])
 def test_the_blocks_of_an_update_take_the_host_memory_that_is_planned(schedule, monkeypatch):
     live, counts, zeros = 0, [], LateStore._zeros
@@ -398,6 +405,7 @@ def test_the_blocks_of_an_update_take_the_host_memory_that_is_planned(schedule, 
     assert 0 < max(counts) <= planned.n_bytes
 
 
+@pytest.mark.states_on_host
 def test_a_store_of_another_place_has_a_column_and_rows_of_its_own(monkeypatch):
     with late_stores.late():
         subject = make(FakeDevice())

@@ -45,6 +45,7 @@ class Model:
         assert self.pipeline.step(StepArguments([AdamHyper(1e-2)], self.tensors)).updated
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
 def test_a_bucket_goes_its_way_through_the_lanes(tmp_path, schedule):
     device = FakeDevice(max_delay=1e-3)
@@ -61,6 +62,7 @@ def test_a_bucket_goes_its_way_through_the_lanes(tmp_path, schedule):
     device.close()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
 def test_a_lane_does_one_thing_at_a_time(tmp_path, schedule):
     device = FakeDevice(max_delay=1e-3)
@@ -145,6 +147,7 @@ def test_the_bits_are_those_of_an_unseen_run(tmp_path):
         assert all(one[name].tobytes() == other[name].tobytes() for name in one)
 
 
+@pytest.mark.states_on_host
 def test_a_step_that_fails_leaves_its_trace_and_the_next_may_begin(tmp_path):
     device = FakeDevice(fail_at=frozenset({N_BUCKETS + 1}))  # masters are loaded by copies, too
     model = Model(device)

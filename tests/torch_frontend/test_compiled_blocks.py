@@ -97,6 +97,7 @@ def test_compiled_blocks_are_compiled_once_and_give_the_bits_of_the_model_as_it_
     assert_all_same(*found)
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(2)
 @pytest.mark.parametrize("compiled", [in_place, as_objects])
 @pytest.mark.parametrize("when", ["before wrap()", "after wrap()"])

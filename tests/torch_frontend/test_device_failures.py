@@ -61,6 +61,7 @@ def test_a_device_without_memory_for_a_forward_or_backward_leaves_the_step_befor
     assert_goes_on_from(before, engine, fields)
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", SETTINGS, ids=str)
 def test_a_copy_to_the_host_that_fails_is_an_error_of_the_step_and_of_no_other(fields, device):
@@ -94,6 +95,7 @@ def no_memory():
         yield
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(2)
 @pytest.mark.parametrize("failure", [a_copy_that_fails, no_memory])
 @pytest.mark.parametrize("fields", SETTINGS[:4], ids=str)

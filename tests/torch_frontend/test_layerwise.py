@@ -330,6 +330,7 @@ def test_an_engine_that_is_deleted_is_gone_at_once():
         gc.enable()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.long("four engines on a device that is late")
 @pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")

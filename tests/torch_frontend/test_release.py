@@ -99,6 +99,7 @@ def test_the_device_holds_nothing_of_the_engine_in_any_round(name, rounds, devic
     engine.close()
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("device", ON_DEVICE, indirect=True)
 def test_only_values_without_master_weights_are_copied_and_none_is_moved_twice(device):
     engine = wrap(mixed(), lr=1e-2, param_dtype="bfloat16")
@@ -334,6 +335,7 @@ def test_writes_from_outside_before_a_release_are_kept(device):
     assert_all_same(*found)
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("device", EVERYWHERE[:2], indirect=True)
 @pytest.mark.parametrize("early_copy", [False, True])

@@ -425,6 +425,7 @@ def test_engines_that_take_turns_have_the_memory_of_one_and_the_bits_of_each_alo
     assert after == (needed, 0)
 
 
+@pytest.mark.states_on_host
 def test_an_engine_of_other_sizes_adds_what_is_lacking():
     @forked
     def found():
@@ -470,6 +471,7 @@ def in_threads(*acts):
         raise errors[0]
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", WAYS.values(), ids=WAYS)
 def test_engines_in_two_threads_have_memory_for_both_and_the_bits_of_each_alone(fields):

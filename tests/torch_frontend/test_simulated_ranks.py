@@ -257,6 +257,7 @@ def while_it_fails(act):
     raise AssertionError("the device does not go on")
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("group", ["gloo", collectives.BACKEND])
 def test_a_copy_to_one_ranks_device_that_fails_ends_the_engines_of_all_within_the_groups_time(group):

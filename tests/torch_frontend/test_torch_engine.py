@@ -1006,6 +1006,7 @@ def test_no_sync_on_one_rank_changes_nothing():
         assert torch.equal(a, b)
 
 
+@pytest.mark.states_on_host
 def test_the_memory_report_counts_all_of_the_model_and_is_as_planned_between_steps(device):
     base = nn.Linear(40, 40, bias=False).requires_grad_(False)
     model = nn.Sequential(base, nn.BatchNorm1d(40), nn.Linear(40, 4)).to(device)

@@ -455,6 +455,7 @@ def test_updating_in_backward_gives_the_same_bits(device, monkeypatch, options, 
     assert_equal(engine, expected)
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @everywhere
 @pytest.mark.parametrize("more", [{}, STAGE_3], ids=["stage 2", "stage 3"])
@@ -500,6 +501,7 @@ def test_gradients_on_the_cpu_are_those_of_one_bucket_at_a_time_as_planned(more)
         assert gradients(layers, update_in_backward=True) == ((1, 1) if more else (2, 2))
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @everywhere
 def test_gradients_that_nobody_announced_wait_for_the_step_in_memory_that_was_not_planned(device):

@@ -16,6 +16,7 @@ def nested(spans, inner, outer):
     )
 
 
+@pytest.mark.states_on_host
 @pytest.mark.parametrize("device", ["late", "simulated, delays 0"], indirect=True)
 def test_an_engine_shows_forward_backward_and_step(device, tmp_path):
     model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(3))).to(place())
