@@ -16,6 +16,10 @@ enum { OC_FLOAT8 = 4, OC_SPLIT = 5 };
 /* Elements that have one scale, or one key of random bits. */
 enum { OC_STATE_BLOCK = 256 };
 
+/* Blocks of OC_STATE_BLOCK elements that a group of a device's threads goes through (device.h), and of a sum of
+ * squares. */
+enum { OC_GROUP_BLOCKS = 8, OC_SUM_BLOCKS = 64 };
+
 /* Update rules, each with the rounding of one library (docs/numerics.md). c_src/rules.h has what each consists of. */
 enum {
     OC_ADAM_TORCH = 0,
@@ -128,6 +132,12 @@ int oc_decode(const oc_state *state, float *out, int threads);
 
 /* The state = values, rounded to nearest even. */
 int oc_encode(const oc_state *state, const float *values, int threads);
+
+/* Check the arguments of these kernels as their calls do: 0 or OC_EARGUMENT. A device's own kernels check nothing. */
+int oc_check_update(const oc_segment *segments, int64_t n_segments, const oc_scalars *scalars, int64_t n_scalars,
+                    oc_kind kind);
+int oc_check_spans(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int has_dst);
+int oc_check_reduction(const oc_reduction *reduction);
 
 /* Touch every page of fresh memory from the threads that will use it. */
 int oc_first_touch(void *memory, int64_t n_bytes, int threads);

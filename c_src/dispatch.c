@@ -110,16 +110,9 @@ static int chunk_runs(chunked *c, const char *runs, size_t stride, size_t numel_
 
 /* The run that a chunk lies in, and the chunk's offset there. */
 static int64_t find_run(const chunked *c, int64_t chunk, int64_t *offset) {
-    int64_t low = 0, high = c->n_runs;
-    while (high - low > 1) {
-        int64_t middle = low + (high - low) / 2;
-        if (c->first_chunk[middle] <= chunk)
-            low = middle;
-        else
-            high = middle;
-    }
-    *offset = (chunk - c->first_chunk[low]) * CHUNK;
-    return low;
+    int64_t run = oc_find_run(c->first_chunk, c->n_runs, chunk);
+    *offset = (chunk - c->first_chunk[run]) * CHUNK;
+    return run;
 }
 
 static int64_t chunk_length(int64_t numel, int64_t offset) { return numel - offset < CHUNK ? numel - offset : CHUNK; }
@@ -147,19 +140,11 @@ typedef struct {
     int stream;
 } update_job;
 
-/* Call inside a task, where subnormals are kept. */
-static oc_rounded_scalars rounded(const oc_scalars *s) {
-    oc_rounded_scalars r = {.grad_scale = (float)s->grad_scale, .update = (uint64_t)s->update, .exact = s->values};
-    for (int i = 0; i < OC_SCALARS; i++)
-        r.values[i] = (float)s->values[i];
-    return r;
-}
-
 static void update_chunk(void *context, int64_t chunk) {
     const update_job *job = context;
     int64_t begin, run = find_run(&job->chunks, chunk, &begin);
     const oc_segment *segment = job->segments + run;
-    const oc_rounded_scalars scalars = rounded(job->scalars + segment->scalars);
+    const oc_rounded_scalars scalars = oc_rounded(job->scalars + segment->scalars);
     job->kernels->update(segment, begin, begin + chunk_length(segment->numel, begin), &scalars, &job->kind,
                          job->stream);
 }
@@ -178,8 +163,8 @@ static int is_good_kind(const oc_kind *k) {
 
 static int is_good_segment(const oc_segment *s, const oc_kind *k, const oc_scalars *scalars, int64_t n_scalars) {
     int has_param = k->param_dtype != OC_NO_PARAM, split = k->master_format == OC_SPLIT;
-    if (s->scalars < 0 || s->scalars >= n_scalars || !s->grad || !s->master || (!s->param && has_param) ||
-        (split && (!s->high || !s->ties)) || s->start < 0)
+    if (s->numel < 0 || s->scalars < 0 || s->scalars >= n_scalars || !s->grad || !s->master ||
+        (!s->param && has_param) || (split && (!s->high || !s->ties)) || s->start < 0)
         return 0;
     int kept = oc_kept_moments(k->rule, scalars[s->scalars].values);
     for (int i = 0; i < kept; i++)
@@ -190,16 +175,23 @@ static int is_good_segment(const oc_segment *s, const oc_kind *k, const oc_scala
     return !has_param || s->param != shared || (k->param_dtype == OC_BFLOAT16 && !k->keep_states);
 }
 
-int oc_update(const oc_segment *segments, int64_t n_segments, const oc_scalars *scalars, int64_t n_scalars,
-              oc_kind kind, int threads) {
+int oc_check_update(const oc_segment *segments, int64_t n_segments, const oc_scalars *scalars, int64_t n_scalars,
+                    oc_kind kind) {
     if (n_segments < 0 || !is_good_kind(&kind))
         return OC_EARGUMENT;
     for (int64_t i = 0; i < n_segments; i++)
         if (!is_good_segment(segments + i, &kind, scalars, n_scalars))
             return OC_EARGUMENT;
+    return 0;
+}
+
+int oc_update(const oc_segment *segments, int64_t n_segments, const oc_scalars *scalars, int64_t n_scalars,
+              oc_kind kind, int threads) {
+    int error = oc_check_update(segments, n_segments, scalars, n_scalars, kind);
+    if (error)
+        return error;
     update_job job = {.kernels = oc_current_kernels(), .segments = segments, .scalars = scalars, .kind = kind};
-    int error =
-        chunk_runs(&job.chunks, (const char *)segments, sizeof *segments, offsetof(oc_segment, numel), n_segments);
+    error = chunk_runs(&job.chunks, (const char *)segments, sizeof *segments, offsetof(oc_segment, numel), n_segments);
     if (error)
         return error;
     job.stream = job.chunks.total >= STREAM_FROM;
@@ -215,18 +207,25 @@ typedef struct {
     _Atomic int64_t bins[OC_NORM_BINS];
 } span_job;
 
-static int run_spans(span_job *job, const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int has_dst,
-                     oc_task *task, int threads) {
+int oc_check_spans(const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int has_dst) {
     if (n_spans < 0 || !is_float(src_dtype) || !is_float(dst_dtype))
         return OC_EARGUMENT;
     for (int64_t i = 0; i < n_spans; i++)
-        if (!spans[i].src || (has_dst && !spans[i].dst))
+        if (spans[i].numel < 0 || !spans[i].src || (has_dst && !spans[i].dst))
             return OC_EARGUMENT;
+    return 0;
+}
+
+static int run_spans(span_job *job, const oc_span *spans, int64_t n_spans, int src_dtype, int dst_dtype, int has_dst,
+                     oc_task *task, int threads) {
+    int error = oc_check_spans(spans, n_spans, src_dtype, dst_dtype, has_dst);
+    if (error)
+        return error;
     job->kernels = oc_current_kernels();
     job->spans = spans;
     job->src_dtype = src_dtype;
     job->dst_dtype = dst_dtype;
-    int error = chunk_runs(&job->chunks, (const char *)spans, sizeof *spans, offsetof(oc_span, numel), n_spans);
+    error = chunk_runs(&job->chunks, (const char *)spans, sizeof *spans, offsetof(oc_span, numel), n_spans);
     if (!error)
         run_chunks(&job->chunks, task, job, threads);
     return error;
@@ -294,9 +293,14 @@ static void reduce_chunk(void *context, int64_t chunk) {
     job->kernels->reduce(job->reduction, begin, begin + chunk_length(job->reduction->numel, begin));
 }
 
+int oc_check_reduction(const oc_reduction *r) {
+    int is_good = r->src && r->dst && r->n_sources >= 1 && r->numel >= 0 && r->stride >= r->numel && is_float(r->dtype);
+    return is_good ? 0 : OC_EARGUMENT;
+}
+
 int oc_reduce(const oc_reduction *reduction, int threads) {
     const oc_reduction *r = reduction;
-    if (!r->src || !r->dst || r->n_sources < 1 || r->numel < 0 || r->stride < r->numel || !is_float(r->dtype))
+    if (oc_check_reduction(r))
         return OC_EARGUMENT;
     reduce_job job = {oc_current_kernels(), reduction};
     oc_parallel_for(reduce_chunk, &job, (r->numel + CHUNK - 1) / CHUNK, threads);

@@ -6,8 +6,6 @@
 #ifndef OC_FORMATS_H
 #define OC_FORMATS_H
 
-#include <stdint.h>
-
 #include "offload_core.h"
 
 /* A byte of OC_FLOAT8 is a float with 3 bits of mantissa, and 4 of exponent and a sign or 5 of exponent. The block's
@@ -20,14 +18,14 @@ enum { OC_MANTISSA = 3, OC_DROPPED = 23 - OC_MANTISSA, OC_TOP_SIGNED = 14, OC_TO
 enum { OC_LEAST_SCALE = 22 + OC_TOP_UNSIGNED, OC_NAN_SCALE = 255 };
 
 /* splitmix64's finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014). */
-static inline uint64_t oc_mix(uint64_t z) {
+OC_FUNCTION uint64_t oc_mix(uint64_t z) {
     z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
     z = (z ^ z >> 27) * 0x94d049bb133111eb;
     return z ^ z >> 31;
 }
 
 /* The key of a block's random bits in one update. */
-static inline uint64_t oc_key(uint64_t seed, uint64_t update, uint64_t block) {
+OC_FUNCTION uint64_t oc_key(uint64_t seed, uint64_t update, uint64_t block) {
     const uint64_t golden = 0x9e3779b97f4a7c15;
     return oc_mix(oc_mix(seed + update * golden) + block * golden);
 }

@@ -2,7 +2,7 @@
 #ifndef OFFLOAD_CORE_H
 #define OFFLOAD_CORE_H
 
-#include <stdint.h>
+#include "portable.h"
 
 #include "api.h"
 
@@ -12,6 +12,34 @@ typedef struct {
     uint64_t update;
     const double *exact; /* the values before rounding: these decide which moments there are */
 } oc_rounded_scalars;
+
+/* Call where subnormals are kept. */
+OC_FUNCTION oc_rounded_scalars oc_rounded(const oc_scalars *s) {
+    oc_rounded_scalars r;
+    r.grad_scale = (float)s->grad_scale;
+    r.update = (uint64_t)s->update;
+    r.exact = s->values;
+    for (int i = 0; i < OC_SCALARS; i++)
+        r.values[i] = (float)s->values[i];
+    return r;
+}
+
+/* The run that chunk `at` lies in, first[i] being the number of chunks before run i. */
+OC_FUNCTION int64_t oc_find_run(const int64_t *first, int64_t n_runs, int64_t at) {
+    int64_t low = 0, high = n_runs;
+    while (high - low > 1) {
+        int64_t middle = low + (high - low) / 2;
+        if (first[middle] <= at)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+OC_FUNCTION int64_t oc_itemsize(int dtype) { return dtype == OC_FLOAT32 ? 4 : dtype == OC_FLOAT8 ? 1 : 2; }
+
+#ifndef OC_DEVICE
 
 /* One instruction set's kernels. Each does the same IEEE operations in the same order on every element, at any
  * position, so all entries give the same bits (docs/numerics.md). n may be any non-negative
@@ -53,6 +81,6 @@ const oc_kernels *oc_current_kernels(void);
 typedef void oc_task(void *context, int64_t item);
 void oc_parallel_for(oc_task *task, void *context, int64_t n_items, int threads);
 
-static inline int64_t oc_itemsize(int dtype) { return dtype == OC_FLOAT32 ? 4 : dtype == OC_FLOAT8 ? 1 : 2; }
+#endif
 
 #endif

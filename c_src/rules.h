@@ -1,6 +1,6 @@
 /* The update rules: their scalars and their moments. docs/numerics.md defines their arithmetic.
  *
- * A rule has a function in kernels_scalar.c (the oracle), a header for the vectors (rule_adam.h describes one), the
+ * A rule has a function in arithmetic.h (the oracle), a header for the vectors (rule_adam.h describes one), the
  * order of its scalars here, and a line in the list.
  */
 #ifndef OC_RULES_H
@@ -87,23 +87,23 @@ enum { OC_ALWAYS = -1 };
     case RULE: return (SIGNS) >> moment & 1;
 
 /* The most moments that a rule has. */
-static inline int oc_moments(int rule) {
+OC_FUNCTION int oc_moments(int rule) {
     switch (rule) { OC_EACH_RULE(OC_COUNT_CASE) }
     return 0;
 }
 
-static inline int oc_moments_depend_on(int rule) {
+OC_FUNCTION int oc_moments_depend_on(int rule) {
     switch (rule) { OC_EACH_RULE(OC_WHICH_CASE) }
     return OC_ALWAYS;
 }
 
 /* Its moments with these oc_scalars.values. A subnormal one is 0 to some threads, so it is 0 to all. */
-static inline int oc_kept_moments(int rule, const double *values) {
+OC_FUNCTION int oc_kept_moments(int rule, const double *values) {
     const int which = oc_moments_depend_on(rule);
     return which == OC_ALWAYS || values[which] >= 0x1p-1022 ? oc_moments(rule) : 0;
 }
 
-static inline int oc_has_sign(int rule, int moment) {
+OC_FUNCTION int oc_has_sign(int rule, int moment) {
     switch (rule) { OC_EACH_RULE(OC_SIGN_CASE) }
     return 0;
 }

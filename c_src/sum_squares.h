@@ -12,24 +12,22 @@
 #ifndef OC_SUM_SQUARES_H
 #define OC_SUM_SQUARES_H
 
-#include <stdint.h>
-#include <string.h>
-
 #include "offload_core.h"
 
 enum { OC_BLOCK = 2048, OC_WINDOW_BITS = 50, OC_LOWEST_BIT = -298 };
 
-/* digits += value * 2^bit. Each digit grows by less than 2^32. */
-static inline void oc_add_at(int64_t *digits, int bit, int64_t value) {
+/* digits += value * 2^bit. Each digit grows by less than 2^32. Of the product's 96 bits, the lower 64 are a shift in
+ * 64 bits, and the rest has the sign. OC_DIGIT is the place of a digit. */
+OC_FUNCTION void oc_add_at(int64_t *digits, int bit, int64_t value) {
     int at = (bit - OC_LOWEST_BIT) / 32, shift = (bit - OC_LOWEST_BIT) % 32;
-    __int128 shifted = (__int128)value * ((int64_t)1 << shift);
-    digits[at] += (int64_t)(shifted & 0xffffffff);
-    digits[at + 1] += (int64_t)(shifted >> 32 & 0xffffffff);
-    digits[at + 2] += (int64_t)(shifted >> 64);
+    uint64_t lower = (uint64_t)value << shift;
+    digits[OC_DIGIT(at)] += (int64_t)(lower & 0xffffffff);
+    digits[OC_DIGIT(at + 1)] += (int64_t)(lower >> 32);
+    digits[OC_DIGIT(at + 2)] += value >> 32 >> (32 - shift);
 }
 
 /* digits += x * x, x being finite. */
-static inline void oc_add_square(int64_t *digits, float x) {
+OC_FUNCTION void oc_add_square(int64_t *digits, float x) {
     uint32_t bits;
     memcpy(&bits, &x, sizeof bits);
     int biased = bits >> 23 & 255;
@@ -38,19 +36,19 @@ static inline void oc_add_square(int64_t *digits, float x) {
 }
 
 /* The exponent of the float with these absolute bits; of a subnormal, that of the least normal. */
-static inline int oc_exponent(uint32_t bits) {
+OC_FUNCTION int oc_exponent(uint32_t bits) {
     int biased = (int)(bits >> 23);
     return (biased ? biased : 1) - 127;
 }
 
 /* The lowest bit of the upper window for a block; max_bits are those of its largest absolute value. */
-static inline int oc_upper_window(uint32_t max_bits) {
+OC_FUNCTION int oc_upper_window(uint32_t max_bits) {
     int lowest = 2 * oc_exponent(max_bits) + 2 - OC_WINDOW_BITS;
     int least = OC_LOWEST_BIT + OC_WINDOW_BITS; /* leaves room for the lower window */
     return lowest > least ? lowest : least;
 }
 
-static inline double oc_extractor(int lowest_bit) {
+OC_FUNCTION double oc_extractor(int lowest_bit) {
     uint64_t bits = (uint64_t)(52 + lowest_bit + 1023) << 52;
     double power;
     memcpy(&power, &bits, sizeof power);
@@ -58,10 +56,10 @@ static inline double oc_extractor(int lowest_bit) {
 }
 
 /* Bring each digit into 32 bits, so that 2^31 sums can be added up. */
-static inline void oc_carry(int64_t *digits) {
+OC_FUNCTION void oc_carry(int64_t *digits) {
     for (int i = 0; i + 1 < OC_NORM_DIGITS; i++) {
-        digits[i + 1] += digits[i] >> 32;
-        digits[i] &= 0xffffffff;
+        digits[OC_DIGIT(i + 1)] += digits[OC_DIGIT(i)] >> 32;
+        digits[OC_DIGIT(i)] &= 0xffffffff;
     }
 }
 

@@ -425,14 +425,15 @@ class Engine:
         """Return the memory that is planned and the memory in use.
 
         Args:
-            planned: the front end's rows of the plan.
+            planned: the rows of the plan. Rows that :meth:`add_parameters` has planned are left out.
             held: the bytes in use that the front end counts, by ``(where, what)``.
         """
         buckets = self._pipeline.buckets
         numel = sum(spec.numel for spec in self.params)
         own = {(HOST, what): n_bytes for what, n_bytes in self.memory.report().items()}
-        kept = buckets.store.held_in()
-        rows = [*buckets.planned, *planned]
+        kept = buckets.held_elsewhere()
+        mine = {(row.where, row.what) for row in buckets.planned}
+        rows = [*buckets.planned, *(row for row in planned if (row.where, row.what) not in mine)]
         return MemoryReport.of(numel, rows, {**own, **kept, **held}, shared=self.memory.shared_bytes)
 
     # --- the end -----------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from tests.sampling import commit_number
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = {
     "kernels": ["kernels", "mutation/test_mutations.py"],
+    "device-kernels": ["device_kernels"],
     "waits": ["mutation/test_waits.py", "mutation/test_device_waits.py"],
     "core": ["core", "checkpoint", "packaging/test_setup.py"],
     "laws": ["laws"],
@@ -84,6 +85,7 @@ WITH_DEEPSPEED = [
 PARTS = [*FOLDERS, "deepspeed", *STORE_OF, *PYTHONS]
 LONG = {
     "kernels": 4,
+    "device-kernels": 2,
     "core": 12,
     "laws": 12,
     "torch": 20,

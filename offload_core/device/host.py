@@ -7,8 +7,8 @@ import numpy as np
 from ..dtypes import BY_NUMPY, ElementType
 from ..rules.muon import NewtonSchulz
 from .events import Done, Event
+from .no_queue import NoQueue
 from .protocols import Copy, HostArray, HostArrays, Matrices
-from .queue import NoQueue
 
 
 class HostDevice:

@@ -7,7 +7,7 @@ Tensors are the front end's: one-dimensional, contiguous, and opaque here. A pro
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from ..rules import DeviceKernel, Matrix
 from .events import Event
 from .trace import Trace
 
-if TYPE_CHECKING:
-    from .queue import DeviceQueue
-
 _ITEMSIZES = np.array([BY_CODE[code].itemsize for code in range(len(BY_CODE))])
 
 
@@ -31,7 +28,7 @@ _ITEMSIZES = np.array([BY_CODE[code].itemsize for code in range(len(BY_CODE))])
 class HostArray:
     """A contiguous run of memory: address, length, element type, and the object that keeps it alive.
 
-    The memory is the host's, unless a device's queue returned the run or takes it (``queue.py``).
+    The memory is the host's, unless a device's queue returned the run or takes it (:class:`DeviceQueue`).
     """
 
     address: int
@@ -147,6 +144,69 @@ class Matrices:
         return [array[row.offset : row.offset + numel] for row in self.rows]
 
 
+class DeviceQueue(kernels.Kernels, Protocol):
+    """Runs kernels on memory of a device, one after the other, beside the device's other work.
+
+    A call returns before its kernel has run. Kernels run in the order of the calls, of whatever thread. Addresses are
+    the device's. A tensor that a kernel reads or writes must live until the event of a later :meth:`mark`.
+    """
+
+    def allocate(self, n_bytes: int) -> Any:
+        """Return a one-dimensional tensor of zeroed bytes in the device's memory.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory.
+        """
+        ...
+
+    def typed(self, memory: Any, dtype: ElementType) -> Any:
+        """Return bytes of :meth:`allocate`, or of a run of them, as a tensor of elements of this type."""
+        ...
+
+    def arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        """Return the device's memory of each tensor."""
+        ...
+
+    def order(self, after: Event) -> None:
+        """Have later kernels run after an event."""
+        ...
+
+    def mark(self, used: object = None) -> Event:
+        """Return the event after all kernels so far.
+
+        Args:
+            used: is kept alive until the event has been waited for, or a later event of this queue.
+        """
+        ...
+
+    def reduce(self, parts: HostArray, n_parts: int, out: HostArray, *, divisor: float, add: bool) -> None:
+        """As ``kernels.reduce``: ``out`` (fp32) = or += the sum of ``n_parts`` equal runs of ``parts``, divided."""
+        ...
+
+    def squares(self, runs: Sequence[tuple[np.ndarray, ElementType]]) -> Callable[[], np.ndarray]:
+        """Start to sum the squares of runs of gradients exactly.
+
+        Args:
+            runs: ``(spans, element type)`` pairs, as ``kernels.sum_squares`` takes them.
+
+        Returns:
+            A function that waits for the sum and returns its bins (``c_src/api.h``).
+        """
+        ...
+
+    def to_host(self, memory: Any, host: np.ndarray) -> Event:
+        """Start to copy bytes of the device's memory to as many bytes of the host."""
+        ...
+
+    def to_device(self, host: np.ndarray, memory: Any) -> Event:
+        """Start to copy bytes of the host to as many bytes of the device's memory."""
+        ...
+
+    def transform(self, matrices: Matrices, tensor: Any) -> None:
+        """Compute with matrices of a flat tensor in bfloat16, and put the results in their place."""
+        ...
+
+
 class TensorAccess(Protocol):
     """Reads tensors, and tells of the memory that they are in."""
 
@@ -191,7 +251,7 @@ class TensorMemory(TensorAccess, Protocol):
     """Memory that holds tensors, and copies between it and the host's."""
 
     @property
-    def queue(self) -> "Callable[[], DeviceQueue]":
+    def queue(self) -> Callable[[], DeviceQueue]:
         """As :attr:`Device.queue`."""
         ...
 
@@ -286,7 +346,7 @@ class Device(DeviceTerms, TensorAccess, Protocol):
         ...
 
     @property
-    def queue(self) -> "Callable[[], DeviceQueue]":
+    def queue(self) -> Callable[[], DeviceQueue]:
         """Returns the queue of the device's kernels.
 
         Raises:

@@ -1,4 +1,5 @@
-"""Pinned host memory, which a device copies from and to while the host goes on, and the drivers of devices.
+"""Pinned host memory, which a device copies from and to while the host goes on, and the drivers of devices, which pin
+it and run the kernels of a device.
 
 Vendors have names here alone.
 """
@@ -7,15 +8,15 @@ import ctypes
 import mmap
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import HostMemoryError
+from ..errors import HostMemoryError, KernelError
 from ..native import kernels
 
 _HUGE_PAGE = 2 * 2**20
@@ -73,6 +74,9 @@ class Driver(ABC):
     start_name: str
     device_name: str
     address_name: str
+    load_name: str
+    function_name: str
+    launch_name: str
 
     def __init__(self, library: str) -> None:
         self.library = library
@@ -103,6 +107,71 @@ class Driver(ABC):
             return None
         return text.value.decode("ascii", "replace").lower()
 
+    @abstractmethod
+    def architecture(self) -> tuple[str, int]:
+        """Return the name that the vendor's compiler has for the device, and the newest major version of the compiler
+        whose code this driver loads. Empty and 0: the compiler asks the driver itself."""
+
+    @abstractmethod
+    def current(self) -> Any:
+        """Return a context manager in which the calling thread uses this device, and after which what it did before."""
+
+    def load(self, code: bytes, function: str) -> int:
+        """Load compiled code into the device. Return the handle of the function, for :meth:`launch`.
+
+        It stays loaded until the process ends.
+
+        Raises:
+            KernelError: the driver refuses it.
+        """
+        module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+        with self.current():
+            self._run(self.load_name, ctypes.byref(module), ctypes.c_char_p(code))
+            self._run(self.function_name, ctypes.byref(handle), module, ctypes.c_char_p(function.encode()))
+        return handle.value or 0
+
+    def launch(self, function: int, groups: int, threads: int, arguments: Sequence[bytes], stream: int) -> None:
+        """Have the device run a function of :meth:`load`, in the stream's order.
+
+        Args:
+            groups: of ``threads`` threads each.
+            arguments: the bytes of each parameter.
+            stream: the driver's handle; 0: the default stream of the device.
+
+        Raises:
+            KernelError: the driver refuses it.
+        """
+        values = [ctypes.create_string_buffer(value, len(value)) for value in arguments]
+        places = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        with self.current():
+            self._run(
+                self.launch_name,
+                ctypes.c_void_p(function),
+                *map(ctypes.c_uint, (groups, 1, 1, threads, 1, 1, 0)),
+                ctypes.c_void_p(stream),
+                places,
+                None,
+            )
+
+    @cached_property
+    def _functions(self) -> ctypes.CDLL:
+        return ctypes.CDLL(self.library)
+
+    def _run(self, name: str, *args: Any) -> None:
+        """Call one of the driver's functions for the sake of kernels."""
+        try:
+            code = getattr(self._functions, name)(*args)
+        except (OSError, AttributeError) as error:
+            raise KernelError(
+                f"the {self.vendor} driver library cannot be used ({error}), and a device's kernels need {name} of "
+                "it: install the driver of the device"
+            ) from None
+        if code:
+            raise KernelError(
+                f"{name} failed with {self.vendor} error {code}, expected 0: the device's memory may be full, or an "
+                "earlier kernel has failed (CUDA_LAUNCH_BLOCKING=1 makes the call that started it fail)"
+            )
+
     def _call(self, name: str, *args: Any) -> None:
         """Call one of the driver's functions, all of which return an error code; 0: no error."""
         try:
@@ -129,6 +198,7 @@ class Cuda(Driver):
 
     vendor = "CUDA"
     start_name, device_name, address_name = "cuInit", "cuDeviceGet", "cuDeviceGetPCIBusId"
+    load_name, function_name, launch_name = "cuModuleLoadData", "cuModuleGetFunction", "cuLaunchKernel"
 
     def __init__(self, device: int = 0, library: str = "libcuda.so.1") -> None:
         super().__init__(library)
@@ -152,6 +222,31 @@ class Cuda(Driver):
                 self._call("cuMemHostUnregister", ctypes.c_void_p(address))
             self._call("cuDevicePrimaryCtxRelease_v2", device)
 
+    def architecture(self) -> tuple[str, int]:
+        """As :meth:`Driver.architecture`: ``("sm_90", 12)``, say."""
+        version, values = ctypes.c_int(), (ctypes.c_int(), ctypes.c_int())
+        self._run("cuDriverGetVersion", ctypes.byref(version))
+        for value, attribute in zip(values, (75, 76), strict=True):  # compute capability, major and minor
+            self._run("cuDeviceGetAttribute", ctypes.byref(value), attribute, self._own[0])
+        return "sm_{}{}".format(*(value.value for value in values)), version.value // 1000
+
+    @cached_property
+    def _own(self) -> tuple[ctypes.c_int, ctypes.c_void_p]:
+        """The device and its primary context, retained until the process ends, as long as code is loaded in it."""
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._run("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self._device))
+        self._run("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        return device, context
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """As :meth:`Driver.current`."""
+        self._run("cuCtxPushCurrent_v2", self._own[1])
+        try:
+            yield
+        finally:
+            self._run("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
+
     @contextmanager
     def _current(self, context: ctypes.c_void_p) -> Iterator[None]:
         self._call("cuCtxPushCurrent_v2", context)
@@ -163,13 +258,34 @@ class Cuda(Driver):
 
 class Hip(Driver):
     """AMD's driver. Every thread has a context, and memory is registered for all devices (``hipHostRegister``: "HIP
-    only supports one context")."""
+    only supports one context").
+
+    Args:
+        device: the number of the device that runs kernels, among those that the process sees.
+    """
 
     vendor = "HIP"
     start_name, device_name, address_name = "hipInit", "hipDeviceGet", "hipDeviceGetPCIBusId"
+    load_name, function_name, launch_name = "hipModuleLoadData", "hipModuleGetFunction", "hipModuleLaunchKernel"
 
-    def __init__(self, library: str = "libamdhip64.so") -> None:
+    def __init__(self, library: str = "libamdhip64.so", device: int = 0) -> None:
         super().__init__(library)
+        self._device = device
+
+    def architecture(self) -> tuple[str, int]:
+        """As :meth:`Driver.architecture`."""
+        return "", 0
+
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """As :meth:`Driver.current`."""
+        before = ctypes.c_int()
+        self._run("hipGetDevice", ctypes.byref(before))
+        self._run("hipSetDevice", ctypes.c_int(self._device))
+        try:
+            yield
+        finally:
+            self._run("hipSetDevice", before)
 
     def register(self, address: int, n_bytes: int) -> Callable[[], None]:
         """As :attr:`Registered.register`."""

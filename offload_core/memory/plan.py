@@ -46,6 +46,8 @@ class PlanRow:
     """True if it exists only while ``wrap`` runs, before gradients and gathered parameters do."""
     brief: bool = False
     """True if it comes and goes in each step."""
+    leaves: bool = False
+    """True if a release copies it from the device to the host."""
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ FORMATS = {"float32": lib.OC_FLOAT32, "bfloat16": lib.OC_BFLOAT16, "float8": lib
 ``"float8"`` (docs/numerics.md)."""
 STATE_BLOCK = lib.OC_STATE_BLOCK
 """Elements that have one scale in ``"float8"``."""
+GROUP_BLOCKS, SUM_BLOCKS = lib.OC_GROUP_BLOCKS, lib.OC_SUM_BLOCKS
+"""Blocks of elements that one group of a device's threads goes through, and of a sum of squares."""
 INSTRUCTION_SETS = {
     "scalar": lib.OC_SCALAR,
     "avx2": lib.OC_AVX2,
@@ -125,6 +127,26 @@ def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
+def kind_of(
+    grad_dtype: ElementType,
+    param_dtype: ElementType | None,
+    rule: str,
+    keep_states: bool = False,
+    master_format: str = "float32",
+    moment_formats: Sequence[str] = (),
+) -> Any:
+    """An ``oc_kind`` of these arguments of :func:`update`."""
+    kind = ffi.new("oc_kind *")
+    kind.grad_dtype = grad_dtype.code
+    kind.param_dtype = lib.OC_NO_PARAM if param_dtype is None else param_dtype.code
+    kind.rule = RULES[rule]
+    kind.keep_states = keep_states
+    kind.master_format = FORMATS[master_format]
+    for i, moment_format in enumerate(moment_formats):
+        kind.moment_formats[i] = FORMATS[moment_format]
+    return kind
+
+
 def update(
     segments: np.ndarray,
     scalars: np.ndarray,
@@ -147,14 +169,7 @@ def update(
     """
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS
-    kind = ffi.new("oc_kind *")
-    kind.grad_dtype = grad_dtype.code
-    kind.param_dtype = lib.OC_NO_PARAM if param_dtype is None else param_dtype.code
-    kind.rule = RULES[rule]
-    kind.keep_states = keep_states
-    kind.master_format = FORMATS[master_format]
-    for i, moment_format in enumerate(moment_formats):
-        kind.moment_formats[i] = FORMATS[moment_format]
+    kind = kind_of(grad_dtype, param_dtype, rule, keep_states, master_format, moment_formats)
     code = lib.oc_update(
         _pointer("oc_segment *", segments),
         len(segments),
@@ -295,21 +310,54 @@ def accumulate(spans: np.ndarray, dtype: ElementType, *, threads: int) -> None:
     _check("oc_accumulate", lib.oc_accumulate(_pointer("oc_span *", spans), len(spans), dtype.code, threads))
 
 
+def reduction_of(
+    src_at: int, n_sources: int, src_type: ElementType, dst_at: int, numel: int, *, divisor: float, add: bool
+) -> Any:
+    """An ``oc_reduction`` of runs of ``numel`` elements, one after another from the address ``src_at``."""
+    reduction = ffi.new("oc_reduction *")
+    reduction.src = ffi.cast("void *", src_at)
+    reduction.dst = ffi.cast("float *", dst_at)
+    reduction.n_sources = n_sources
+    reduction.stride = reduction.numel = numel
+    reduction.divisor = divisor
+    reduction.dtype = src_type.code
+    reduction.add = add
+    return reduction
+
+
 def reduce(
     src: np.ndarray, n_sources: int, src_type: ElementType, dst: np.ndarray, *, divisor: float, add: bool, threads: int
 ) -> None:
     """``dst`` (float32) = or += the sum of ``n_sources`` equal runs of ``src``, in order, divided by ``divisor``."""
     assert src.size == n_sources * dst.size
     assert dst.dtype == np.float32
-    reduction = ffi.new("oc_reduction *")
-    reduction.src = _pointer("void *", src)
-    reduction.dst = _pointer("float *", dst)
-    reduction.n_sources = n_sources
-    reduction.stride = reduction.numel = dst.size
-    reduction.divisor = divisor
-    reduction.dtype = src_type.code
-    reduction.add = add
+    reduction = reduction_of(address(src), n_sources, src_type, address(dst), dst.size, divisor=divisor, add=add)
     _check("oc_reduce", lib.oc_reduce(reduction, threads))
+
+
+def check_update(segments: np.ndarray, scalars: np.ndarray, kind: Any) -> None:
+    """Refuse the arguments that :func:`update` refuses. Addresses may be a device's."""
+    assert segments.dtype == SEGMENT
+    assert scalars.dtype == SCALARS
+    arrays = _pointer("oc_segment *", segments), len(segments), _pointer("oc_scalars *", scalars), len(scalars)
+    _check("oc_update", lib.oc_check_update(*arrays, kind[0]))
+
+
+def check_spans(function: str, spans: np.ndarray, src: ElementType, dst: ElementType | None) -> None:
+    """Refuse the arguments that this function of spans refuses. Addresses may be a device's."""
+    assert spans.dtype == SPAN
+    types = src.code, lib.OC_FLOAT32 if dst is None else dst.code
+    _check(function, lib.oc_check_spans(_pointer("oc_span *", spans), len(spans), *types, dst is not None))
+
+
+def check_reduction(reduction: Any) -> None:
+    """Refuse the reduction that :func:`reduce` refuses. Addresses may be a device's."""
+    _check("oc_reduce", lib.oc_check_reduction(reduction))
+
+
+def device_text() -> str:
+    """The C++ text of the kernels of a device (``c_src/device.h``), as it was when this module was compiled."""
+    return ffi.string(lib.oc_device_text).decode()
 
 
 def view(address: int, numel: int, dtype: ElementType) -> np.ndarray:

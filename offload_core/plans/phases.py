@@ -1,8 +1,9 @@
 """Plans the memory of several models in one process whose engines take turns: one engine has its parameters on the
 device, and all other engines have released theirs.
 
-A release does not change host memory, with two exceptions. Engines use the same staging and gradient memory in turn
-(``memory/working_memory.py``). The first release of a frozen model copies its device parameters to the host.
+A release does not change host memory, with three exceptions. Engines use the same staging and gradient memory in turn
+(``memory/working_memory.py``). The first release of a frozen model copies its device parameters to the host. A release
+copies the states that are on the device to the host, until they are restored.
 """
 
 from collections import Counter
@@ -46,6 +47,11 @@ class Member:
         rows = [row.n_bytes for row in self.plan.rows if (row.where, row.what) == (DEVICE, PARAMETERS)]
         return sum(rows) if self.frozen and not self.plan.shared else 0
 
+    @property
+    def leaving(self) -> int:
+        """The bytes of states on the device, which are on the host while the model is released."""
+        return sum(row.n_bytes for row in self.plan.rows if row.leaves)
+
 
 @dataclass(frozen=True)
 class Phase:
@@ -78,7 +84,8 @@ def phases(members: Sequence[Member]) -> list[Phase]:
     copies = sum(each.copies for each in members)
     found = []
     for member in members if not members[0].plan.shared else ():
-        host = total[HOST] - separately + in_turn + member.activations + copies
+        released = sum(each.leaving for each in members if each is not member)
+        host = total[HOST] - separately + in_turn + member.activations + copies + released
         name = f"{member.name} {'runs' if member.frozen else 'trains'}"
         found.append(Phase(name, {**total, HOST: host, DEVICE: member.plan.bytes_in(DEVICE)}))
     at_once = dict(total)

@@ -291,7 +291,7 @@ class Planner:
     def host_rows(
         self, specs: Sequence[ParamSpec], *, frozen: Sequence[ParamSpec] = (), one_by_one: bool = False
     ) -> list[PlanRow]:
-        """Return plan rows for the memory of the host and of the store.
+        """Return plan rows for the memory of the host and of the stores.
 
         Args:
             specs: the trained parameters.
@@ -360,7 +360,7 @@ class Planner:
             for where, of in (*kept.items(), (HOST, host))
             for what, n_bytes in of.items()
             if n_bytes or where == elsewhere or of is host
-        ]
+        ] + self._states_on_device(there)
 
     def _fewer_gradients(self, one_by_one: bool) -> str | None:
         """Return a setting with which gradients take less host memory; None: there is no such setting.
@@ -403,7 +403,6 @@ class Planner:
         rows_of = [
             PlanRow(what, DEVICE, n_bytes, remedy, brief=what != PARAMETERS) for what, (n_bytes, remedy) in rows.items()
         ]
-        rows_of += self._states_on_device(specs)
         each = [self.terms.in_flight_bytes(bucket) for bucket, _ in self.terms.kinds(specs)]
         on_way = min(self.terms.depth, len(buckets)) * max(each, default=0)
         rows_of.append(PlanRow("buckets on their way", DEVICE, on_way, "reduce_bucket_size", brief=True))
@@ -411,17 +410,17 @@ class Planner:
             rows_of.append(PlanRow(MATRICES, DEVICE, matrices, "reduce_bucket_size", brief=True))
         return rows_of
 
-    def _states_on_device(self, specs: Sequence[ParamSpec]) -> list[PlanRow]:
-        """Return plan rows for the states in the device's memory, and for the sums of their gradients."""
-        there, _, _ = self.terms.tiers(specs, self.allocated.device_budget)
+    def _states_on_device(self, there: Kinds) -> list[PlanRow]:
+        """Return plan rows for the states of these buckets in the device's memory, and for the sums of their
+        gradients."""
         n_bytes: dict[str, int] = {}
         for bucket, n in there:
             numel = len(self.terms.device.ranks) * bucket.shard_numel
             for name, format in self.terms.state_formats(bucket).items():
                 n_bytes[name] = n_bytes.get(name, 0) + n * StatesOnDevice.n_bytes(format, numel)
-        if sums := sum(n * self.terms.device_sum_bytes(bucket) for bucket, n in there):
-            n_bytes[SUMS] = sums
-        return [PlanRow(what, DEVICE, each, "device_states_bytes") for what, each in n_bytes.items()]
+        rows = [PlanRow(what, DEVICE, each, "device_states_bytes", leaves=True) for what, each in n_bytes.items()]
+        sums = sum(n * self.terms.device_sum_bytes(bucket) for bucket, n in there)
+        return [*rows, PlanRow(SUMS, DEVICE, sums, "device_states_bytes")] if sums else rows
 
     def _most_together(
         self,

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
-from ..device.queue import DeviceQueue
+from ..device.protocols import DeviceQueue
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
 from ..memory.plan import DEVICE, READ_STATES, RELEASED_STATES
@@ -106,13 +106,15 @@ class StatesOnDevice(Store):
                 held[name] = held.get(name, 0) + padded_bytes(state.format, state.numel)
         return held
 
-    def release(self) -> None:
-        copies = {
-            i: self.memory.allocate(RELEASED_STATES, block.layout.n_bytes, _BYTE) for i, block in self._blocks.items()
-        }
+    def copies(self) -> dict[int, np.ndarray]:
+        there = {i: block for i, block in self._blocks.items() if block.memory is not None}
+        copies = {i: self.memory.allocate(RELEASED_STATES, block.layout.n_bytes, _BYTE) for i, block in there.items()}
         for i, host in copies.items():
             if host.size:
-                self._queue.to_host(self._blocks[i].memory, host).wait()
+                self._queue.to_host(there[i].memory, host).wait()
+        return copies
+
+    def release(self, copies: Mapping[int, np.ndarray]) -> None:
         for i, host in copies.items():
             self._blocks[i].released, self._blocks[i].memory = host, None
 

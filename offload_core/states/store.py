@@ -162,16 +162,20 @@ class Store(ABC):
         """Have :meth:`allocate` keep the states of the buckets with these indices in the device's memory."""
         assert not buckets, "this store has no memory of a device"
 
-    def release(self) -> None:
-        """Free the device's memory. Its states are copied to host memory, and are there until :meth:`restore`.
+    def copies(self) -> dict[int, np.ndarray]:
+        """Return copies in host memory of the states that are in the device's memory, by bucket, for :meth:`release`.
 
         Raises:
-            HostMemoryError: there is no host memory for the copies. Nothing has changed.
+            HostMemoryError: there is no host memory for the copies.
         """
-        return  # a store without a device's memory has nothing to do
+        return {}
+
+    def release(self, copies: Mapping[int, np.ndarray]) -> None:
+        """Free the device's memory. The states of these copies are on the host until :meth:`restore`."""
+        assert not copies
 
     def restore(self) -> None:
-        """Bring the states of :meth:`release` back to the device's memory.
+        """Copy the states of :meth:`release` back to the device's memory.
 
         Raises:
             DeviceMemoryError: the device has too little memory. Nothing has changed.

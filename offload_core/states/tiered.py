@@ -3,6 +3,8 @@
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import groupby
 
+import numpy as np
+
 from ..config.options import OffloadConfig
 from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
@@ -76,8 +78,11 @@ class TieredStore(Store):
     def held_in(self) -> dict[tuple[str, str], int]:
         return self._device.held_in() | self._rest.held_in()
 
-    def release(self) -> None:
-        self._device.release()
+    def copies(self) -> dict[int, np.ndarray]:
+        return self._device.copies()
+
+    def release(self, copies: Mapping[int, np.ndarray]) -> None:
+        self._device.release(copies)
 
     def restore(self) -> None:
         self._device.restore()

@@ -16,18 +16,18 @@ from ..disk.shards import OnDisk
 from ..dtypes import ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece, cut, matrices_of
 from ..memory.host_memory import HostMemory, StagingRing
-from ..memory.plan import PlanRow
+from ..memory.plan import DEVICE, PlanRow
 from ..plans.allocated import Allocated
-from ..plans.planner import Planner
+from ..plans.planner import SUMS, Planner
 from ..plans.terms import DIRECTIONS, BucketTerms
 from ..ranks.consistency import check_start, heard_by_all
 from ..rules import MASTER
 from ..states import tiers
 from ..states.store import Extent
 from ..support.threads import Task, clear_up
-from .executor import Executor, InPlace, Staged
+from .executor import InPlace, Staged
 from .gradient_memory import GradientMemory
-from .local_bucket import BucketGradient, LocalBucket, PieceTable, Writes
+from .local_bucket import BucketGradient, Executor, LocalBucket, PieceTable, Writes
 from .on_device import OnDevice
 
 T = TypeVar("T")
@@ -125,8 +125,7 @@ class LocalBuckets:
                 Writes.IN_PLACE if in_place else Writes.STAGING,
                 self._matrices(layout),
             )
-            if layout.index in there and terms.sums:
-                bucket.gradient.private = bucket.gradient.buffer = bucket.executor.allocate_sums(bucket)
+            bucket.executor.restore(bucket)
             self.all.append(bucket)
             for param in bucket.members:
                 self.of[param].append(bucket)
@@ -172,6 +171,13 @@ class LocalBuckets:
                 self.memory, slots=terms.direction_slots, n_bytes=direction_bytes, pinned=True, label=DIRECTIONS
             )
             allocated.direction_slot_bytes = direction_bytes
+
+    def held_elsewhere(self) -> dict[tuple[str, str], int]:
+        """Return the bytes in use that are not allocated from ``memory``, by ``(where, what)``: of states, and of sums
+        of gradients on the device."""
+        sums = [b.gradient.private for b in self.all if b.executor is self._on_device]
+        n_bytes = sum(each.nbytes for each in sums if each is not None)
+        return self.store.held_in() | ({(DEVICE, SUMS): n_bytes} if n_bytes else {})
 
     def lent_bytes(self, specs: Sequence[ParamSpec]) -> int:
         """Return the bytes of host memory that :meth:`add` would borrow from other engines of this process instead of

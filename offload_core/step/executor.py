@@ -15,88 +15,47 @@ An executor's kernels read and write its own memory alone. The host's have run w
 later, in the order of the calls. So an update ends with an event (:meth:`Executor.end`).
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from ..device.events import Done, Event
-from ..device.protocols import HostArray, HostArrays
-from ..device.trace import REDUCTION
+from ..device.protocols import Device, HostArray, HostArrays
+from ..device.trace import REDUCTION, Trace
 from ..dtypes import BFLOAT16, FLOAT32
-from ..memory.host_memory import Lease
+from ..memory.host_memory import Lease, StagingRing
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
-from ..plans.terms import as_it_stays
-from .local_bucket import Direction, LocalBucket
-
-if TYPE_CHECKING:
-    from .buckets import LocalBuckets
+from ..plans.terms import BucketTerms, as_it_stays
+from .gradient_memory import GradientMemory
+from .local_bucket import Arriving, Direction, Executor, LocalBucket
 
 
-@dataclass(frozen=True)
-class Arriving:
-    """A bucket's gradients on their way to the memory in which they wait."""
+class Surroundings(Protocol):
+    """The parts of a process's buckets (``LocalBuckets``) that executors use."""
 
-    event: Event
-    """The end of the device's part."""
-    finish: Callable[[], None]
-    """Does the rest after ``event``: sums the parts that the device delivered."""
+    device: Device
+    terms: BucketTerms
+    threads: int
+    trace: Trace
+    gradient_memory: GradientMemory
+    staging: StagingRing | None
+    directions: StagingRing | None
+
+    def await_buffer(self, bucket: LocalBucket) -> None:  # waits
+        """Ensure that the bucket has host memory for gradients."""
+
+    def make_room(self) -> None:  # waits
+        """Ensure that there is staging for another bucket."""
 
 
-class Executor(ABC):
-    """Receives the gradients of buckets, and runs the kernels of their updates."""
+class BaseExecutor(Executor):
+    """The common part of executors."""
 
-    memory: kernels.Kernels
-    """The kernels of the executor's memory."""
-
-    def __init__(self, buckets: "LocalBuckets") -> None:
+    def __init__(self, buckets: Surroundings) -> None:
         self._buckets = buckets
         self._device = buckets.device
-
-    # --- gradients -----------------------------------------------------------------------------------
-
-    @abstractmethod
-    def receive(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving | None:
-        """Start to reduce a bucket's gradients over the ranks, and to bring this process's shards to the memory in
-        which they wait.
-
-        Args:
-            gradients: device gradients, by parameter.
-
-        Returns:
-            The gradients in flight; None: they are there.
-        """
-
-    @abstractmethod
-    def allocate_sums(self, bucket: LocalBucket) -> HostArray:
-        """Return new fp32 memory for the bucket's gradients, which the bucket keeps."""
-
-    @abstractmethod
-    def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
-        """Start to sum the squares of gradients that have landed. Return a function that waits for the sum.
-
-        Args:
-            pieces: bool[pieces]: sum only gradients of pieces for which this is True.
-        """
-
-    @abstractmethod
-    def read_gradient(self, bucket: LocalBucket, i: int) -> np.ndarray | None:
-        """Return a copy of the gradient of piece ``i`` in fp32 on the host; None: this rank has none."""
-
-    @abstractmethod
-    def write_gradient(self, bucket: LocalBucket, i: int, values: np.ndarray) -> None:
-        """Replace the gradient of piece ``i`` by fp32 values. The gradient has memory of its own from then on."""
-
-    @abstractmethod
-    def clear_gradient(self, bucket: LocalBucket, i: int) -> None:
-        """Write zeros to the buffer of piece ``i``'s gradient."""
-
-    @abstractmethod
-    def arrays(self, tensors: Sequence[Any]) -> HostArrays:
-        """Return the memory of tensors that this executor's kernels read and write in place."""
 
     def promote(self, bucket: LocalBucket) -> HostArray:
         """Return the bucket's gradient buffer, in fp32, so that gradients can be summed there. If the bucket has no
@@ -138,42 +97,6 @@ class Executor(ABC):
             self.memory.accumulate(spans, dtype)
         bucket.gradient.hold(pieces, buffer)
 
-    # --- updates -------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def output(self, bucket: LocalBucket, after: Event) -> Any:
-        """Return the memory to which an update writes the bucket's parameters, from which :meth:`publish` sends them.
-
-        Args:
-            after: a mark of the device. The device's parameters are written after it.
-        """
-
-    @abstractmethod
-    def addresses(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any], out: Any) -> np.ndarray:
-        """Return the address to which each of these pieces of parameters is written.
-
-        Args:
-            pieces: the indices of the pieces in the bucket.
-            tensors: the device parameters.
-            out: the memory of :meth:`output`; None: the parameters where they are.
-        """
-
-    @abstractmethod
-    def end(self, bucket: LocalBucket) -> Event:
-        """Return the event after which the kernels of the bucket's update have run."""
-
-    @abstractmethod
-    def publish(
-        self, bucket: LocalBucket, out: Any, tensors: Sequence[Any], present: set[int], ran: Event, after: Event
-    ) -> Event:
-        """Start to write the parameters of :meth:`output` to every rank's parameters, and return the end.
-
-        Args:
-            present: the parameters to write.
-            ran: the event of :meth:`end`.
-            after: the mark that :meth:`output` got.
-        """
-
     def in_place(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
         """Return the address of each piece's first element in its parameter's tensor, in this executor's memory.
 
@@ -184,30 +107,22 @@ class Executor(ABC):
         arrays = self.arrays([tensors[param] for param in bucket.table.params[pieces].tolist()])
         return arrays.addresses + (bucket.table.in_tensor[pieces] * bucket.layout.dtype.itemsize).astype(np.uintp)
 
-    # --- directions ----------------------------------------------------------------------------------
 
-    @abstractmethod
-    def new_direction(self, bucket: LocalBucket) -> Direction:
-        """Return memory for the directions of the bucket's update."""
-
-    @abstractmethod
-    def transform(self, bucket: LocalBucket, direction: Direction, params: frozenset[int]) -> Event:
-        """Start to compute with the whole matrices of these parameters, in the bucket's directions."""
-
-    @abstractmethod
-    def join(self, event: Event) -> None:  # waits
-        """Have later kernels run after an event."""
-
-
-class HostExecutor(Executor):
+class HostExecutor(BaseExecutor):
     """Kernels of host memory. They have run when a call returns."""
 
-    def __init__(self, buckets: "LocalBuckets") -> None:
+    def __init__(self, buckets: Surroundings) -> None:
         super().__init__(buckets)
         self.memory = kernels.HostKernels(buckets.threads)
 
     def allocate_sums(self, bucket: LocalBucket) -> HostArray:
         return HostArray.of(self._buckets.gradient_memory.allocate(bucket.layout, FLOAT32))
+
+    def release(self, bucket: LocalBucket) -> None:
+        pass  # the host's memory stays
+
+    def restore(self, bucket: LocalBucket) -> None:
+        pass
 
     def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
         total = SumOfSquares()

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from ..config.state_formats import Master
 from ..errors import CollectiveError, StateError
 from ..support.threads import RUNNING_SECTIONS, uninterrupted
@@ -97,16 +99,31 @@ class LastStep:
         sent = [bucket for bucket in self._buckets.all if bucket.writes is Writes.STAGING]
         return [bucket for bucket in sent if bucket.master is not Master.PARAMETER]
 
-    def release(self, reason: str) -> None:
-        """Record that parameters lose their memory on the device. Before the call, all parameters have arrived and none
-        is stale.
+    def release(self, reason: str, copies: Mapping[int, np.ndarray]) -> None:
+        """Record that parameters lose their memory on the device. Free the device's memory of states. Before the call,
+        all parameters have arrived and none is stale.
 
         Args:
             reason: the error message of uses that need the parameters.
+            copies: the states that are on the device (:meth:`Store.copies`).
         """
+        self._buckets.store.release(copies)
+        for bucket in self._buckets.all:
+            bucket.executor.release(bucket)
         for bucket in self.returning:
             bucket.publication.on(PublicationEvent.RELEASE)
         self._health.released = reason
+
+    def restore_states(self) -> None:
+        """Copy the states that :meth:`release` freed back to the device."""
+        try:
+            for bucket in self._buckets.all:
+                bucket.executor.restore(bucket)
+            self._buckets.store.restore()
+        except BaseException:
+            for bucket in self._buckets.all:
+                bucket.executor.release(bucket)
+            raise
 
     def restore(self, tensors: Sequence[Any]) -> None:
         """Send all released parameters, in forward's order. They have memory on the device again. Readers may wait for

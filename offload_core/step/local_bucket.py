@@ -1,9 +1,10 @@
 """One bucket in one process: the process's shards, their gradients in this step, and the bucket's tasks in flight."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from ..device.protocols import Arrival, HostArray, HostArrays, Matrices
 from ..dtypes import BY_CODE, ElementType
 from ..layout.partition import Bucket, ParamSpec, Piece
 from ..memory.host_memory import Lease
+from ..native import kernels
 from ..native.grad_norm import SumOfSquares
 from ..rules import Rule, Scalars
 from ..support.state_machine import StateMachine
@@ -28,9 +30,6 @@ from .bucket_states import (
     Publication,
     PublicationEvent,
 )
-
-if TYPE_CHECKING:
-    from .executor import Executor
 
 
 class Writes(Enum):
@@ -215,6 +214,137 @@ class BucketPublication(StateMachine[Publication, PublicationEvent]):
         self.on(PublicationEvent.ARRIVE)
 
 
+@dataclass(frozen=True)
+class Arriving:
+    """A bucket's gradients on their way to the memory in which they wait."""
+
+    event: Event
+    """The end of the device's part."""
+    finish: Callable[[], None]
+    """Does the rest after ``event``: sums the parts that the device delivered."""
+
+
+class Executor(ABC):
+    """Receives the gradients of buckets, and runs the kernels of their updates."""
+
+    memory: kernels.Kernels
+    """The kernels of the executor's memory."""
+
+    # --- gradients -----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def receive(self, bucket: "LocalBucket", gradients: Mapping[int, Any]) -> Arriving | None:
+        """Start to reduce a bucket's gradients over the ranks, and to bring this process's shards to the memory in
+        which they wait.
+
+        Args:
+            gradients: device gradients, by parameter.
+
+        Returns:
+            The gradients in flight; None: they are there.
+        """
+
+    @abstractmethod
+    def allocate_sums(self, bucket: "LocalBucket") -> HostArray:
+        """Return new fp32 memory for the bucket's gradients, which the bucket keeps."""
+
+    @abstractmethod
+    def squares(self, bucket: "LocalBucket", pieces: np.ndarray) -> Callable[[], SumOfSquares]:
+        """Start to sum the squares of gradients that have landed. Return a function that waits for the sum.
+
+        Args:
+            pieces: bool[pieces]: sum only gradients of pieces for which this is True.
+        """
+
+    @abstractmethod
+    def read_gradient(self, bucket: "LocalBucket", i: int) -> np.ndarray | None:
+        """Return a copy of the gradient of piece ``i`` in fp32 on the host; None: this rank has none."""
+
+    @abstractmethod
+    def write_gradient(self, bucket: "LocalBucket", i: int, values: np.ndarray) -> None:
+        """Replace the gradient of piece ``i`` by fp32 values. The gradient has memory of its own from then on."""
+
+    @abstractmethod
+    def clear_gradient(self, bucket: "LocalBucket", i: int) -> None:
+        """Write zeros to the buffer of piece ``i``'s gradient."""
+
+    @abstractmethod
+    def arrays(self, tensors: Sequence[Any]) -> HostArrays:
+        """Return the memory of tensors that this executor's kernels read and write in place."""
+
+    @abstractmethod
+    def promote(self, bucket: "LocalBucket") -> HostArray:
+        """Return the bucket's gradient buffer, in fp32, so that gradients can be summed there. If the bucket has no
+        buffer, or one of another element type, allocate a private fp32 buffer and copy the gradients into it."""
+
+    @abstractmethod
+    def release(self, bucket: "LocalBucket") -> None:
+        """Free the device's memory for sums of the bucket's gradients. No gradient waits."""
+
+    @abstractmethod
+    def restore(self, bucket: "LocalBucket") -> None:
+        """Allocate the memory of :meth:`release` again."""
+
+    # --- updates -------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def output(self, bucket: "LocalBucket", after: Event) -> Any:
+        """Return the memory to which an update writes the bucket's parameters, from which :meth:`publish` sends them.
+
+        Args:
+            after: a mark of the device. The device's parameters are written after it.
+        """
+
+    @abstractmethod
+    def addresses(self, bucket: "LocalBucket", pieces: np.ndarray, tensors: Sequence[Any], out: Any) -> np.ndarray:
+        """Return the address to which each of these pieces of parameters is written.
+
+        Args:
+            pieces: the indices of the pieces in the bucket.
+            tensors: the device parameters.
+            out: the memory of :meth:`output`; None: the parameters where they are.
+        """
+
+    @abstractmethod
+    def end(self, bucket: "LocalBucket") -> Event:
+        """Return the event after which the kernels of the bucket's update have run."""
+
+    @abstractmethod
+    def publish(
+        self, bucket: "LocalBucket", out: Any, tensors: Sequence[Any], present: set[int], ran: Event, after: Event
+    ) -> Event:
+        """Start to write the parameters of :meth:`output` to every rank's parameters, and return the end.
+
+        Args:
+            present: the parameters to write.
+            ran: the event of :meth:`end`.
+            after: the mark that :meth:`output` got.
+        """
+
+    @abstractmethod
+    def in_place(self, bucket: "LocalBucket", pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
+        """Return the address of each piece's first element in its parameter's tensor, in this executor's memory.
+
+        Args:
+            pieces: the indices of the pieces in the bucket.
+            tensors: the tensors of all parameters.
+        """
+
+    # --- directions ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def new_direction(self, bucket: "LocalBucket") -> Direction:
+        """Return memory for the directions of the bucket's update."""
+
+    @abstractmethod
+    def transform(self, bucket: "LocalBucket", direction: Direction, params: frozenset[int]) -> Event:
+        """Start to compute with the whole matrices of these parameters, in the bucket's directions."""
+
+    @abstractmethod
+    def join(self, event: Event) -> None:  # waits
+        """Have later kernels run after an event."""
+
+
 @dataclass(eq=False)
 class LocalBucket:
     """A bucket in one process: the pieces that the process owns, their gradients, the state of the device parameters,
@@ -227,7 +357,7 @@ class LocalBucket:
     """The same pieces as a table."""
     rule: Rule
     """The update rule of the bucket's parameters."""
-    executor: "Executor"
+    executor: Executor
     """The memory in which the gradients wait and the states are updated, and the kernels there."""
     gradient: BucketGradient
     master: Master

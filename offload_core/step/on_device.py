@@ -2,7 +2,7 @@
 the sums of their squares do."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,21 +13,18 @@ from ..memory.host_memory import Lease
 from ..native import kernels
 from ..native.grad_norm import SumOfSquares
 from ..plans.terms import as_it_stays
-from .executor import Arriving, Executor
-from .local_bucket import Direction, LocalBucket
-
-if TYPE_CHECKING:
-    from .buckets import LocalBuckets
+from .executor import BaseExecutor, Surroundings
+from .local_bucket import Arriving, Direction, LocalBucket
 
 
-class OnDevice(Executor):
+class OnDevice(BaseExecutor):
     """Runs the kernels in the queue of the device.
 
     One rank: kernels read gradients and write parameters where they are. Among ranks, the device's exchange fills a
     shard of gradients, and gathers the parameters from a shard.
     """
 
-    def __init__(self, buckets: "LocalBuckets") -> None:
+    def __init__(self, buckets: Surroundings) -> None:
         super().__init__(buckets)
         self.memory = self._queue = self._device.queue()
 
@@ -36,9 +33,10 @@ class OnDevice(Executor):
     def receive(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving:
         if self._device.world_size == 1:
             self._queue.order(self._device.mark())
+            used = [*gradients.values(), bucket.gradient.arrays, bucket.gradient.buffer]
             if gradients:  # they may have been dropped
                 self.keep(bucket, gradients)
-            return Arriving(self._queue.mark([*gradients.values()]), lambda: None)
+            return Arriving(self._queue.mark(used), lambda: None)
         return self._exchange(bucket, gradients)
 
     def _exchange(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving:
@@ -55,7 +53,6 @@ class OnDevice(Executor):
 
         def finish() -> None:
             bucket.release()
-            self._queue.order(reduced)
             if not stays:
                 out, add = self.promote(bucket), gradient.has_landed
                 self._queue.reduce(received, arrival.parts, out, divisor=arrival.divisor, add=add)
@@ -75,6 +72,13 @@ class OnDevice(Executor):
 
     def allocate_sums(self, bucket: LocalBucket) -> HostArray:
         return self._new(bucket, FLOAT32)
+
+    def release(self, bucket: LocalBucket) -> None:
+        bucket.gradient.private = bucket.gradient.buffer = None
+
+    def restore(self, bucket: LocalBucket) -> None:
+        if self._buckets.terms.sums:
+            bucket.gradient.private = bucket.gradient.buffer = self.allocate_sums(bucket)
 
     def squares(self, bucket: LocalBucket, pieces: np.ndarray) -> Callable[[], SumOfSquares]:
         arrays, numels = bucket.gradient.arrays, bucket.table.numels
@@ -101,9 +105,16 @@ class OnDevice(Executor):
         return host
 
     def write_gradient(self, bucket: LocalBucket, i: int, values: np.ndarray) -> None:
+        gradient, piece = bucket.gradient, bucket.pieces[i]
         memory = self._new_piece(values.size)
         self._queue.to_device(values, memory.owner).wait()
-        bucket.gradient.hold(np.array([i]), HostArrays.columns([memory]))
+        held = gradient.piece(i, piece.numel)
+        if gradient.buffer is None or held is None or held.address != gradient.in_buffer().addresses[i]:
+            gradient.hold(np.array([i]), HostArrays.columns([memory]))
+            return
+        spans = kernels.spans_of([(memory.address, held.address, piece.numel)])
+        self._queue.cast(spans, FLOAT32, held.dtype)
+        self._queue.mark(memory)
 
     def clear_gradient(self, bucket: LocalBucket, i: int) -> None:
         gradient, piece = bucket.gradient, bucket.pieces[i]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ..device.events import Event
 from ..errors import StateError
 from ..support.threads import RUNNING_SECTIONS
@@ -121,14 +123,34 @@ class Parameters:
         if self.released:
             raise StateError(self._health.released)
 
-    def release(self, reason: str) -> None:
-        """Record that parameters lose their memory on the device. Call :meth:`flush` immediately before.
+    def copies_of_states(self) -> Mapping[int, np.ndarray]:
+        """Return copies in host memory of the states that are on the device, for :meth:`release`. Call :meth:`flush`
+        immediately before.
+
+        Raises:
+            HostMemoryError: there is no host memory for the copies.
+        """
+        return self._buckets.store.copies()
+
+    def release(self, reason: str, copies: Mapping[int, np.ndarray]) -> None:
+        """Record that parameters lose their memory on the device. States that are on the device lose theirs, too. No
+        parameter or state has changed since :meth:`copies_of_states`.
 
         Args:
             reason: the message of the :class:`StateError` that each use of parameters raises until :meth:`restore`.
+            copies: the return value of :meth:`copies_of_states`.
         """
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS
-        self._last_step.release(reason)
+        self._last_step.release(reason, copies)
+
+    def restore_states(self) -> None:
+        """Copy the states of :meth:`release` back to the device. Call this before :meth:`restore`.
+
+        Raises:
+            DeviceMemoryError: the device has too little memory. All is still released.
+        """
+        assert self._state_lock.changing.locked()
+        self._last_step.restore_states()
 
     def restore(self, tensors: Sequence[Any]) -> None:
         """Send all parameters. They have memory on the device again. Readers call :meth:`await_param` for each

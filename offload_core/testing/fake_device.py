@@ -18,8 +18,7 @@ import numpy as np
 
 from ..device.events import Done, Event
 from ..device.host import compute_in, fill
-from ..device.protocols import Copy, HostArray, HostArrays, Matrices
-from ..device.queue import DeviceQueue
+from ..device.protocols import Copy, DeviceQueue, HostArray, HostArrays, Matrices
 from ..dtypes import BY_NUMPY, FLOAT32, ElementType
 from ..memory.working_memory import unprotected
 from ..native import kernels
@@ -189,13 +188,14 @@ class FakeDevice:
         return Done() if computing is None or computing.done() else _LaneEvent(self, computing)
 
     def synchronize(self) -> None:  # waits
-        for way in ("to_host", "to_device", "updates"):
+        for way in ("to_host", "to_device"):
             self._lanes[way].submit(lambda: None).result()
+        self._lanes["updates"].submit(self._queue.recover).result()
 
-    def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None]) -> Event:
+    def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None], *, counts: bool = True) -> Event:
         asked = time.perf_counter()
         with self._lock:
-            number, self._copies = self._copies, self._copies + 1
+            number, self._copies = (self._copies, self._copies + 1) if counts else (None, self._copies)
             delay = self._random.uniform(0, self._max_delay)
         if self._bandwidth is not None:
             delay += n_bytes / self._bandwidth
@@ -213,13 +213,26 @@ class FakeDevice:
 
 
 class FakeQueue:
-    """The kernels of a fake device: the host's, which run late. A call that fails makes all later ones fail, until an
-    event has raised its error."""
+    """The kernels of a fake device: the host's, which run late. After a call that fails, no later one runs, and the
+    events of all raise its error, until the device is synchronized."""
 
     def __init__(self, device: FakeDevice) -> None:
         self._device = device
         self._failed: BaseException | None = None
+        self._until_failure: int | None = None
         self._used: deque[tuple[Event, object]] = deque()
+
+    def fail_after(self, updates: int | None) -> None:
+        """Let the update after ``updates`` more ones fail; None: no later update fails."""
+        self._until_failure = updates
+
+    def _may_run(self) -> None:
+        """Raise the error of the update that is to fail."""
+        if self._until_failure is not None:
+            self._until_failure -= 1
+            if self._until_failure < 0:
+                self._until_failure = None
+                raise OSError("fake device: an update failed as asked")
 
     def _submit(self, act: Callable[[], object], n_bytes: int = 0) -> Event:
         def run() -> None:
@@ -229,7 +242,7 @@ class FakeQueue:
                 except BaseException as error:
                     self._failed = error
 
-        return self._device._enqueue("updates", n_bytes, run)
+        return self._device._enqueue("updates", n_bytes, run, counts=False)
 
     def allocate(self, n_bytes: int) -> FakeTensor:
         return FakeTensor.at(np.zeros(n_bytes, np.uint8))
@@ -244,18 +257,32 @@ class FakeQueue:
         return HostArrays.columns(map(array, tensors))
 
     def order(self, after: Event) -> None:
+        if not isinstance(after, Done | _LaneEvent | _QueueEvent):
+            after.order()  # the device's computing waits, and so does the queue
+            after = self._device.mark()
         if not isinstance(after, Done):
             self._device._lanes["updates"].submit(after.wait)
 
     def mark(self, used: object = None) -> Event:
         while self._used and self._used[0][0].done():
             self._used.popleft()
-        event = _QueueEvent(self, self._submit(lambda: None))
+        event = _QueueEvent()
+        event.end = self._device._enqueue("updates", 0, lambda: setattr(event, "error", self._failed), counts=False)
         self._used.append((event, used))
         return event
 
+    def recover(self) -> None:
+        """Let later calls run again after one that failed."""
+        self._failed = None
+
     def update(self, segments: np.ndarray, scalars: np.ndarray, **kind: Any) -> None:
-        self._submit(partial(kernels.update, segments, scalars.copy(), **kind, threads=1))
+        update = partial(kernels.update, segments, scalars.copy(), **kind, threads=1)
+
+        def run() -> None:
+            self._may_run()
+            update()
+
+        self._submit(run)
 
     def accumulate(self, spans: np.ndarray, dtype: ElementType) -> None:
         self._submit(partial(kernels.accumulate, spans, dtype, threads=1))
@@ -302,21 +329,20 @@ class FakeQueue:
 class _QueueEvent:
     """The end of a queue's calls so far. Waiting raises the first error among them."""
 
-    def __init__(self, queue: FakeQueue, event: Event) -> None:
-        self._queue = queue
-        self._event = event
+    end: Event
+    error: BaseException | None = None
+    """The first error among the calls."""
 
     def wait(self) -> None:  # waits
-        self._event.wait()
-        if (error := self._queue._failed) is not None:
-            self._queue._failed = None
-            raise error
+        self.end.wait()
+        if self.error is not None:
+            raise self.error
 
     def order(self) -> None:  # waits
-        self._event.order()
+        self.end.order()
 
     def done(self) -> bool:
-        return self._event.done()
+        return self.end.done()
 
 
 def _element_type(memory: np.ndarray) -> ElementType:

@@ -52,10 +52,16 @@ MUTANTS = [
             "i = begin; i < end; i += OC_STATE_BLOCK)\n        update_block",
             "i = begin; i < begin; i += OC_STATE_BLOCK)\n        update_block",
         ),
+        ("norm misses its tail", "i < n; i++)\n        add_square", "i < n / 8 * 8; i++)\n        add_square"),
+        ("accumulation misses its tail", "i < n; i++)\n        accumulate", "i < n / 8 * 8; i++)\n        accumulate"),
+    ),
+    *mutants(
+        "arithmetic.h",
+        ("scalar",),
         (
             "tail skipped",
-            "k < n; k++) {\n        int64_t i = begin + k;\n        uint32_t bits",
-            "k < n / 8 * 8; k++) {\n        int64_t i = begin + k;\n        uint32_t bits",
+            "OC_EACH(k, n) {\n        int64_t i = begin + k;\n        uint32_t bits",
+            "OC_EACH(k, n / 8 * 8) {\n        int64_t i = begin + k;\n        uint32_t bits",
         ),
         ("torch: betas swapped", "v * k[ADAM_BETA2])", "v * k[ADAM_BETA1])"),
         ("optax: betas swapped", "+ k[ADAM_BETA1] * m", "+ k[ADAM_BETA2] * m"),
@@ -100,10 +106,8 @@ MUTANTS = [
         ("Adagrad, optax: the square is not rounded", ": g * g + *sum;", ": fmaf(g, g, *sum);"),
         ("Adagrad: eps is under the root", "(sqrtf(*sum) + eps)", "sqrtf(*sum + eps)"),
         ("Adagrad, optax: eps is beside the root", "1 / sqrtf(*sum + eps)", "1 / (sqrtf(*sum) + eps)"),
-        ("device parameter not written", "store(segment->param, kind->param_dtype, begin + k, p[k]);", ";"),
+        ("device parameter not written", "store(segment->param, kind->param_dtype, begin + k, p[OC_SLOT(k)]);", ";"),
         ("states not kept", "if (!kind->keep_states)", "if (1)"),
-        ("norm misses its tail", "i < n; i++) {\n        float x", "i < n / 8 * 8; i++) {\n        float x"),
-        ("accumulation misses its tail", "i < n; i++)\n        dst[i] =", "i < n / 8 * 8; i++)\n        dst[i] ="),
         ("bf16 truncates", "(bits + 0x7fff + ((bits >> 16) & 1)) >> 16", "bits >> 16"),
         ("bf16 ties go up", "0x7fff + ((bits >> 16) & 1)", "0x8000"),
         ("fp16 truncates", "magnitude += 0xfff + ((magnitude >> 13) & 1);", ";"),
@@ -111,8 +115,8 @@ MUTANTS = [
         ("elements are counted from the segment's first", "(uint64_t)(segment->start + i)", "(uint64_t)i"),
         ("half of the key is not used", " ^ (uint32_t)(key >> 32)", ""),
         ("bf16 is rounded to nearest", "(float_bits(x) + random) >> 16", "(float_bits(x) + 0x8000) >> 16"),
-        ("moments have the same random bits", "= j ? bits >> (32 - width) :", "="),
-        ("8-bit moments have the random bits of bf16", "moments[j].format == OC_FLOAT8 ? OC_DROPPED : 16", "16"),
+        ("moments have the same random bits", "return j ? bits >> (32 - width) :", "return"),
+        ("8-bit moments have the random bits of bf16", "format == OC_FLOAT8 ? OC_DROPPED : 16;", "16;"),
         ("a master has its moment's random bits", "bits * OC_HASH_MASTER >> 16", "bits & 0xffff"),
         ("8 bits truncate", "((bits + *random) >> OC_DROPPED)", "(bits >> OC_DROPPED)"),
         (
@@ -121,15 +125,20 @@ MUTANTS = [
             "magnitude < least ? least * 0.5f",
         ),
         ("8 bits lose the sign", "float_bits(x) >> 31 << 7", "0"),
-        ("the largest value has no sign to ignore", "float_bits(values[i]) & 0x7fffffff", "float_bits(values[i])"),
+        (
+            "the largest value has no sign to ignore",
+            "float_bits(values[OC_SLOT(k)]) & 0x7fffffff",
+            "float_bits(values[OC_SLOT(k)])",
+        ),
         (
             "a block with inf is not NaN",
             "scale == OC_NAN_SCALE)\n        return bits_float",
             "0)\n        return bits_float",
         ),
         ("scales have no least", "scale < OC_LEAST_SCALE ? OC_LEAST_SCALE : scale", "scale"),
-        ("a tie is not noted", "s->ties[i >> 3] |= tie;", ";"),
-        ("a tie is not forgotten", "s->ties[i >> 3] &= (uint8_t)~tie;", ";"),
+        ("a tie is not noted", " | (uint32_t)ties[j] << j;", ";"),
+        ("a tie is not forgotten", "(bits & ~(1u << j))", "bits"),
+        ("the bits after the last element change", "j < n && j < 8", "j < 8"),
         ("a tie was always rounded up", "(low == 0x8000 && tie)", "low == 0x8000"),
         ("a parameter is not its narrow master", "if (kind->master_format == OC_BFLOAT16)", "if (0)"),
     ),
@@ -347,7 +356,7 @@ MUTANTS = [
     *mutants(
         "sum_squares.h",
         INSTRUCTION_SETS,
-        ("norm misses the top digit", "digits[at + 2] += (int64_t)(shifted >> 64);", ";"),
+        ("norm misses the top digit", "digits[OC_DIGIT(at + 2)] += value >> 32 >> (32 - shift);", ";"),
         ("norm takes subnormals for normal", "(biased ? 0x800000 : 0)", "0x800000"),
     ),
     *mutants(
@@ -374,7 +383,8 @@ MUTANTS = [
 
 # How many mutants each source has; a row that is lost or dropped with a renamed file shows here.
 COUNTS = {
-    "kernels_scalar.c": 53,
+    "kernels_scalar.c": 3,
+    "arithmetic.h": 51,
     "kernels_simd.h": 22,
     "rule_adam.h": 7,
     "rule_sgd.h": 8,
@@ -424,8 +434,9 @@ def test_every_source_with_kernels_has_its_mutants():
     assert dict(Counter(mutant.file for mutant in MUTANTS)) == COUNTS
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS), "a mutant stands twice"
     assert set(COUNTS) == {path.name for path in C_SRC.glob("*.[ch]")} - {
-        *("api.h", "offload_core.h", "target.h"),  # hold no arithmetic
+        *("api.h", "offload_core.h", "portable.h", "target.h"),  # hold no arithmetic
         *("dispatch.c", "pool.c"),  # c_src/tests/test_kernels.c checks them
+        "device.h",  # tests/kernels/test_device_text.py checks it
     }
 
 

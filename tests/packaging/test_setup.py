@@ -50,6 +50,7 @@ def checkout(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "c_src" / "offload_core.h").write_text('#include <stdint.h>\n#include "api.h"\n')
+    (tmp_path / "c_src" / "device.h").write_text('#include "api.h"\n')
     (tmp_path / "c_src" / "a.c").write_text("int a;\n")
     return tmp_path
 

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from offload_core.config.options import OffloadConfig
-from offload_core.device.exchange_sizes import MeshSizes
-from offload_core.device.queue import NoQueue
+from offload_core.device.no_queue import NoQueue
 from offload_core.memory.host_memory import HostMemory
 from offload_core.plans.terms import BucketTerms
 from offload_core.states import STORES, Store
@@ -38,6 +37,7 @@ FOLDER = tempfile.gettempdir()
 STATES_ON_DISK = {"offload_optimizer": "nvme", "nvme_path": FOLDER, "nvme_host_bytes": 0}
 PARAMETERS_ON_DISK = {"stage": 3, "offload_param": "nvme", "param_persistence_threshold": 1, **STATES_ON_DISK}
 KEPT_BYTES = {"nvme": 0, "half nvme": 20_000}
+NO_QUEUE = NoQueue("there is no device")
 DEVICE_BYTES = {"device": None, "half device": 30_000}
 
 
@@ -101,7 +101,7 @@ def _patch_terms(patch: pytest.MonkeyPatch, budget: int | None) -> None:
 
     def began(self: BucketTerms, config: OffloadConfig, device: Any, **options: Any) -> None:
         begin(self, config, device, **options)
-        has_queue = not isinstance(getattr(device, "queue", None), NoQueue) and not isinstance(device.sizes, MeshSizes)
+        has_queue = not isinstance(getattr(device, "queue", NO_QUEUE), NoQueue)  # a plan without a device has none
         asked = config.offload_optimizer == "cpu" and config.device_states_bytes is None
         if asked and config.offload_param is None and has_queue and not device.addressable:
             self.tiered, self.device_budget = True, budget

@@ -18,8 +18,8 @@ import numpy as np
 
 from offload_core.device.events import Done, Event
 from offload_core.device.host import fill
+from offload_core.device.no_queue import NoQueue
 from offload_core.device.protocols import Copy, HostArray, HostArrays, Matrices
-from offload_core.device.queue import NoQueue
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import HostMemoryError
 from offload_core.layout.partition import ParamSpec, round_up

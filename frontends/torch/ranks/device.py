@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from offload_core.device.events import Done, Event
-from offload_core.device.protocols import Copy, HostArray, HostArrays, Matrices
-from offload_core.device.queue import DeviceQueue, NoQueue
+from offload_core.device.no_queue import NoQueue
+from offload_core.device.protocols import Copy, DeviceQueue, HostArray, HostArrays, Matrices
 from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
@@ -133,7 +133,7 @@ class HostTorchDevice(TorchDevice):
     pinning = None
 
     def queue(self) -> DeviceQueue:
-        return NoQueue("its memory is the host's")()
+        raise NoQueue("its memory is the host's").error
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         return nullcontext(_AtOnce())

@@ -1,23 +1,21 @@
 """Drivers of torch's devices, and the pinning of host memory for them. Only this module names vendors."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, fields
+from functools import cache, partial
 
 import numpy as np
 import torch
 
-from offload_core.errors import ConfigError, HostMemoryError
+from offload_core.device.no_queue import NoQueue
+from offload_core.errors import HostMemoryError, KernelError
 from offload_core.memory.pinning import Cuda, Driver, Hip, Pinning, Registered
+from offload_core.native.device_code import DeviceCode
 
 from .queue import Launcher
 
 REGISTERED: dict[str, Registered] = {}
 """The registration of host memory for types of devices whose driver offers it; tests add theirs."""
-
-
-LAUNCHERS: dict[str, Callable[[torch.device, torch.Stream], Launcher]] = {}
-"""The launchers of kernels for types of devices, by torch's names; tests add theirs."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +47,47 @@ def launcher_for(device: torch.device, stream: torch.Stream) -> Launcher:
     """Return the launcher of the kernels in a stream of a device.
 
     Raises:
-        ConfigError: there is none for devices of this type.
+        ConfigError: there is none for devices of this type, or no compiler for its kernels.
     """
     if device.type not in LAUNCHERS:
-        raise ConfigError(
-            f"states cannot be kept on {device}: the kernels of updates are compiled for CUDA and ROCm devices; "
-            "expected offload_optimizer='cpu' or 'nvme', and no device_states_bytes"
-        )
-    return LAUNCHERS[device.type](device, stream)
+        raise NoQueue(f"the kernels of updates are compiled for CUDA and ROCm devices, and this is {device}").error
+    try:
+        return LAUNCHERS[device.type](device, stream)
+    except KernelError as error:
+        raise NoQueue(f"its kernels cannot be compiled ({error})").error from None
+
+
+@dataclass(frozen=True)
+class _DriverLauncher:
+    """The kernels that a vendor's compiler makes, in one stream. Its attributes are :class:`Launcher`'s methods."""
+
+    update: Callable[..., None]
+    sum_squares: Callable[..., None]
+    accumulate: Callable[..., None]
+    cast: Callable[..., None]
+    reduce: Callable[..., None]
+
+
+def _driver_launcher(device: torch.device, stream: torch.Stream) -> Launcher:
+    code = _code_of(drivers_of(device)[0])
+    handle = torch.cuda.Stream(
+        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+    ).cuda_stream
+    names = (field.name for field in fields(_DriverLauncher))
+    return _DriverLauncher(*(partial(getattr(code, name), stream=handle) for name in names))
+
+
+@cache
+def _code_of(driver: Driver) -> DeviceCode:
+    """One object for each device: kernels are compiled once."""
+    return DeviceCode(driver)
+
+
+LAUNCHERS: dict[str, Callable[[torch.device, torch.Stream], Launcher]] = {"cuda": _driver_launcher}
+"""The launchers of kernels for types of devices, by torch's names; tests add theirs."""
 
 
 @cache
 def _drivers(number: int) -> Sequence[Driver]:
     """One object for each device: engines see by it that their memory is pinned in one way."""
-    return (Hip() if torch.version.hip else Cuda(number),)
+    return (Hip(device=number) if torch.version.hip else Cuda(number),)

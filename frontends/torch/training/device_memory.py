@@ -302,13 +302,15 @@ class DeviceMemory:
                 slot.local.stay(leaving)  # the flush has written it, and it may be used while others are released
             for event in [self._world.to_host(copies, host) for copies, host in self._chunks(copied)]:
                 event.wait()
+            states = self._parameters.copies_of_states()
             self._place.synchronize()
 
         @torch.no_grad()  # in the section's own thread
         def section() -> None:
             self._parameters.release(
                 "released parameters have no memory on the device; expected engine.restore() (or optimizer.restore()) "
-                "before they are used: while they are released, only what reads states works, as saves do"
+                "before they are used: while they are released, only what reads states works, as saves do",
+                states,
             )
             self._memories.clear()
             self._memories.update({memory.storage._cdata: memory for memory in memories})
@@ -319,9 +321,12 @@ class DeviceMemory:
             uninterrupted(section)
         finally:  # a section of its own: a signal handler that reads while the first one runs ends before memory goes
             uninterrupted(self._free)
+        of_states = sum(copy.nbytes for copy in states.values())
         after, given_back = self._place.allocator(emptied=True), sum(memory.given_back for memory in memories)
         n_copied = sum(memory.n_bytes for memory in copied)
-        return ReleaseReport(given_back, n_copied, _pair(before, after, 0), _pair(before, after, 1))
+        return ReleaseReport(
+            given_back + of_states, n_copied + of_states, _pair(before, after, 0), _pair(before, after, 1)
+        )
 
     def _await_others(self, memories: Iterable[_Memory]) -> None:
         """Wait until other engines have restored the tensors in these storages that they use, too, because the copies
@@ -493,14 +498,15 @@ class DeviceMemory:
             for memory in self._memories.values():
                 done.append(memory)
                 memory.take()
+            self._parameters.restore_states()
         except BaseException as error:
             for memory in done:
                 memory.free()
-            if not isinstance(error, RuntimeError):
+            if not isinstance(error, RuntimeError | DeviceMemoryError):
                 raise
             raise DeviceMemoryError(self._no_room(error)) from error
 
-    def _no_room(self, error: RuntimeError) -> str:
+    def _no_room(self, error: Exception) -> str:
         needed = Counter[str]()
         for memory in self._memories.values():
             needed[memory.kind] += memory.n_bytes
