@@ -13,11 +13,12 @@ from ..disk.folders import free_bytes
 from ..dtypes import ElementType
 from ..layout.partition import ParamSpec
 from ..memory.host_memory import available_bytes
-from ..memory.plan import DEVICE, MemoryPlan, PlanRow
+from ..memory.plan import DEVICE, HOST, MemoryPlan, PlanRow
 from ..plans.at_once import rows_at_once
-from ..plans.planner import FOLDER, Planner, Traffic, fill_host_memory
+from ..plans.planner import FOLDER, Planner, Traffic, fill_device_memory, fill_host_memory
 from ..plans.prediction import Blocks, Speeds, StepTime, predict
 from ..plans.terms import BucketTerms
+from ..rules import MASTER, RULES
 from ..step.loss_scale import LossScaler
 from ..support.processors import default_threads
 from .jax_shapes import MeshPart
@@ -27,6 +28,7 @@ from .model_shapes import Shapes, specs_of
 TIERS: dict[str, tuple[tuple[int, str | None], ...]] = {
     "cpu": ((1, None), (2, None), (3, None), (3, "cpu")),
     "nvme": ((1, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")),
+    "none": ((1, None), (2, None), (3, None)),
 }
 """By ``offload_optimizer``, the fastest first: ``stage`` and ``offload_param``."""
 _OF_DISK = ("nvme_path", "nvme_host_bytes", "disk_memory", "disk_bandwidth")
@@ -44,7 +46,10 @@ FIELDS = (
     "momentum",
     "activation_memory",
     "host_activation_memory",
+    "device_states_bytes",
 )
+_STATES = {MASTER, *(state.name for rule in RULES.values() for state in rule.every_state)}
+"""The names of states in plans."""
 
 
 @dataclass(frozen=True)
@@ -95,13 +100,20 @@ class Tier:
 
     @property
     def name(self) -> str:
-        disk = ", nvme" if self.about.get("offload_optimizer") == "nvme" else ""
+        disk = {"nvme": ", nvme", None: ", on the device"}.get(self.about.get("offload_optimizer", "cpu"), "")
         if self.about.get("offload_param") == "nvme":
             disk = ""  # states are there, too
         if "donate" in self.about:
             return ("update(grads, donate=True)" if self.about["donate"] else "update(grads)") + disk
         stage, tier = self.about["stage"], self.about["offload_param"]
         return f"stage {stage}" + (f", offload_param={tier!r}" if tier else "") + disk
+
+    @property
+    def states(self) -> dict[str, int]:
+        """The bytes of states by their place."""
+        places = (DEVICE, HOST, *self.plan.elsewhere)
+        rows = [row for row in self.plan.rows if row.what in _STATES]
+        return {where: sum(row.n_bytes for row in rows if row.where == where) for where in places}
 
     @property
     def fits(self) -> bool:
@@ -130,7 +142,7 @@ class Asked:
         self.devices = self.part.devices if self.in_jax else 1
         """Those of a process."""
         self.stores = (
-            (args.offload_optimizer,) if args.offload_optimizer else tuple(TIERS) if disk_options(args) else ("cpu",)
+            (args.offload_optimizer,) if args.offload_optimizer else ("cpu", "nvme") if disk_options(args) else ("cpu",)
         )
         self.disk: int | None = args.disk_memory
         """Bytes free on the disks of a machine; None: unknown."""
@@ -141,7 +153,7 @@ class Asked:
             if disk_bandwidth is None:
                 disk_bandwidth = measure_disk(args.nvme_path).both
         dram = args.dram_bandwidth or measure_bandwidths(default_threads()).dram
-        self.speeds = Speeds(dram, args.link_bandwidth, args.flops, disk_bandwidth)
+        self.speeds = Speeds(dram, args.link_bandwidth, args.flops, disk_bandwidth, args.device_bandwidth)
 
     def tiers(self, stores: Sequence[str] | None = None, **fields: Any) -> list[Tier]:
         """Plan each tier with these settings.
@@ -162,6 +174,7 @@ class Asked:
             if self.args.stage in (None, stage)
             and self.args.offload_param in (None, place or "none")
             and not (place == "nvme" and self.args.schedule == "delayed")
+            and not (place and asks_device(self.args))
         ]
 
     def _plan_torch(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> Tier:
@@ -220,7 +233,8 @@ class Asked:
         inputs: Inputs | None = None,
     ) -> Tier:
         on_host = 0 if inputs is None else inputs.on_host
-        plan = fill_host_memory(planner, make_plan(), make_plan, self.host // self.processes)
+        plan = fill_device_memory(planner, make_plan(), make_plan, specs, self.device_memory)
+        plan = fill_host_memory(planner, plan, make_plan, self.host // self.processes)
         step = predict(
             planner,
             specs,
@@ -237,9 +251,9 @@ class Asked:
         disk = None
         if store == "nvme" and not self.frozen:
             written = self.processes * traffic.disk_write
-            a_day = None if step.disk is None else written * _DAY / step.seconds
+            a_day = None if step.disk is None else written * _DAY / step.seconds if written else 0.0
             disk = Disk(traffic.disk_read, traffic.disk_write, a_day)
-        about = {**about, "offload_optimizer": store}
+        about = {**about, "offload_optimizer": None if store == "none" else store}
         flops, working = planner.matrix_flops(specs), planner.terms.working_sizes(planner.terms.kinds(specs))
         return Tier(about, plan, missing, step, traffic, flops, disk, working, self.frozen, inputs)
 
@@ -254,7 +268,14 @@ def _config(args: argparse.Namespace, store: str, **about: Any) -> OffloadConfig
     if store == "nvme":
         folders = tuple(args.nvme_path or (FOLDER,))
         given |= {"offload_optimizer": store, "nvme_path": folders, "nvme_host_bytes": args.nvme_host_bytes}
+    if store == "none":
+        given |= {"offload_optimizer": None}
     return OffloadConfig(param_dtype=args.param_dtype, **about, **given)
+
+
+def asks_device(args: argparse.Namespace) -> bool:
+    """True if states on the device were asked for."""
+    return args.offload_optimizer == "none" or args.device_states_bytes not in (None, 0)
 
 
 def disk_options(args: argparse.Namespace) -> list[str]:

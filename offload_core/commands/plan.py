@@ -4,9 +4,10 @@ import argparse
 import json
 import math
 import string
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -20,11 +21,11 @@ from ..memory.host_memory import format_bytes
 from ..memory.plan import DEVICE, DISK, GRADIENTS, HOST, format_table
 from ..plans.phases import Member, Phase, phases
 from ..plans.planner import NARROWER
-from ..plans.prediction import Blocks
+from ..plans.prediction import Blocks, StepTime
 from ..plans.terms import GRADIENTS_ON_HOST
 from ..rules import RULES
-from ..support.units import count, mesh, rate, size, size_or_0
-from .compare import FIELDS, TIERS, Asked, Tier, disk_options
+from ..support.units import bytes_or_share, count, mesh, rate, size, size_or_0
+from .compare import FIELDS, TIERS, Asked, Tier, asks_device, disk_options
 from .model_shapes import GPTS, LEAST, MOST, GPTConfig, Shapes, gpt_of, shapes_of
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
@@ -92,8 +93,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--offload-optimizer",
         choices=tuple(TIERS),
-        help="ask for states in host memory, or on a disk, alone (default: in host memory; then, if an option of disks "
-        "is given, on a disk)",
+        help="ask for states in host memory, on a disk, or (none) on the device, alone (default: in host memory; then, "
+        "if an option of disks is given, on a disk)",
+    )
+    add(
+        "--device-states-bytes",
+        type=bytes_or_share,
+        metavar="SIZE|SHARE|auto",
+        help="as OffloadConfig.device_states_bytes: of each device's memory for states, such as 8GB, 0.25 or auto",
     )
     add(
         "--nvme-path",
@@ -159,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--momentum", type=float, metavar="X", help="of sgd; its state needs memory unless it is 0 (default: 0)")
     add("--dram-bandwidth", type=rate, metavar="RATE", help="of a machine, bytes a second (default: measured here)")
     add("--link-bandwidth", type=rate, metavar="RATE", help="between host and each device, each way")
+    add("--device-bandwidth", type=rate, metavar="RATE", help="of each device's memory, which updates the states there")
     add("--flops", type=count, metavar="N", help="operations a second that each device reaches, such as 50T")
     add(
         "--tokens",
@@ -219,6 +227,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_heading(args, asked, f"{what}: {numel:,} parameters")
         print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}\n")
+        if asks_device(args):
+            print(f"{_places_table(tiers)}\n")
         if disk_table := _disk_table(tiers):
             print(f"{disk_table}\n")
         print(_format_table(formats))
@@ -290,8 +300,12 @@ def _check(args: argparse.Namespace) -> None:
             )
     elif args.mesh:
         raise ConfigError("--mesh is JAX's; expected --frontend jax beside it, or --world-size")
-    if args.offload_optimizer == "cpu" and (given := disk_options(args)):
-        raise ConfigError(f"{given[0]} is of --offload-optimizer nvme; expected no --offload-optimizer cpu beside it")
+    if args.offload_optimizer in ("cpu", "none") and (given := disk_options(args)):
+        raise ConfigError(
+            f"{given[0]} is of --offload-optimizer nvme; expected no --offload-optimizer {args.offload_optimizer} "
+            "beside it"
+        )
+    _check_device_tier(args)
     check_folders(args.nvme_path or ())
     if args.offload_param in ("cpu", "nvme") and args.stage not in (None, 3):
         raise ConfigError(f"--offload-param {args.offload_param} is of stage 3; expected no --stage {args.stage}")
@@ -301,6 +315,40 @@ def _check(args: argparse.Namespace) -> None:
         )
     if args.offload_param == "nvme" and args.schedule == "delayed":
         raise ConfigError("--offload-param nvme cannot have --schedule delayed; expected overlap or serial")
+
+
+def _check_device_tier(args: argparse.Namespace) -> None:
+    """Check what is asked for states in the device's memory."""
+    if args.device_bandwidth and not asks_device(args):
+        raise ConfigError(
+            "--device-bandwidth is of states on the device; expected --device-states-bytes or --offload-optimizer none "
+            "beside it"
+        )
+    if not asks_device(args):
+        return
+    option = "--device-states-bytes" if args.offload_optimizer != "none" else "--offload-optimizer none"
+    if args.offload_optimizer == "none" and args.device_states_bytes is not None:
+        raise ConfigError(
+            "--device-states-bytes beside --offload-optimizer none, with which all states are on the device; expected "
+            "one of them"
+        )
+    if args.device != "cuda":
+        raise ConfigError(
+            f"{option} is of CUDA and ROCm devices, for which the kernels of updates are compiled; expected --device "
+            f"cuda, and got {args.device}"
+        )
+    if args.frontend == "jax":
+        raise ConfigError(f"{option} is torch's: arrays of JAX cannot be written in place; expected --frontend torch")
+    if args.offload_param in ("cpu", "nvme"):
+        raise ConfigError(
+            f"{option} beside --offload-param {args.offload_param}: parameters would leave a device that has memory "
+            "for their states; expected one of them"
+        )
+    if args.device_states_bytes == "auto" and not (args.device_memory and args.activation_memory):
+        raise ConfigError(
+            "--device-states-bytes auto is what is free beside activations; expected --device-memory and "
+            "--activation-memory beside it"
+        )
 
 
 _Model = tuple[str, Shapes, ElementType | dict[str, ElementType], Blocks | None]
@@ -443,7 +491,10 @@ def _print_heading(args: argparse.Namespace, asked: Asked, model: str) -> None:
     print(f"memory: host {format_bytes(asked.host)} a machine, device {device}; parameters are {in_types}")
     speeds = asked.speeds
     link = _or(speeds.link, lambda link: f"{link / 1e9:.1f} GB/s each way", "not known")
-    print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({_source(args.dram_bandwidth)}), link {link}")
+    memory = ""
+    if asks_device(args):
+        memory = _or(speeds.device, lambda device: f", device {device / 1e9:.1f} GB/s", ", device not known")
+    print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({_source(args.dram_bandwidth)}), link {link}{memory}")
     if "nvme" in asked.stores:
         disk = _or(speeds.disk, lambda disk: f"{disk / 1e9:.1f} GB/s ({_source(args.disk_bandwidth)})", "not known")
         free = _or(asked.disk, lambda free: f"{format_bytes(free)} free on a machine", "free space not known")
@@ -482,20 +533,39 @@ def _fits(tier: Tier, *, beside_disk: bool) -> str:
 def _format_table(formats: Mapping[str, Sequence[Tier]]) -> str:
     """Return a table of the bytes that other formats of states need, in the tier that needs the least host memory.
 
-    Where all tiers have states on a disk, it is the tier that needs the least of the disk.
+    Where all tiers have states on a disk, it is the tier that needs the least of the disk, and where all have all of
+    them on the device, the tier that needs the least of the device.
     """
+    every = [tier for tiers in formats.values() for tier in tiers]
+    n_bytes: Callable[[Tier], int] = attrgetter("plan.host_bytes")
+    seconds, names = attrgetter("step.update"), ("host, at least", "update, by bytes")
+    if all(tier.disk for tier in every):
+        n_bytes, seconds, names = _on_a_disk, attrgetter("step.disk"), ("disk, at least", "disk, by bytes")
+    elif all(tier.about["offload_optimizer"] is None for tier in every):
+        n_bytes, seconds = attrgetter("plan.device_bytes"), attrgetter("step.on_device")
+        names = ("device, at least", "update, by bytes")
     lines = []
-    on_disk = all(tier.disk for tiers in formats.values() for tier in tiers)
     for setting, tiers in formats.items():
-        least = min(tiers, key=_on_a_disk if on_disk else lambda tier: tier.plan.host_bytes)
+        least = min(tiers, key=n_bytes)
         fitting = [tier.name for tier in tiers if tier.fits]
         fits = "nowhere" if not fitting else "everywhere" if len(fitting) == len(tiers) else "; ".join(fitting)
-        n_bytes, seconds = (
-            (_on_a_disk(least), least.step.disk) if on_disk else (least.plan.host_bytes, least.step.update)
-        )
-        lines.append([setting, format_bytes(n_bytes), _seconds(seconds), fits])
-    names = ("disk, at least", "disk, by bytes") if on_disk else ("host, at least", "update, by bytes")
+        lines.append([setting, format_bytes(n_bytes(least)), _seconds(seconds(least)), fits])
     return format_table(lines, ["states (docs/formats.md)", *names, "fits"])
+
+
+def _places_table(tiers: Sequence[Tier]) -> str:
+    """Return a table of the states in each place, and of the bytes that the device's link carries."""
+    places = dict.fromkeys(where for tier in tiers for where in tier.states)
+    lines = [
+        [tier.name, *(format_bytes(tier.states.get(where, 0)) for where in places), f"{_link_bytes(tier):.2f} B"]
+        for tier in tiers
+    ]
+    return format_table(lines, ["states", *places, "link, a parameter"])
+
+
+def _link_bytes(tier: Tier) -> float:
+    """Return the bytes that cross the device's link both ways in a step, for each parameter."""
+    return (tier.traffic.to_host + tier.traffic.to_device) / max(tier.plan.numel, 1)
 
 
 def _on_a_disk(tier: Tier) -> int:
@@ -538,15 +608,16 @@ def _on_disk(asked: Asked, tiers: Sequence[Tier]) -> list[str]:
 
 
 def _time_table(tiers: Sequence[Tier]) -> str:
-    lines = [
-        [
-            tier.name,
-            _step(tier),
-            *map(_seconds, (tier.step.update, tier.step.to_host, tier.step.to_device, tier.step.compute)),
-        ]
-        for tier in tiers
-    ]
-    return format_table(lines, ["time", "step", "of it: update", "to host", "to device", "compute"])
+    columns: dict[str, Callable[[StepTime], float | None]] = {
+        "of it: update": attrgetter("update"),
+        "to host": attrgetter("to_host"),
+        "to device": attrgetter("to_device"),
+        "compute": attrgetter("compute"),
+    }
+    if any(tier.step.on_device != 0.0 for tier in tiers):
+        columns |= {"update on it": attrgetter("on_device")}
+    lines = [[tier.name, _step(tier), *(_seconds(of(tier.step)) for of in columns.values())] for tier in tiers]
+    return format_table(lines, ["time", "step", *columns])
 
 
 def _micro_batch_lines(loop: Tier, asked: Asked) -> list[str]:
@@ -609,6 +680,7 @@ def _faster(loop: Tier, asked: Asked) -> str:
         options = {
             "--link-bandwidth": step.to_host is None or step.to_device is None,
             "--disk-bandwidth": step.disk is None,
+            "--device-bandwidth": step.on_device is None,
             "--flops": args.flops is None,
             "--tokens": args.tokens is None,
         }
@@ -675,8 +747,10 @@ def _as_json(tier: Tier) -> dict[str, Any]:
         "host_bytes": tier.plan.host_bytes,
         "device_bytes": tier.plan.device_bytes,
         "disk_bytes": _on_a_disk(tier),
+        "states": tier.states,
+        "link_bytes": tier.traffic.to_host + tier.traffic.to_device,
         "rows": [
-            {k: v for k, v in asdict(row).items() if k not in ("passing", "brief")}
+            {k: v for k, v in asdict(row).items() if k not in ("passing", "brief", "leaves")}
             for row in tier.plan.rows
             if row.n_bytes
         ],
