@@ -4,35 +4,29 @@ import argparse
 import json
 import math
 import string
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from ..config.options import OffloadConfig
 from ..config.state_formats import SHORT_NAMES
-from ..device.exchange_sizes import REFUSED_DEVICES, planned_device, planned_jax_device
-from ..disk.folders import check_folders, free_bytes
+from ..device.exchange_sizes import REFUSED_DEVICES
+from ..disk.folders import check_folders
 from ..dtypes import BFLOAT16, BY_NAME, ElementType
 from ..errors import ConfigError
-from ..layout.partition import ParamSpec
-from ..memory.host_memory import available_bytes, format_bytes
-from ..memory.plan import DEVICE, DISK, GRADIENTS, HOST, MemoryPlan, PlanRow, format_table
-from ..plans.at_once import rows_at_once
+from ..memory.host_memory import format_bytes
+from ..memory.plan import DEVICE, DISK, GRADIENTS, HOST, format_table
 from ..plans.phases import Member, Phase, phases
-from ..plans.planner import FOLDER, NARROWER, Planner, Traffic, fill_host_memory
-from ..plans.prediction import Blocks, Speeds, StepTime, predict
-from ..plans.terms import GRADIENTS_ON_HOST, BucketTerms
+from ..plans.planner import NARROWER
+from ..plans.prediction import Blocks, StepTime
+from ..plans.terms import GRADIENTS_ON_HOST
 from ..rules import RULES
-from ..step.loss_scale import LossScaler
-from ..support.processors import default_threads
-from ..support.units import count, mesh, rate, size, size_or_0
-from .jax_shapes import MeshPart
-from .machine import measure_bandwidths, measure_disk
-from .model_shapes import GPTS, LEAST, MOST, GPTConfig, Shapes, gpt_of, shapes_of, specs_of
+from ..support.units import bytes_or_share, count, mesh, rate, size, size_or_0
+from .compare import FIELDS, TIERS, Asked, Tier, asks_device, disk_options
+from .model_shapes import GPTS, LEAST, MOST, GPTConfig, Shapes, gpt_of, shapes_of
 
 HELP = "what training a model takes on host and device in each stage, whether it fits, and the time of a step"
 EXAMPLE = """example: does a 7 B model train on a GPU of 24 GB?
@@ -54,27 +48,6 @@ _LETTERS = string.ascii_uppercase
 """The names of several models."""
 _COLUMNS = 100
 """The most columns of the output."""
-_TIERS: dict[str, tuple[tuple[int, str | None], ...]] = {
-    "cpu": ((1, None), (2, None), (3, None), (3, "cpu")),
-    "nvme": ((1, None), (2, None), (3, None), (3, "cpu"), (3, "nvme")),
-}
-"""By ``offload_optimizer``, the fastest first: ``stage`` and ``offload_param``."""
-_OF_DISK = ("nvme_path", "nvme_host_bytes", "disk_memory", "disk_bandwidth")
-_DAY = 24 * 60 * 60
-_FIELDS = (
-    "reduce_bucket_size",
-    "gradient_accumulation_steps",
-    "max_live_parameters",
-    "layerwise",
-    "schedule",
-    "update_in_backward",
-    "state_format",
-    "master_dtype",
-    "optimizer",
-    "momentum",
-    "activation_memory",
-    "host_activation_memory",
-)
 _FORMATS: dict[str, dict[str, Any]] = {"state_format='fp32'": {"state_format": "fp32", "master_dtype": None}} | NARROWER
 
 
@@ -119,9 +92,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--offload-param", choices=("cpu", "nvme", "none"), help="ask for this tier of stage 3 alone")
     add(
         "--offload-optimizer",
-        choices=tuple(_TIERS),
-        help="ask for states in host memory, or on a disk, alone (default: in host memory; then, if an option of disks "
-        "is given, on a disk)",
+        choices=tuple(TIERS),
+        help="ask for states in host memory, on a disk, or (none) on the device, alone (default: in host memory; then, "
+        "if an option of disks is given, on a disk)",
+    )
+    add(
+        "--device-states-bytes",
+        type=bytes_or_share,
+        metavar="SIZE|SHARE|auto",
+        help="as OffloadConfig.device_states_bytes: of each device's memory for states, such as 8GB, 0.25 or auto",
     )
     add(
         "--nvme-path",
@@ -165,7 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="of each rank: activations that wait on the host (save_on_cpu); else it is not counted",
     )
-    for name in _FIELDS[:3]:
+    for name in FIELDS[:3]:
         add(f"--{name.replace('_', '-')}", type=count, metavar="N", help=f"as OffloadConfig.{name}")
     add(
         "--micro-batches",
@@ -187,6 +166,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--momentum", type=float, metavar="X", help="of sgd; its state needs memory unless it is 0 (default: 0)")
     add("--dram-bandwidth", type=rate, metavar="RATE", help="of a machine, bytes a second (default: measured here)")
     add("--link-bandwidth", type=rate, metavar="RATE", help="between host and each device, each way")
+    add("--device-bandwidth", type=rate, metavar="RATE", help="of each device's memory, which updates the states there")
     add("--flops", type=count, metavar="N", help="operations a second that each device reaches, such as 50T")
     add(
         "--tokens",
@@ -197,67 +177,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--activation-checkpointing", action="store_true", help="activations are computed again in backward")
     add("--json", action="store_true", help="print one JSON object; sizes in bytes, times in seconds")
-
-
-@dataclass(frozen=True)
-class _Disk:
-    """Bytes that a process's states move to and from a disk in each step."""
-
-    read: float
-    written: float
-    a_day: float | None
-    """Bytes written by all processes of a machine in a day of such steps; None: the disk's bandwidth is unknown."""
-
-
-@dataclass(frozen=True)
-class _Inputs:
-    """Bytes of blocks' inputs that wait for backward on one rank, in ``engine.accumulate()``."""
-
-    on_host: int
-    on_device: int
-
-    @property
-    def n_bytes(self) -> int:
-        return self.on_host + self.on_device
-
-
-@dataclass(frozen=True)
-class _Tier:
-    """The plan for one stage; in JAX for one way to give gradients."""
-
-    about: dict[str, Any]
-    """The settings of the plan."""
-    plan: MemoryPlan
-    missing: dict[str, int]
-    step: StepTime
-    traffic: Traffic
-    """The bytes that a rank moves in a step."""
-    matrix_flops: list[int]
-    """The multiplications of each rank with matrices."""
-    disk: _Disk | None = None
-    """None: no states are on a disk."""
-    working: Mapping[bool, Counter[int]] = field(default_factory=dict)
-    """As :attr:`Member.working`."""
-    frozen: bool = False
-    """True if the model is not trained."""
-    inputs: _Inputs | None = None
-    """None: unknown, or micro-batches pass the model one after the other."""
-    accumulate: "_Tier | None" = None
-    """The plan of the same tier with ``engine.accumulate()``; None: it was not asked for."""
-
-    @property
-    def name(self) -> str:
-        disk = ", nvme" if self.about.get("offload_optimizer") == "nvme" else ""
-        if self.about.get("offload_param") == "nvme":
-            disk = ""  # states are there, too
-        if "donate" in self.about:
-            return ("update(grads, donate=True)" if self.about["donate"] else "update(grads)") + disk
-        stage, tier = self.about["stage"], self.about["offload_param"]
-        return f"stage {stage}" + (f", offload_param={tier!r}" if tier else "") + disk
-
-    @property
-    def fits(self) -> bool:
-        return not self.missing
 
 
 def _path_or_count(text: str) -> Path | int:
@@ -271,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
     if len(models) > 1:
         return _run_several(args, models)
     [(what, shapes, dtypes, blocks)] = models
-    asked = _Asked(args, shapes, dtypes, blocks)
+    asked = Asked(args, shapes, dtypes, blocks)
     tiers = asked.tiers()
     if args.micro_batches:
         layerwise = asked.tiers(layerwise=True)
@@ -308,6 +227,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print_heading(args, asked, f"{what}: {numel:,} parameters")
         print(f"{_memory_table(tiers)}\n\n{_time_table(tiers)}\n")
+        if asks_device(args):
+            print(f"{_places_table(tiers)}\n")
         if disk_table := _disk_table(tiers):
             print(f"{disk_table}\n")
         print(_format_table(formats))
@@ -325,155 +246,6 @@ def run(args: argparse.Namespace) -> int:
             for line in [*lines, *_on_disk(asked, tiers)]:
                 print(fill(line, _COLUMNS, subsequent_indent="    ", break_on_hyphens=False))
     return 0 if fitting else 1
-
-
-class _Asked:
-    """The machine and the model that were asked for, and the plans of their tiers."""
-
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        shapes: Shapes,
-        dtypes: ElementType | dict[str, ElementType],
-        blocks: Blocks | None = None,
-        *,
-        frozen: bool = False,
-    ) -> None:
-        self.args, self.shapes, self.dtypes, self.frozen = args, shapes, dtypes, frozen
-        self.blocks = blocks
-        self.processes: int = args.local_world_size or args.world_size
-        """Those of a machine."""
-        self.host: int = available_bytes() if args.host_memory is None else args.host_memory
-        self.in_jax = args.frontend == "jax"
-        self.part = MeshPart(args.mesh or (args.world_size,), args.world_size)
-        self.devices = self.part.devices if self.in_jax else 1
-        """Those of a process."""
-        self.stores = (
-            (args.offload_optimizer,) if args.offload_optimizer else tuple(_TIERS) if _disk_options(args) else ("cpu",)
-        )
-        self.disk: int | None = args.disk_memory
-        """Bytes free on the disks of a machine; None: unknown."""
-        disk_bandwidth = args.disk_bandwidth
-        if args.nvme_path and "nvme" in self.stores:
-            if self.disk is None:
-                self.disk = free_bytes(args.nvme_path)
-            if disk_bandwidth is None:
-                disk_bandwidth = measure_disk(args.nvme_path).both
-        dram = args.dram_bandwidth or measure_bandwidths(default_threads()).dram
-        self.speeds = Speeds(dram, args.link_bandwidth, args.flops, disk_bandwidth)
-
-    def tiers(self, stores: Sequence[str] | None = None, **fields: Any) -> list[_Tier]:
-        """Plan each tier with these settings.
-
-        Args:
-            stores: values of ``offload_optimizer``, in the order of the tiers; None: those that were asked for.
-        """
-        args = argparse.Namespace(**vars(self.args) | fields)
-        plan = self._plan_jax if self.in_jax else self._plan_torch
-        return [plan(args, store, about) for store in stores or self.stores for about in self._tiers_of(store)]
-
-    def _tiers_of(self, store: str) -> list[dict[str, Any]]:
-        if self.in_jax:
-            return [{"donate": True}, {"donate": False}]
-        return [
-            {"stage": stage, "offload_param": place}
-            for stage, place in _TIERS[store]
-            if self.args.stage in (None, stage)
-            and self.args.offload_param in (None, place or "none")
-            and not (place == "nvme" and self.args.schedule == "delayed")
-        ]
-
-    def _plan_torch(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
-        config = _config(args, store, **about)
-        on_host = args.device == "cpu"
-        specs = specs_of(self.shapes, self.dtypes, config, args.world_size)
-        scaled = LossScaler.of(config, [spec.dtype for spec in specs]) is not None
-        terms = BucketTerms(config, planned_device(args.world_size, addressable=on_host), scaled=scaled)
-        planner = self._planner(terms, store)
-        if self.frozen:
-            return self._tier(args, about, store, planner, [], lambda: planner.plan([], frozen=specs))
-        inputs = self._inputs(config)
-        if inputs is None:
-            return self._tier(args, about, store, planner, specs, lambda: planner.plan(specs))
-        row = PlanRow("inputs of blocks", DEVICE, inputs.on_device, "host_activation_memory")
-
-        def plan() -> MemoryPlan:
-            made = planner.plan(specs)
-            return replace(made, rows=(*made.rows, row))
-
-        return self._tier(args, about, store, planner, specs, plan, inputs)
-
-    def _inputs(self, config: OffloadConfig) -> _Inputs | None:
-        """Return the inputs of blocks that wait; None: they are unknown, or none wait."""
-        tokens, own = self.args.tokens, self.dtypes
-        if not config.layerwise or self.blocks is None or tokens is None or not isinstance(own, ElementType):
-            return None
-        n_bytes = self.blocks.input_bytes(tokens, config.target_dtype or own)
-        on_host = min(n_bytes, config.host_activation_memory)
-        return _Inputs(on_host, n_bytes - on_host)
-
-    def _plan_jax(self, args: argparse.Namespace, store: str, about: dict[str, Any]) -> _Tier:
-        config = _config(args, store)
-        on_host = args.device == "cpu"
-        terms = BucketTerms(config, planned_jax_device(on_host=on_host))
-        planner = self._planner(terms, store)
-        specs, arrays = self.part.specs_of(self.shapes, self.dtypes, config, on_host=on_host)
-
-        def plan() -> MemoryPlan:
-            rows = rows_at_once(terms, specs, arrays, on_host=on_host, donate=about["donate"])
-            return planner.plan_with(rows, specs, devices=self.devices, shared=on_host)
-
-        return self._tier(args, about, store, planner, specs, plan)
-
-    def _planner(self, terms: BucketTerms, store: str) -> Planner:
-        return Planner(terms, free_elsewhere={terms.store_kind.place: self.disk} if store == "nvme" else None)
-
-    def _tier(
-        self,
-        args: argparse.Namespace,
-        about: dict[str, Any],
-        store: str,
-        planner: Planner,
-        specs: Sequence[ParamSpec],
-        make_plan: Callable[[], MemoryPlan],
-        inputs: _Inputs | None = None,
-    ) -> _Tier:
-        on_host = 0 if inputs is None else inputs.on_host
-        plan = fill_host_memory(planner, make_plan(), make_plan, self.host // self.processes)
-        step = predict(
-            planner,
-            specs,
-            self.speeds,
-            processes=self.processes,
-            devices=self.devices,
-            numel=sum(map(math.prod, self.shapes.values())) if self.in_jax else None,
-            tokens=args.tokens,
-            checkpointing=args.activation_checkpointing,
-            inputs=on_host,
-        )
-        traffic, _ = planner.traffic(specs, inputs=on_host)
-        missing = plan.missing(self.host, self.device_memory, processes=self.processes)
-        disk = None
-        if store == "nvme" and not self.frozen:
-            written = self.processes * traffic.disk_write
-            a_day = None if step.disk is None else written * _DAY / step.seconds
-            disk = _Disk(traffic.disk_read, traffic.disk_write, a_day)
-        about = {**about, "offload_optimizer": store}
-        flops, working = planner.matrix_flops(specs), planner.terms.working_sizes(specs, planner.allocated.device_budget)
-        return _Tier(about, plan, missing, step, traffic, flops, disk, working, self.frozen, inputs)
-
-    @property
-    def device_memory(self) -> int | None:
-        """The memory of a process's devices; None: unknown."""
-        return None if self.args.device_memory is None else self.devices * self.args.device_memory
-
-
-def _config(args: argparse.Namespace, store: str, **about: Any) -> OffloadConfig:
-    given = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
-    if store == "nvme":
-        folders = tuple(args.nvme_path or (FOLDER,))
-        given |= {"offload_optimizer": store, "nvme_path": folders, "nvme_host_bytes": args.nvme_host_bytes}
-    return OffloadConfig(param_dtype=args.param_dtype, **about, **given)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -528,8 +300,12 @@ def _check(args: argparse.Namespace) -> None:
             )
     elif args.mesh:
         raise ConfigError("--mesh is JAX's; expected --frontend jax beside it, or --world-size")
-    if args.offload_optimizer == "cpu" and (given := _disk_options(args)):
-        raise ConfigError(f"{given[0]} is of --offload-optimizer nvme; expected no --offload-optimizer cpu beside it")
+    if args.offload_optimizer in ("cpu", "none") and (given := disk_options(args)):
+        raise ConfigError(
+            f"{given[0]} is of --offload-optimizer nvme; expected no --offload-optimizer {args.offload_optimizer} "
+            "beside it"
+        )
+    _check_device_tier(args)
     check_folders(args.nvme_path or ())
     if args.offload_param in ("cpu", "nvme") and args.stage not in (None, 3):
         raise ConfigError(f"--offload-param {args.offload_param} is of stage 3; expected no --stage {args.stage}")
@@ -541,9 +317,38 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError("--offload-param nvme cannot have --schedule delayed; expected overlap or serial")
 
 
-def _disk_options(args: argparse.Namespace) -> list[str]:
-    """The options of disks that were given."""
-    return [f"--{name.replace('_', '-')}" for name in _OF_DISK if getattr(args, name) is not None]
+def _check_device_tier(args: argparse.Namespace) -> None:
+    """Check what is asked for states in the device's memory."""
+    if args.device_bandwidth and not asks_device(args):
+        raise ConfigError(
+            "--device-bandwidth is of states on the device; expected --device-states-bytes or --offload-optimizer none "
+            "beside it"
+        )
+    if not asks_device(args):
+        return
+    option = "--device-states-bytes" if args.offload_optimizer != "none" else "--offload-optimizer none"
+    if args.offload_optimizer == "none" and args.device_states_bytes is not None:
+        raise ConfigError(
+            "--device-states-bytes beside --offload-optimizer none, with which all states are on the device; expected "
+            "one of them"
+        )
+    if args.device != "cuda":
+        raise ConfigError(
+            f"{option} is of CUDA and ROCm devices, for which the kernels of updates are compiled; expected --device "
+            f"cuda, and got {args.device}"
+        )
+    if args.frontend == "jax":
+        raise ConfigError(f"{option} is torch's: arrays of JAX cannot be written in place; expected --frontend torch")
+    if args.offload_param in ("cpu", "nvme"):
+        raise ConfigError(
+            f"{option} beside --offload-param {args.offload_param}: parameters would leave a device that has memory "
+            "for their states; expected one of them"
+        )
+    if args.device_states_bytes == "auto" and not (args.device_memory and args.activation_memory):
+        raise ConfigError(
+            "--device-states-bytes auto is what is free beside activations; expected --device-memory and "
+            "--activation-memory beside it"
+        )
 
 
 _Model = tuple[str, Shapes, ElementType | dict[str, ElementType], Blocks | None]
@@ -574,14 +379,14 @@ class _Planned:
 
     name: str
     what: str
-    asked: "_Asked"
-    tiers: Sequence[_Tier]
+    asked: Asked
+    tiers: Sequence[Tier]
 
     @property
     def numel(self) -> int:
         return sum(map(math.prod, self.asked.shapes.values()))
 
-    def in_tier(self, tier: _Tier) -> Member:
+    def in_tier(self, tier: Tier) -> Member:
         return Member(self.name, tier.plan, tier.working, self.asked.frozen)
 
 
@@ -589,7 +394,7 @@ class _Planned:
 class _Turns:
     """The phases of several models in one tier, and the places in which each has too little."""
 
-    tier: _Tier
+    tier: Tier
     phases: Sequence[Phase]
     missing: Sequence[Sequence[str]]
 
@@ -603,11 +408,11 @@ class _Turns:
 def _run_several(args: argparse.Namespace, models: Sequence[_Model]) -> int:
     """Plan models whose engines have the device in turn. Return 0 if they fit in a tier, else 1."""
     n_trained = len(models) - len(args.frozen)
-    if args.nvme_host_bytes is None and (args.offload_optimizer == "nvme" or _disk_options(args)):
+    if args.nvme_host_bytes is None and (args.offload_optimizer == "nvme" or disk_options(args)):
         args.nvme_host_bytes = 0  # else the first one would take what is free
     planned: list[_Planned] = []
     for number, (what, shapes, dtypes, _) in enumerate(models):
-        asked = _Asked(args, shapes, dtypes, frozen=number >= n_trained)
+        asked = Asked(args, shapes, dtypes, frozen=number >= n_trained)
         planned.append(_Planned(_LETTERS[number], what, asked, asked.tiers()))
         args = argparse.Namespace(**{**vars(args), "dram_bandwidth": planned[0].asked.speeds.dram})  # measured once
     first = planned[0].asked
@@ -676,7 +481,7 @@ def _lacking(places: Sequence[str]) -> str:
     return f"no: too little {' and '.join(places)}" if places else "yes"
 
 
-def _print_heading(args: argparse.Namespace, asked: _Asked, model: str) -> None:
+def _print_heading(args: argparse.Namespace, asked: Asked, model: str) -> None:
     """Print what was asked for: the model, its ranks, memory and speeds."""
     ranks = f"process(es) of {asked.devices} device(s)" if asked.in_jax else "rank(s)"
     kinds = [asked.dtypes] if isinstance(asked.dtypes, ElementType) else asked.dtypes.values()
@@ -686,7 +491,10 @@ def _print_heading(args: argparse.Namespace, asked: _Asked, model: str) -> None:
     print(f"memory: host {format_bytes(asked.host)} a machine, device {device}; parameters are {in_types}")
     speeds = asked.speeds
     link = _or(speeds.link, lambda link: f"{link / 1e9:.1f} GB/s each way", "not known")
-    print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({_source(args.dram_bandwidth)}), link {link}")
+    memory = ""
+    if asks_device(args):
+        memory = _or(speeds.device, lambda device: f", device {device / 1e9:.1f} GB/s", ", device not known")
+    print(f"bandwidth: host {speeds.dram / 1e9:.1f} GB/s ({_source(args.dram_bandwidth)}), link {link}{memory}")
     if "nvme" in asked.stores:
         disk = _or(speeds.disk, lambda disk: f"{disk / 1e9:.1f} GB/s ({_source(args.disk_bandwidth)})", "not known")
         free = _or(asked.disk, lambda free: f"{format_bytes(free)} free on a machine", "free space not known")
@@ -701,7 +509,7 @@ def _source(given: float | None) -> str:
     return "measured here" if given is None else "as given"
 
 
-def _memory_table(tiers: Sequence[_Tier]) -> str:
+def _memory_table(tiers: Sequence[Tier]) -> str:
     places = [HOST, DEVICE, *dict.fromkeys(where for tier in tiers for where in tier.plan.elsewhere)]
     lines = [
         [
@@ -714,7 +522,7 @@ def _memory_table(tiers: Sequence[_Tier]) -> str:
     return format_table(lines, ["memory", *places, "fits"])
 
 
-def _fits(tier: _Tier, *, beside_disk: bool) -> str:
+def _fits(tier: Tier, *, beside_disk: bool) -> str:
     if tier.fits:
         return "yes"
     if beside_disk:  # whose column takes the place
@@ -722,31 +530,50 @@ def _fits(tier: _Tier, *, beside_disk: bool) -> str:
     return f"no: too little {' and '.join(tier.missing)} memory"
 
 
-def _format_table(formats: Mapping[str, Sequence[_Tier]]) -> str:
+def _format_table(formats: Mapping[str, Sequence[Tier]]) -> str:
     """Return a table of the bytes that other formats of states need, in the tier that needs the least host memory.
 
-    Where all tiers have states on a disk, it is the tier that needs the least of the disk.
+    Where all tiers have states on a disk, it is the tier that needs the least of the disk, and where all have all of
+    them on the device, the tier that needs the least of the device.
     """
+    every = [tier for tiers in formats.values() for tier in tiers]
+    n_bytes: Callable[[Tier], int] = attrgetter("plan.host_bytes")
+    seconds, names = attrgetter("step.update"), ("host, at least", "update, by bytes")
+    if all(tier.disk for tier in every):
+        n_bytes, seconds, names = _on_a_disk, attrgetter("step.disk"), ("disk, at least", "disk, by bytes")
+    elif all(tier.about["offload_optimizer"] is None for tier in every):
+        n_bytes, seconds = attrgetter("plan.device_bytes"), attrgetter("step.on_device")
+        names = ("device, at least", "update, by bytes")
     lines = []
-    on_disk = all(tier.disk for tiers in formats.values() for tier in tiers)
     for setting, tiers in formats.items():
-        least = min(tiers, key=_on_a_disk if on_disk else lambda tier: tier.plan.host_bytes)
+        least = min(tiers, key=n_bytes)
         fitting = [tier.name for tier in tiers if tier.fits]
         fits = "nowhere" if not fitting else "everywhere" if len(fitting) == len(tiers) else "; ".join(fitting)
-        n_bytes, seconds = (
-            (_on_a_disk(least), least.step.disk) if on_disk else (least.plan.host_bytes, least.step.update)
-        )
-        lines.append([setting, format_bytes(n_bytes), _seconds(seconds), fits])
-    names = ("disk, at least", "disk, by bytes") if on_disk else ("host, at least", "update, by bytes")
+        lines.append([setting, format_bytes(n_bytes(least)), _seconds(seconds(least)), fits])
     return format_table(lines, ["states (docs/formats.md)", *names, "fits"])
 
 
-def _on_a_disk(tier: _Tier) -> int:
+def _places_table(tiers: Sequence[Tier]) -> str:
+    """Return a table of the states in each place, and of the bytes that the device's link carries."""
+    places = dict.fromkeys(where for tier in tiers for where in tier.states)
+    lines = [
+        [tier.name, *(format_bytes(tier.states.get(where, 0)) for where in places), f"{_link_bytes(tier):.2f} B"]
+        for tier in tiers
+    ]
+    return format_table(lines, ["states", *places, "link, a parameter"])
+
+
+def _link_bytes(tier: Tier) -> float:
+    """Return the bytes that cross the device's link both ways in a step, for each parameter."""
+    return (tier.traffic.to_host + tier.traffic.to_device) / max(tier.plan.numel, 1)
+
+
+def _on_a_disk(tier: Tier) -> int:
     """The bytes of the tier that are neither the host's nor the device's."""
     return sum(map(tier.plan.bytes_in, tier.plan.elsewhere))
 
 
-def _disk_table(tiers: Sequence[_Tier]) -> str:
+def _disk_table(tiers: Sequence[Tier]) -> str:
     """Return a table of the disk's part in a step; empty if no states are on one."""
     lines = [
         [
@@ -767,7 +594,7 @@ def _disk_table(tiers: Sequence[_Tier]) -> str:
     return format_table(lines, header) if lines else ""
 
 
-def _on_disk(asked: _Asked, tiers: Sequence[_Tier]) -> list[str]:
+def _on_disk(asked: Asked, tiers: Sequence[Tier]) -> list[str]:
     """Say in which tier the model fits if its states are on a disk, which was not asked for; no line if in none."""
     if any(tier.disk for tier in tiers) or asked.args.offload_optimizer:
         return []
@@ -780,19 +607,20 @@ def _on_disk(asked: _Asked, tiers: Sequence[_Tier]) -> list[str]:
     return []
 
 
-def _time_table(tiers: Sequence[_Tier]) -> str:
-    lines = [
-        [
-            tier.name,
-            _step(tier),
-            *map(_seconds, (tier.step.update, tier.step.to_host, tier.step.to_device, tier.step.compute)),
-        ]
-        for tier in tiers
-    ]
-    return format_table(lines, ["time", "step", "of it: update", "to host", "to device", "compute"])
+def _time_table(tiers: Sequence[Tier]) -> str:
+    columns: dict[str, Callable[[StepTime], float | None]] = {
+        "of it: update": attrgetter("update"),
+        "to host": attrgetter("to_host"),
+        "to device": attrgetter("to_device"),
+        "compute": attrgetter("compute"),
+    }
+    if any(tier.step.on_device != 0.0 for tier in tiers):
+        columns |= {"update on it": attrgetter("on_device")}
+    lines = [[tier.name, _step(tier), *(_seconds(of(tier.step)) for of in columns.values())] for tier in tiers]
+    return format_table(lines, ["time", "step", *columns])
 
 
-def _micro_batch_lines(loop: _Tier, asked: _Asked) -> list[str]:
+def _micro_batch_lines(loop: Tier, asked: Asked) -> list[str]:
     """Return lines that compare a loop over micro-batches with ``engine.accumulate()``; none if neither fits, or if
     the comparison was not asked for."""
     whole = loop.accumulate
@@ -818,7 +646,7 @@ def _micro_batch_lines(loop: _Tier, asked: _Asked) -> list[str]:
     return ["", table, *(fill(line, _COLUMNS, subsequent_indent="  ", break_on_hyphens=False) for line in lines)]
 
 
-def _host_gradients(tier: _Tier) -> int:
+def _host_gradients(tier: Tier) -> int:
     """Return the bytes of gradients in host memory, with those of a device whose memory is the host's."""
     rows = [
         row for row in tier.plan.rows if row.what == GRADIENTS_ON_HOST or (tier.plan.shared and row.what == GRADIENTS)
@@ -826,7 +654,7 @@ def _host_gradients(tier: _Tier) -> int:
     return sum(row.n_bytes for row in rows)
 
 
-def _to_host(tier: _Tier, asked: _Asked) -> str:
+def _to_host(tier: Tier, asked: Asked) -> str:
     """Name the setting that moves the inputs of blocks to the host, if the device has too little memory for them but
     enough for all else; else empty."""
     device, inputs = asked.device_memory, tier.inputs
@@ -837,7 +665,7 @@ def _to_host(tier: _Tier, asked: _Asked) -> str:
     return f"; with host_activation_memory={inputs.n_bytes} they wait on the host"
 
 
-def _factor(loop: _Tier) -> float | None:
+def _factor(loop: Tier) -> float | None:
     """Return how many times as fast ``engine.accumulate()`` is as the loop; None: unknown."""
     whole = loop.accumulate
     if whole is None or not (loop.step.is_known and whole.step.is_known):
@@ -845,13 +673,14 @@ def _factor(loop: _Tier) -> float | None:
     return loop.step.seconds / whole.step.seconds
 
 
-def _faster(loop: _Tier, asked: _Asked) -> str:
+def _faster(loop: Tier, asked: Asked) -> str:
     factor = _factor(loop)
     if factor is None:
         step, args = loop.step, asked.args
         options = {
             "--link-bandwidth": step.to_host is None or step.to_device is None,
             "--disk-bandwidth": step.disk is None,
+            "--device-bandwidth": step.on_device is None,
             "--flops": args.flops is None,
             "--tokens": args.tokens is None,
         }
@@ -864,7 +693,7 @@ def _faster(loop: _Tier, asked: _Asked) -> str:
     return f"{fast} is {max(factor, 1 / factor):.2f} times as fast as {slow}{exchange}"
 
 
-def _matrix_flops(tier: _Tier) -> str:
+def _matrix_flops(tier: Tier) -> str:
     """Say how the work with matrices is spread over the ranks; empty if there is none."""
     most, mean = max(tier.matrix_flops), sum(tier.matrix_flops) / len(tier.matrix_flops)
     if not most:
@@ -874,21 +703,21 @@ def _matrix_flops(tier: _Tier) -> str:
     return f"matrices: {2 * most:.3g} operations a step on a rank, in bfloat16{share}"
 
 
-def _alike(tiers: Sequence[_Tier]) -> list[list[_Tier]]:
+def _alike(tiers: Sequence[Tier]) -> list[list[Tier]]:
     """Join tiers with equal needs: on one rank stages differ only by name."""
-    found: dict[tuple, list[_Tier]] = {}
+    found: dict[tuple, list[Tier]] = {}
     for tier in tiers:
         found.setdefault(tuple((row.what, row.n_bytes) for row in tier.plan.rows), []).append(tier)
     return list(found.values())
 
 
-def _short(tier: _Tier, where: str, asked: _Asked) -> str:
+def _short(tier: Tier, where: str, asked: Asked) -> str:
     has = tier.plan.free(where, asked.host, asked.device_memory)
     what = f"{where} {'memory' if where in (HOST, DEVICE) else 'space'}"
     return f"{format_bytes(tier.missing[where])} of {what}, of {format_bytes(has or 0)}: {tier.plan.largest(where)}"
 
 
-def _step(tier: _Tier) -> str:
+def _step(tier: Tier) -> str:
     return "at least " * (not tier.step.is_known) + _seconds(tier.step.seconds)
 
 
@@ -900,7 +729,7 @@ def _or(value: Any, to_text: Any, otherwise: str) -> str:
     return otherwise if value is None else to_text(value)
 
 
-def _in_short(tier: _Tier) -> dict[str, Any]:
+def _in_short(tier: Tier) -> dict[str, Any]:
     return {
         **tier.about,
         "fits": tier.fits,
@@ -910,7 +739,7 @@ def _in_short(tier: _Tier) -> dict[str, Any]:
     }
 
 
-def _as_json(tier: _Tier) -> dict[str, Any]:
+def _as_json(tier: Tier) -> dict[str, Any]:
     return {
         **tier.about,
         "fits": tier.fits,
@@ -918,8 +747,10 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
         "host_bytes": tier.plan.host_bytes,
         "device_bytes": tier.plan.device_bytes,
         "disk_bytes": _on_a_disk(tier),
+        "states": tier.states,
+        "link_bytes": tier.traffic.to_host + tier.traffic.to_device,
         "rows": [
-            {k: v for k, v in asdict(row).items() if k not in ("passing", "brief")}
+            {k: v for k, v in asdict(row).items() if k not in ("passing", "brief", "leaves")}
             for row in tier.plan.rows
             if row.n_bytes
         ],
@@ -930,7 +761,7 @@ def _as_json(tier: _Tier) -> dict[str, Any]:
     }
 
 
-def _comparison_as_json(loop: _Tier, whole: _Tier) -> dict[str, Any]:
+def _comparison_as_json(loop: Tier, whole: Tier) -> dict[str, Any]:
     return {
         "faster_by": _factor(loop),
         "inputs": whole.inputs and {**asdict(whole.inputs), "bytes": whole.inputs.n_bytes},

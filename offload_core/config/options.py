@@ -2,8 +2,10 @@
 
 import difflib
 import math
+import operator
 import os
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Unpack
 
@@ -62,6 +64,7 @@ _ARGUMENTS = {
         "expected a scheduler of torch on engine.optimizer, a function of the number of updates as lr=..., or a "
         "`scheduler` section in a DeepSpeed configuration",
     ),
+    "optimizer_offload_fraction": "expected device_states_bytes=1.0 less this fraction, as a float",
     "training_data": "expected a data loader of your own",
     "mpu": "expected process_group=..., the ranks that share the states",
 }
@@ -238,11 +241,12 @@ class OffloadConfig:
     """The place of master weights and moments: ``"cpu"``, host memory; ``"nvme"``: files in ``nvme_path``, of which a
     few buckets are in host memory at a time; or None: the device's memory, where the device updates them
     (docs/tiers.md). The bits are the same."""
-    device_states_bytes: int | str | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
+    device_states_bytes: int | float | str | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
     """The bytes of each device's memory that states may take, beside ``offload_optimizer="cpu"`` or ``"nvme"``: those
     of whole buckets, beginning with the buckets that forward needs first. The device updates them, and their gradients
-    do not leave it. ``"auto"``: what is free at ``wrap`` beside ``activation_memory``, less a reserve. None: 0. On the
-    CPU, where the device's memory is the host's, it changes nothing (docs/tiers.md)."""
+    do not leave it. An integer is a number of bytes. A float from 0 to 1 is a share of the bytes of all states: 0.25
+    is a quarter, and 1.0 all; 1 is one byte. ``"auto"``: what is free at ``wrap`` beside ``activation_memory``, less a
+    reserve. None: 0. On the CPU, where the device's memory is the host's, it changes nothing (docs/tiers.md)."""
     nvme_path: str | tuple[str, ...] | None = field(default=None, kw_only=True, metadata=_MAY_DIFFER)
     """``offload_optimizer="nvme"``: the folder for scratch files, on a disk of this machine; several folders, one of
     each disk, share the states. The folders must exist. The files have no names, so that the end of the process frees
@@ -385,12 +389,9 @@ class OffloadConfig:
 
     def _check_device_tier(self) -> None:
         there = self.device_states_bytes
-        if there is not None and there != "auto":
-            if isinstance(there, str):
-                raise ConfigError(
-                    f"device_states_bytes: got {checks.shown(there)}, expected a number of bytes, 'auto' or None"
-                )
-            checks.integer("device_states_bytes", there, least=0)
+        if not checks.is_in(there, (None, "auto")):
+            there = _bytes_or_share(there)
+            object.__setattr__(self, "device_states_bytes", there)
         if there is not None and self.offload_optimizer is None:
             raise ConfigError(
                 f"device_states_bytes={checks.shown(there)} beside offload_optimizer=None, with which all states are "
@@ -614,6 +615,21 @@ def _folders(given: Any) -> tuple[str, ...]:
             raise ConfigError(f"nvme_path: got {checks.shown(name)} twice, expected each folder once")
         names.append(name)
     return tuple(names)
+
+
+def _bytes_or_share(given: Any) -> int | float:
+    """The value of ``device_states_bytes`` as bytes (an int) or as a share of all states (a float). Raises
+    :class:`ConfigError`."""
+    value: int | float = -1
+    for convert in (float, operator.index) if not isinstance(given, str | bool | np.bool_) else ():
+        with suppress(Exception):  # an array of several elements raises its library's own error
+            value = convert(given)
+    if not 0 <= value <= (1 if isinstance(value, float) else checks.LARGEST):
+        raise ConfigError(
+            f"device_states_bytes: got {checks.shown(given)}, expected an integer, which is a number of bytes, a float "
+            "from 0.0 to 1.0, which is a share of all states, 'auto' or None"
+        )
+    return value
 
 
 def _check_group_of(where: str, optimizer: str, group: Any) -> None:

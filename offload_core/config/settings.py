@@ -59,7 +59,7 @@ class SettingsButLr(TypedDict, total=False):
     delay_warmup_steps: int
     update_in_backward: bool
     offload_optimizer: str | None
-    device_states_bytes: int | str | None
+    device_states_bytes: int | float | str | None
     offload_param: str | None
     nvme_path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
     nvme_host_bytes: int | None

@@ -60,6 +60,12 @@ def number(name: str, value: Any) -> float:
     return value
 
 
+def share(name: str, value: Any) -> float:
+    """A number from 0 to 1."""
+    checks.number(name, value, least=0.0, most=1.0)
+    return value
+
+
 def integer(least: int) -> Convert:
     """A converter that also takes floats without a fraction, such as JSON's 5e8."""
 
@@ -155,14 +161,18 @@ _QUANTIZED = "nothing is quantized on its way"
 _DEVICES = one_of("none", "cpu", "nvme")
 
 _OFFLOAD_OPTIMIZER: dict[str, Key] = {
-    "device": _sets(_DEVICES, '`offload_optimizer`: `"cpu"` or `"nvme"`, in any stage; `"none"` is listed as ignored'),
+    "device": _sets(
+        _DEVICES,
+        '`offload_optimizer`: `"cpu"` or `"nvme"`, in any stage; `"none"`, which a section without it means, is None: '
+        "states are on the device",
+    ),
     "nvme_path": _sets(folder, "`nvme_path`; two folders if `offload_param` names another one"),
     "pin_memory": _sets(boolean, "`pin_memory`"),
     "buffer_count": _ignored("the states of four buckets of `reduce_bucket_size` are in host memory at a time", None),
     "pipeline_read": _ALWAYS_ON,
     "pipeline_write": _ALWAYS_ON,
     "fast_init": _ignored("there is one way to write the first states"),
-    "ratio": _ignored("no states are on the device", 1),
+    "ratio": _sets(share, "`device_states_bytes`, as a share: 1 less this ratio, of the bytes of states"),
     "super_offload": _ignored("`schedule` says what overlaps"),
     "cpuadam_cores_perc": _ignored("`num_threads` says how many threads update"),
 }

@@ -32,6 +32,8 @@ _NARROW = {
     "bf16_optimizer_states": ("state_format", "bf16"),
 }
 """Keys of ``bf16`` that ask for narrow states, and the fields that do."""
+_PLACES = {None: "cpu", "none": None, "cpu": "cpu", "nvme": "nvme"}
+"""The values of ``offload_optimizer``, by DeepSpeed's ``offload_optimizer.device``; None: there is no such section."""
 _LONGEST_FILE = 2**20
 _NAMED = 5
 OWN_LR = 1e-3
@@ -403,12 +405,15 @@ class _Translation:
         """Translate the places of states and of parameters."""
         states = self._device(given, "offload_optimizer", "cpu_offload")
         params = self._device(given, "offload_param", "cpu_offload_param")
+        param_tier = self.overrides.get("offload_param", None if params == "none" else params)
+        if states == "none" and param_tier is not None:
+            if "offload_optimizer" not in self.overrides:
+                self.ignored["zero_optimization.offload_optimizer"] = "states are on the host where parameters are"
+            states = "cpu"
         taken = {
-            "offload_optimizer": self.overrides.get("offload_optimizer", "nvme" if states == "nvme" else "cpu"),
-            "offload_param": self.overrides.get("offload_param", None if params == "none" else params),
+            "offload_optimizer": self.overrides.get("offload_optimizer", _PLACES[states]),
+            "offload_param": param_tier,
         }
-        if states == "none" and taken["offload_optimizer"] == "cpu":
-            self.ignored["zero_optimization.offload_optimizer"] = "optimizer states are always in host memory"
         if params in ("cpu", "nvme"):
             if stage != 3 and "offload_param" not in self.overrides:
                 got = self.overrides.get("stage", given.get("stage", "left out"))
@@ -424,9 +429,29 @@ class _Translation:
                     "offload_param.device 'cpu' (beside the configuration, offload_param='cpu')"
                 )
             self.fields["offload_param"] = params
-        if states == "nvme":
-            self.fields["offload_optimizer"] = "nvme"
+        if states in ("none", "nvme"):
+            self.fields["offload_optimizer"] = _PLACES[states]
+        self._share(given, taken)
         self._folders(given, taken)
+
+    def _share(self, given: Mapping[str, Any], taken: Mapping[str, Any]) -> None:
+        """Translate Twin-Flow's ``ratio``, the share of the parameters that the host updates.
+
+        Args:
+            taken: as in :meth:`_folders`.
+        """
+        ratio = given.get("offload_optimizer", {}).get("ratio", 1)
+        if ratio == 1:
+            return
+        why = None
+        if taken["offload_optimizer"] is None:
+            why = "all states are on the device"
+        elif taken["offload_param"] is not None:
+            why = "states are on the host where parameters are"
+        if why is None:
+            self.fields["device_states_bytes"] = round(1.0 - ratio, 12)
+        else:
+            self.ignored["zero_optimization.offload_optimizer.ratio"] = why
 
     def _device(self, given: Mapping[str, Any], name: str, old: str) -> str | None:
         """The device in one of the two sections, or in its old spelling; None if both are missing."""

@@ -29,6 +29,8 @@ FROZEN_SHARDS = "frozen parameters"
 """The label of parameters that lie on disk without states."""
 PARAMETERS_ON_WAY = "parameters on their way"
 """The label of host memory for parameters on their way from disk to the device."""
+SHARE = "device_states_bytes"
+"""The setting that says which states are on the device."""
 _NAMED = 3
 """The number of consumers that an error names."""
 
@@ -81,14 +83,14 @@ class ArrayBytes:
         return cls(params, n_bytes, sum(once) if on_host else n_bytes, n_bytes)
 
 
-class DiskSetting(NamedTuple):
-    """Settings that keep all states on a disk, and maybe parameters."""
+class Elsewhere(NamedTuple):
+    """Settings that keep states, and maybe parameters, on the device or on a disk."""
 
     setting: str
     saved: int
     """The bytes of the host that it saves."""
     n_bytes: int
-    """The bytes that it takes on the disk."""
+    """The bytes that it takes on the device, or on the disk."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,9 @@ class MemoryPlan:
     """Bytes of the device that the model takes now; the plan's rows replace them."""
     savings: tuple[tuple[str, int], ...] = ()
     """Settings that store states in fewer bytes, and the bytes that each would save on the host, least first."""
-    on_disk: tuple[DiskSetting, ...] = ()
+    on_device: tuple[Elsewhere, ...] = ()
+    """The settings that move states from the host to the device, least first; empty: some are there, or none can be."""
+    on_disk: tuple[Elsewhere, ...] = ()
     """The settings that move states, or more, to a disk, least first; empty: they are there."""
     free_elsewhere: Mapping[str, int | None] = field(default_factory=dict)
     """Free bytes by place, of places that are neither the host nor the device; None: unknown, and counted as enough."""
@@ -176,10 +180,11 @@ class MemoryPlan:
             free = self.free(where, host, device)
             assert free is not None
             kind = {HOST: HostMemoryError, DEVICE: DeviceMemoryError}.get(where)
-            raise self._error(where, kind, needed, free, processes)
+            room = None if device is None or self.shared else device - self.needs[DEVICE]
+            raise self._error(where, kind, needed, free, processes, room)
 
     def _error(
-        self, where: str, kind: type[OffloadError] | None, needed: int, free: int, processes: int
+        self, where: str, kind: type[OffloadError] | None, needed: int, free: int, processes: int, room: int | None
     ) -> OffloadError:
         of = f" on each of {processes} ranks of this machine" if processes > 1 and where != DEVICE else ""
         if self.held and where == (HOST if self.shared else DEVICE):
@@ -189,16 +194,30 @@ class MemoryPlan:
         return (kind or DiskSpaceError)(
             f"training needs {format_bytes(needed)} of {place} for {self.numel:,} parameters{of}, and "
             f"{format_bytes(free)} is available; nothing was allocated. Largest consumers: "
-            f"{self.largest(where)}. {self._enough(where, needed, free, processes)}Free {memory}, or change a "
+            f"{self.largest(where)}. {self._enough(where, needed, free, processes, room)}Free {memory}, or change a "
             f"setting of this table:\n{self.table()}"
         )
 
-    def _enough(self, where: str, needed: int, free: int, processes: int) -> str:
-        """The format of states, and the disk, with which there is enough host memory, as sentences; empty if there is
-        neither."""
+    def _enough(self, where: str, needed: int, free: int, processes: int, room: int | None) -> str:
+        """The places and the format of states with which there is enough memory, as sentences; empty if there are none.
+
+        Args:
+            room: the bytes of the device that the plan leaves free; None: unknown, and counted as none.
+        """
+        if where == DEVICE:
+            return self._fewer_on_device(needed - free)
         if where != HOST:
             return ""
         sentences = []
+        for device in self.on_device:
+            left = needed - processes * device.saved
+            if left <= free and room is not None and device.n_bytes <= room:
+                sentences.append(
+                    f"With {device.setting} it would fit, in {format_bytes(left)} of host memory and "
+                    f"{format_bytes(device.n_bytes)} more of each device's, if that is of CUDA or ROCm "
+                    "(docs/tiers.md). "
+                )
+                break
         for setting, saved in self.savings:
             if needed - processes * saved <= free:
                 it_takes = format_bytes(needed - processes * saved)
@@ -213,6 +232,16 @@ class MemoryPlan:
                 )
                 break
         return "".join(sentences)
+
+    def _fewer_on_device(self, missing: int) -> str:
+        """The states that fit on the device if so many bytes are missing there, as a sentence; empty if even none do
+        not suffice."""
+        there = [row for row in self.rows if row.leaves]
+        left = sum(row.n_bytes for row in there) - missing
+        if left < 0:
+            return ""
+        beside = "" if there[0].remedy == SHARE else f"{there[0].remedy}, "
+        return f"With {beside}{SHARE}={left} it would fit there (docs/tiers.md). "
 
     def largest(self, where: str) -> str:
         """The largest consumers of a memory as text, with the settings that shrink them."""

@@ -33,7 +33,7 @@ class Allocated:
         """The bytes of host memory that states of new buckets may take, if the store can also keep states on disk."""
 
         self.device_budget = terms.device_budget
-        """The bytes of the device's memory that states of new buckets may take; None: those of all."""
+        """The device's memory that states of new buckets may take. A share is that of each set of new buckets."""
         self.reads_device = False
         """True if there is host memory through which states on the device are read."""
 
@@ -45,7 +45,7 @@ class Allocated:
         """
         mine = [bucket for bucket in buckets if bucket.index in there]
         self.reads_device = self.reads_device or bool(mine)
-        if self.device_budget is not None:
+        if isinstance(self.device_budget, int):
             self.device_budget -= sum(map(self._terms.device_state_bytes, mine))
         rest = kinds_of([bucket for bucket in buckets if bucket.index not in there])
         kept, elsewhere = self._terms.split(rest, self.state_budget)

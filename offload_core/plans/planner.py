@@ -3,6 +3,7 @@ moves."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from ..memory.plan import (
     PARAMETERS,
     PARAMETERS_ON_WAY,
     READ_STATES,
-    DiskSetting,
+    SHARE,
+    Elsewhere,
     MemoryPlan,
     PlanRow,
 )
@@ -50,6 +52,8 @@ NARROWER: dict[str, dict[str, Any]] = {
     "state_format='8bit', master_dtype='bfloat16'": {"state_format": "8bit", "master_dtype": "bfloat16"},
 }
 """Settings that store states in fewer bytes. The setting that takes the most bytes is first."""
+SHARES = (0.25, 0.5, 0.75, 1.0)
+"""The values of ``device_states_bytes`` that errors suggest: the least with which training fits."""
 ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 0}
 """Settings that keep all states on a disk. ``nvme_path`` must be set, too, to a folder on the disk."""
 FOLDER = "/folder/on/a/disk"
@@ -79,7 +83,7 @@ class Traffic:
     """Bytes that one process moves in a step."""
 
     update: float
-    """The bytes that the kernel reads from host memory and writes to it."""
+    """The bytes that the host's kernel reads from host memory and writes to it."""
     to_host: float
     to_device: float
     disk_read: float = 0
@@ -88,6 +92,8 @@ class Traffic:
     sent: float = 0
     """The bytes of gradients and parameters that the process sends to other ranks (:attr:`Device.sent_bytes`). Ranks
     send different bytes if matrices are spread over them; this is then their mean."""
+    on_device: float = 0
+    """The bytes that the device's kernel reads from the device's memory and writes to it."""
 
 
 def fill_host_memory(planner: "Planner", plan: MemoryPlan, again: Callable[[], MemoryPlan], free: int) -> MemoryPlan:
@@ -204,7 +210,8 @@ class Planner:
         """
         host = self.host_rows(specs, frozen=frozen, one_by_one=not gradients_stay)
         rows = [*host, *self._device_rows(specs, frozen, besides, gradients_stay), *self.activations()]
-        return self.plan_of(rows, specs, frozen=frozen, shared=self.terms.device.addressable)
+        plan = self.plan_of(rows, specs, frozen=frozen, shared=self.terms.device.addressable)
+        return replace(plan, on_device=self._on_device(specs, frozen))
 
     def plan_with(
         self, rows: Iterable[PlanRow], specs: Sequence[ParamSpec], *, devices: int, shared: bool
@@ -260,7 +267,7 @@ class Planner:
         }
         return tuple((setting, n_bytes) for setting, n_bytes in saved.items() if n_bytes > 0)
 
-    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[DiskSetting, ...]:
+    def _on_disk(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[Elsewhere, ...]:
         """Return the settings that keep all states on a disk, and the settings that also keep host parameters there."""
         config = self.terms.config
         if self.terms.store_kind.place != HOST:
@@ -273,10 +280,34 @@ class Planner:
             there = self._with(**ON_DISK, nvme_path=FOLDER, **more)
             named = {"offload_optimizer": ON_DISK["offload_optimizer"], "nvme_path": FOLDER, **more}
             found.append(
-                DiskSetting(
+                Elsewhere(
                     ", ".join(f"{name}={value!r}" for name, value in named.items()),
                     self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen),
                     there._bytes_in(there.terms.store_kind.place, specs, frozen),
+                )
+            )
+        return tuple(found)
+
+    def _on_device(self, specs: Sequence[ParamSpec], frozen: Sequence[ParamSpec]) -> tuple[Elsewhere, ...]:
+        """Return the settings that keep a share of the states on the device, if none are there yet.
+
+        The device then also has the gradients of these states' buckets until the update.
+        """
+        config = self.terms.config
+        if self.terms.device.addressable or config.offload_param is not None or config.keeps_states_on_device:
+            return ()
+        found = []
+        for share in SHARES:
+            there = self._with(device_states_bytes=share)
+            there.allocated = copy(self.allocated)
+            there.allocated.device_budget = share
+            kinds, _, _ = there.terms.tiers(specs, share)
+            gradients = 0 if there.terms.sums else sum(n * _gradient_bytes(bucket) for bucket, n in kinds)
+            found.append(
+                Elsewhere(
+                    f"{SHARE}={share}",
+                    self._bytes_in(HOST, specs, frozen) - there._bytes_in(HOST, specs, frozen),
+                    gradients + sum(row.n_bytes for row in there._states_on_device(kinds)),
                 )
             )
         return tuple(found)
@@ -389,7 +420,9 @@ class Planner:
             sooner = _NARROWER if wide else _RANKS
         else:
             sooner = "wrap(model, ...), which takes them as they come" if gradients_stay else "reduce_bucket_size"
-        if self.terms.config.stage < 3:
+        if self.terms.config.keeps_states_on_device and not self.terms.device.addressable:
+            smaller = "stage=3 and more ranks"
+        elif self.terms.config.stage < 3:
             smaller = "stage=3, offload_param='cpu'"
         else:
             smaller = (
@@ -418,9 +451,10 @@ class Planner:
             numel = len(self.terms.device.ranks) * bucket.shard_numel
             for name, format in self.terms.state_formats(bucket).items():
                 n_bytes[name] = n_bytes.get(name, 0) + n * StatesOnDevice.n_bytes(format, numel)
-        rows = [PlanRow(what, DEVICE, each, "device_states_bytes", leaves=True) for what, each in n_bytes.items()]
+        fewer = "offload_optimizer='cpu'" if self.terms.config.offload_optimizer is None else SHARE
+        rows = [PlanRow(what, DEVICE, each, fewer, leaves=True) for what, each in n_bytes.items()]
         sums = sum(n * self.terms.device_sum_bytes(bucket) for bucket, n in there)
-        return [*rows, PlanRow(SUMS, DEVICE, sums, "device_states_bytes")] if sums else rows
+        return [*rows, PlanRow(SUMS, DEVICE, sums, fewer)] if sums else rows
 
     def _most_together(
         self,
@@ -530,9 +564,8 @@ class Planner:
         there, kinds, _ = self.terms.tiers(specs, self.allocated.device_budget)
         each = [(self._traffic_of(bucket, partitioned), n) for bucket, n in kinds]
         each += [(self._traffic_on_device(bucket, partitioned), n) for bucket, n in there]
-        update, to_host, to_device, sent = (
-            sum(n * getattr(one, name) for one, n in each) for name in ("update", "to_host", "to_device", "sent")
-        )
+        names = ("update", "to_host", "to_device", "sent", "on_device")
+        update, to_host, to_device, sent, on_device = (sum(n * getattr(one, name) for one, n in each) for name in names)
         if not self.terms.device.addressable:
             to_host, to_device = to_host + 2 * inputs, to_device + 3 * inputs
         on_disk = self.terms.split(kinds, self.allocated.state_budget)[1]
@@ -540,9 +573,13 @@ class Planner:
         gathered = sum(
             n * self.terms.bytes_to_gather(bucket) for (bucket, _), (_, n) in zip(kinds, on_disk, strict=True)
         )
-        whole = Traffic(update, to_host, to_device, moved + self._gatherings(partitioned) * gathered, moved, sent)
-        last = self.terms.cut(specs)[-1:]
-        return whole, self._traffic_of(last[0], partitioned) if last else Traffic(0, 0, 0)
+        read = moved + self._gatherings(partitioned) * gathered
+        whole = Traffic(update, to_host, to_device, read, moved, sent, on_device)
+        buckets = self.terms.cut(specs)
+        if not buckets:
+            return whole, Traffic(0, 0, 0)
+        is_there = buckets[-1].index in self.terms.on_device(buckets, self.allocated.device_budget)
+        return whole, (self._traffic_on_device if is_there else self._traffic_of)(buckets[-1], partitioned)
 
     def _gatherings(self, partitioned: int) -> int:
         """Return how often a parameter is gathered in a step: once in each micro-step, or twice if parameters may not
@@ -557,12 +594,13 @@ class Planner:
         return self.terms.micro_steps * (1 if stays else 2)
 
     def _traffic_on_device(self, bucket: Bucket, partitioned: int) -> Traffic:
-        """Return the bytes that a bucket moves whose states are in the device's memory: none, unless ranks exchange in
-        host memory."""
+        """Return the bytes that a bucket moves whose states are in the device's memory. None of them cross the link,
+        unless ranks exchange in host memory."""
         alone = self._traffic_of(bucket, partitioned)
+        alone = replace(alone, update=0, on_device=alone.update)
         if self.terms.device.world_size > 1 and self.terms.device.sizes.through_host:
-            return replace(alone, update=0)
-        return Traffic(0, 0, 0, sent=alone.sent)
+            return alone
+        return replace(alone, to_host=0, to_device=0)
 
     def _traffic_of(self, bucket: Bucket, partitioned: int) -> Traffic:
         steps = self.terms.micro_steps
@@ -589,6 +627,10 @@ class Planner:
         from_shards = bucket.partitioned and self.terms.config.offload_param is not None
         to_device = (gatherings if from_shards else 1) * crossing * bucket.dtype.itemsize
         return Traffic(update, to_host + crossing * direction, to_device + crossing * direction, sent=sent)
+
+
+def _gradient_bytes(bucket: Bucket) -> int:
+    return bucket.padded_numel * bucket.dtype.itemsize
 
 
 def _bytes(spec: ParamSpec) -> int:

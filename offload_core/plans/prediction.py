@@ -23,6 +23,8 @@ class Speeds:
     """Operations a second that a device reaches in forward and backward."""
     disk: float | None = None
     """The bandwidth of all disks of the machine, for reads and writes together, shared by all its processes."""
+    device: float | None = None
+    """The bandwidth of a device's memory, in the updates that it makes."""
 
 
 @dataclass(frozen=True)
@@ -58,18 +60,21 @@ class StepTime:
     """True if compute, the update and both copies run at the same time."""
     disk: float | None = 0.0
     """The seconds that reads and writes of states on a disk take."""
+    on_device: float | None = 0.0
+    """The seconds that the device takes for the updates that it makes, between backward and the next forward."""
 
     @property
     def seconds(self) -> float:
         """Seconds of the whole step, from the known parts."""
         update = max(self.update, self.disk or 0.0)  # a store reads and writes during the update in any schedule
-        parts = [part for part in (self.compute, update, self.to_host, self.to_device) if part is not None]
+        busy = (self.compute or 0.0) + (self.on_device or 0.0)
+        parts = [part for part in (busy, update, self.to_host, self.to_device) if part is not None]
         return max(parts) + self.tail if self.overlaps else sum(parts)
 
     @property
     def is_known(self) -> bool:
         """True if no part is unknown, so that a step takes no longer than :attr:`seconds`."""
-        return None not in (self.compute, self.to_host, self.to_device, self.disk)
+        return None not in (self.compute, self.to_host, self.to_device, self.disk, self.on_device)
 
 
 def predict(
@@ -88,7 +93,8 @@ def predict(
 
     If all parts overlap, a step takes
 
-        max(compute, update, disk, copy to the host, copy to the device) + the last bucket's tail
+        max(compute + update on the device, update on the host, disk, copy to the host, copy to the device)
+        + the last bucket's tail
 
     If no parts overlap (``schedule="serial"``, or one rank on the CPU), a step takes the sum of all parts, except that
     the disk still overlaps the update. The parts are:
@@ -97,7 +103,8 @@ def predict(
       for Neural Language Models", section 2.1), or 8 if activations are computed again, as ``engine.accumulate()``
       always does, divided by ``speeds.flops``.
     - Update: the bytes of the kernel (:meth:`Planner.traffic`: 28 for each bf16 parameter), divided by the bandwidth of
-      host memory.
+      host memory. The device updates the states that are in its memory, at the bandwidth of that memory, and computes
+      nothing else meanwhile.
     - Disk: the bytes read and written, divided by the bandwidth of the disks.
     - Each copy: 2 bytes for each bf16 parameter, divided by the link's bandwidth. Both directions work at the same
       time. ZeRO-Offload (arXiv:2101.06840, sections 4 and 5) makes the same copies.
@@ -132,4 +139,5 @@ def predict(
     disk = 0.0 if not moved else None if speeds.disk is None else moved / speeds.disk
     tail = update(last) + sum(over_link(n) or 0.0 for n in (last.to_host, last.to_device))
     ways = over_link(whole.to_host), over_link(whole.to_device)
-    return StepTime(compute, update(whole), *ways, tail, planner.terms.overlaps, disk)
+    on_device = whole.on_device / (devices * speeds.device) if speeds.device else None if whole.on_device else 0.0
+    return StepTime(compute, update(whole), *ways, tail, planner.terms.overlaps, disk, on_device)

@@ -29,6 +29,8 @@ GRADIENTS_ON_HOST = "gradients on the host"
 GRADIENT_SLOTS = 4
 """The number of host buffers that buckets share for their gradients, if they share any: one for a bucket that is
 updated, two for buckets in flight, and one more, so that no bucket waits."""
+DeviceBudget = int | float | None
+"""The device's memory for states of new buckets: a number of bytes, a share of their bytes (a float), or None, all."""
 
 
 class BucketTerms:
@@ -50,8 +52,10 @@ class BucketTerms:
         self.tiered = config.keeps_states_on_device and not device.addressable
         """True if states may be in the device's memory."""
         asked = config.device_states_bytes
-        self.device_budget = None if config.offload_optimizer is None else asked if isinstance(asked, int) else 0
-        """The bytes of the device's memory that states may take; None: those of all."""
+        self.device_budget: DeviceBudget = asked if isinstance(asked, int | float) else 0
+        """The device's memory that states may take."""
+        if config.offload_optimizer is None:
+            self.device_budget = None
         self.direct = device.addressable and device.world_size == 1
         """True if there is one rank and its tensors are host memory. Kernels then read gradients and write parameters
         in place, without a copy."""
@@ -135,20 +139,22 @@ class BucketTerms:
         stay = [(size, m) for (size, _), m in zip(blocks, kept, strict=True)]
         return stay, [(size, n - m) for (size, n), m in zip(blocks, kept, strict=True)]
 
-    def on_device(self, buckets: Sequence[Bucket], budget: int | None) -> frozenset[int]:
+    def on_device(self, buckets: Sequence[Bucket], budget: DeviceBudget) -> frozenset[int]:
         """Return the indices of the new buckets whose states are in the device's memory: as many as there is room for,
-        in the order of forward.
+        in the order of forward. A share is met as nearly as whole buckets can.
 
         Args:
-            budget: the bytes of the device's memory that their states may take; None: the bytes of all.
+            budget: the device's memory that their states may take.
         """
         if not self.tiered:
             return frozenset()
-        found, left = [], math.inf if budget is None else budget
-        for bucket in buckets:
-            if (n_bytes := self.device_state_bytes(bucket)) <= left:
+        n_bytes = list(map(self.device_state_bytes, buckets))
+        found, left = [], math.inf if budget is None else budget * sum(n_bytes) if isinstance(budget, float) else budget
+        slack = 2 if isinstance(budget, float) else 1  # a bucket of which half has room brings a share nearer
+        for bucket, needed in zip(buckets, n_bytes, strict=True):
+            if needed <= slack * left:
                 found.append(bucket.index)
-                left -= n_bytes
+                left -= needed
         return frozenset(found)
 
     def device_state_bytes(self, bucket: Bucket) -> int:
@@ -169,7 +175,7 @@ class BucketTerms:
         through_host = self.device.world_size > 1 and self.device.sizes.through_host
         return [bucket for bucket in buckets if through_host or bucket.index not in there]
 
-    def tiers(self, specs: Sequence[ParamSpec], budget: int | None) -> tuple[Kinds, Kinds, Kinds]:
+    def tiers(self, specs: Sequence[ParamSpec], budget: DeviceBudget) -> tuple[Kinds, Kinds, Kinds]:
         """Return the kinds of the buckets of ``specs`` whose states are in the device's memory, the kinds of all other
         buckets, and the kinds of the buckets that pass through staging.
 

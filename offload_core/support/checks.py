@@ -39,7 +39,13 @@ def named(key: object) -> str:
 
 
 def number(
-    name: str, value: object, *, least: float = -math.inf, above: float = -math.inf, below: float = math.inf
+    name: str,
+    value: object,
+    *,
+    least: float = -math.inf,
+    above: float = -math.inf,
+    most: float = math.inf,
+    below: float = math.inf,
 ) -> None:
     """Raise :class:`ConfigError` unless ``value`` is a finite number within the bounds."""
     try:
@@ -48,10 +54,11 @@ def number(
         converted = float(value)  # type: ignore[arg-type]
     except Exception:  # 10**400 overflows, an array of several elements raises its library's own error
         raise ConfigError(f"{name}: got {shown(value)}, expected a number") from None
-    if not (math.isfinite(converted) and converted >= least and converted > above and converted < below):
+    if not (math.isfinite(converted) and least <= converted <= most and above < converted < below):
         bounds = [
             f">= {least:g}" * (least > -math.inf),
             f"> {above:g}" * (above > -math.inf),
+            f"<= {most:g}" * (most < math.inf),
             f"< {below:g}" * (below < math.inf),
         ]
         raise ConfigError(

@@ -26,6 +26,15 @@ def size_or_0(text: str) -> int:
     return 0 if text.strip() == "0" else size(text)
 
 
+def bytes_or_share(text: str) -> int | float | str:
+    """Bytes as :func:`size_or_0`, a share of all from ``"0.0"`` to ``"1.0"``, or ``"auto"``."""
+    if text in ("auto", "0"):
+        return text if text == "auto" else 0
+    if re.fullmatch(r"0?\.\d+|1\.0*|0\.", text):
+        return float(text)
+    return round(_scaled(text, _BYTES, "a size such as 8GB, a share such as 0.25 or 1.0, or auto"))
+
+
 def rate(text: str) -> float:
     """Bytes a second: a size, with or without ``/s``."""
     return _scaled(text.removesuffix("/s"), _BYTES, "bytes a second such as 25GB")

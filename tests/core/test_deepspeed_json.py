@@ -307,6 +307,8 @@ OF_ADAGRAD = {"optimizer": "adagrad", "betas": None, "eps": 1e-10, "lr": 1e-2, "
 ON_DISK = {"device": "nvme", "nvme_path": "/a"}
 STATES_ON_DISK = {"offload_optimizer": "nvme", "nvme_path": ("/a",)}
 ALL_ON_DISK = {**STATES_ON_DISK, "stage": 3, "offload_param": "nvme"}
+ON_DEVICE = {"offload_optimizer": None}
+ON_HOST = {"stage": 3, "offload_param": "cpu"}
 
 
 def zero(**keys):
@@ -335,7 +337,17 @@ def unchecked(**keys):
         (zero(overlap_comm=False), {"schedule": "serial"}),
         (zero(overlap_comm=AUTO, reduce_bucket_size=AUTO, stage=AUTO), {}),
         (zero(reduce_bucket_size=2e6), {"reduce_bucket_size": 2_000_000}),
-        (zero(offload_optimizer={"device": "none"}), {}),
+        (zero(offload_optimizer={"device": "none"}), ON_DEVICE),
+        (zero(offload_optimizer={"device": "none", "ratio": 0.5}), ON_DEVICE),
+        (zero(offload_optimizer={}), ON_DEVICE),
+        (zero(offload_optimizer=None), {}),
+        (zero(cpu_offload=False), ON_DEVICE),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 1}), {}),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0.3}), {"device_states_bytes": 0.7}),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0}), {"device_states_bytes": 1.0}),
+        (zero(offload_optimizer={**ON_DISK, "ratio": 0.75}), {**STATES_ON_DISK, "device_states_bytes": 0.25}),
+        (zero(stage=3, offload_optimizer={"device": "none"}, offload_param={"device": "cpu"}), ON_HOST),
+        (zero(stage=3, offload_optimizer={"ratio": 0.5, "device": "cpu"}, offload_param={"device": "cpu"}), ON_HOST),
         (zero(offload_optimizer={"device": "cpu", "pin_memory": False}), {"pin_memory": False}),
         (zero(cpu_offload=True, cpu_offload_use_pin_memory=False), {"pin_memory": False}),
         (zero(stage=3, offload_param={"device": "cpu"}), {"stage": 3, "offload_param": "cpu"}),
@@ -358,7 +370,7 @@ def unchecked(**keys):
             {**ALL_ON_DISK, "offload_param": "cpu"},
         ),
         (zero(stage=3, offload_optimizer={"device": "cpu", "nvme_path": "/a"}), {"stage": 3}),
-        (zero(offload_optimizer={"device": "none", "nvme_path": "/a"}), {}),
+        (zero(offload_optimizer={"device": "none", "nvme_path": "/a"}), ON_DEVICE),
         (zero(stage=3, cpu_offload_param=True), {"stage": 3, "offload_param": "cpu"}),
         (
             zero(stage=3, leaf_module={"classes": ["Block"], "name_suffixes": ["mlp"], "names": []}),
@@ -443,6 +455,10 @@ def test_what_keys_become(config, fields):
         ({"fp16": {"enabled": True}}, {"loss_scale_window": 5}, {**HALF, "loss_scale_window": 5}),
         (zero(stage=3, offload_param={"device": "cpu"}), {"stage": 2, "offload_param": None}, {}),
         (zero(offload_optimizer=ON_DISK), {"offload_optimizer": "cpu"}, {}),
+        (zero(offload_optimizer={}), {"offload_optimizer": "cpu"}, {}),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0.5}), {"offload_optimizer": None}, ON_DEVICE),
+        (zero(offload_optimizer={"device": "cpu", "ratio": 0}), {"device_states_bytes": 7}, {"device_states_bytes": 7}),
+        (zero(stage=3, offload_optimizer={}), {"offload_param": "cpu"}, ON_HOST),
         (zero(offload_optimizer=ON_DISK), {"nvme_path": Path("/c")}, {**STATES_ON_DISK, "nvme_path": ("/c",)}),
         (
             zero(offload_optimizer={"device": "nvme"}),
@@ -528,6 +544,10 @@ SCHEDULED = {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}
         (
             zero(offload_optimizer={"device": "nvme", "nvme_path": ["/a"]}),
             r"nvme_path: got \['/a'\], expected the name",
+        ),
+        *(
+            (zero(offload_optimizer={"device": "cpu", "ratio": ratio}), f"ratio: got {ratio!r}, expected a {what}")
+            for ratio, what in {1.5: "finite number >= 0 and <= 1", -1: "finite number >= 0", "half": "number"}.items()
         ),
         (zero(offload_optimizer={"device": "ssd"}), "device: got 'ssd', expected one of 'none', 'cpu', 'nvme'"),
         (
@@ -1025,10 +1045,7 @@ def test_what_asks_for_nothing_is_not_listed():
     assert ignored({**zero(stage=1, stage3_prefetch_bucket_size=5)}) == {
         "zero_optimization.stage3_prefetch_bucket_size"
     }
-    assert ignored(zero(cpu_offload=False, stage=0)) == {
-        "zero_optimization.offload_optimizer",
-        "zero_optimization.stage",
-    }
+    assert ignored(zero(cpu_offload=False, stage=0)) == {"zero_optimization.stage"}
 
 
 IN_EXAMPLES = {
@@ -1069,6 +1086,19 @@ def test_an_example_with_all_on_disk_lists_what_has_no_effect_with_its_reason():
         *(params + name for name in ("buffer_count", "buffer_size", "max_in_cpu")),
     }
     assert ignored(zero(offload_optimizer={"device": "cpu", "nvme_path": "/a"})) == {states + "nvme_path"}
+
+
+def test_states_on_the_device_are_listed_as_ignored_where_parameters_leave_it():
+    params = {"stage": 3, "offload_param": {"device": "cpu"}}
+    section = "zero_optimization.offload_optimizer"
+    assert ignored(zero(**params, offload_optimizer={"device": "none"})) == {section}
+    assert ignored(zero(**params, offload_optimizer={"device": "cpu", "ratio": 0.5})) == {f"{section}.ratio"}
+    assert ignored(zero(offload_optimizer={"device": "none", "ratio": 0.5})) == {f"{section}.ratio"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        OffloadConfig.resolve(zero(offload_optimizer={"device": "none"}))
+        OffloadConfig.resolve(zero(offload_optimizer={"device": "cpu", "ratio": 0.5}))
+        OffloadConfig.resolve(zero(**params, offload_optimizer={}), offload_optimizer="cpu")
 
 
 def test_two_folders_of_states_and_of_parameters_are_used_for_both():

@@ -577,7 +577,7 @@ def test_a_measurement_moves_whole_buffers_in_turns_until_its_time_or_its_bytes_
     ("arguments", "words"),
     [
         (["plan", "--preset=tiny", "--offload-optimizer=cpu", "--disk-memory=1GB"], "--disk-memory is of --off"),
-        (["plan", "--preset=tiny", "--offload-optimizer=none"], "--offload-optimizer"),
+        (["plan", "--preset=tiny", "--offload-optimizer=ssd"], "--offload-optimizer"),
         (["plan", "--preset=tiny", "--offload-param=nvme"], "expected --offload-optimizer nvme beside it"),
         (["plan", "--preset=tiny", "--offload-param=nvme", "--stage=2"], "of stage 3"),
         (["plan", "--preset=tiny", "--nvme-path=/no/such/folder"], "nvme_path: got '/no/such/folder'"),

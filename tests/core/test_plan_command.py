@@ -492,7 +492,7 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
     assert main([*asked, "--host-activation-memory=7GB"]) == 1  # with the states it is too much
 
 
-@pytest.mark.draws(19)
+@pytest.mark.draws(24)
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -531,6 +531,16 @@ def test_activations_are_counted_where_they_are_given(capsys: pytest.CaptureFixt
         (["plan", "--preset=tiny", "--frontend=jax", "--mesh=2x2", "--world-size=3"], "2x2 has 4 devices"),
         (["plan", "--preset=tiny", "--frontend=jax", "--stage=2"], "--stage is torch's"),
         (["plan", "--preset=gpt2-124m", "--reduce-bucket-size=3700"], "expected at most 32,768: give at least 3,799"),
+        (["plan", "--preset=tiny", "--device-states-bytes=8"], "a size such as 8GB, a share such as 0.25"),
+        (["plan", "--preset=tiny", "--device-states-bytes=1.5"], "a share such as 0.25 or 1.0, or auto"),
+        (["plan", "--preset=tiny", "--device-states-bytes=0.5", "--device=cpu"], "of CUDA and ROCm devices"),
+        (["plan", "--preset=tiny", "--offload-optimizer=none", "--device=xpu"], "expected --device cuda, and got xpu"),
+        (["plan", "--preset=tiny", "--device-states-bytes=0.5", "--frontend=jax"], "cannot be written in place"),
+        (["plan", "--preset=tiny", "--offload-optimizer=none", "--device-states-bytes=0.5"], "expected one of them"),
+        (["plan", "--preset=tiny", "--device-states-bytes=1GB", "--offload-param=cpu"], "would leave a device"),
+        (["plan", "--preset=tiny", "--device-states-bytes=auto", "--device-memory=1GB"], "--activation-memory beside"),
+        (["plan", "--preset=tiny", "--offload-optimizer=none", "--nvme-host-bytes=0"], "none beside it"),
+        (["plan", "--preset=tiny", "--device-bandwidth=1TB"], "--device-bandwidth is of states on the device"),
         (["info", "--fast"], "--fast"),
     ],
 )  # fmt: skip

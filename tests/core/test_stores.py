@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core.commands.plan import _memory_table, _Tier
+from offload_core.commands.compare import Tier
+from offload_core.commands.plan import _memory_table
 from offload_core.config.options import OffloadConfig
 from offload_core.config.state_formats import SPLIT
 from offload_core.device.exchange_sizes import planned_device
@@ -445,6 +446,6 @@ def test_a_plan_of_three_places_needs_each():
     rows = (PlanRow("a", "host", 100, "x"), PlanRow("b", "device", 50, "y"), PlanRow("c", "disk", 30, "z"))
     assert MemoryPlan(rows, 1).needs == {"host": 100, "device": 50, "disk": 30}
     assert MemoryPlan(rows, 1, shared=True).needs == {"host": 150, "disk": 30}
-    table = _memory_table([_Tier({"donate": True}, MemoryPlan(rows, 1), {}, None, None, [])])
+    table = _memory_table([Tier({"donate": True}, MemoryPlan(rows, 1), {}, None, None, [])])
     assert table.split("\n")[0].split() == ["memory", "host", "device", "disk", "fits"]
     assert "30 bytes" in table

@@ -778,6 +778,8 @@ def test_parameters_that_are_replaced_after_wrap_are_an_error_that_says_so():
 
 
 DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
+ALL_ON_DEVICE = {"offload_optimizer": None}
+PARAMETERS_ON_HOST = {"stage": 3, "offload_param": "cpu"}
 
 
 @pytest.mark.draws(8)
@@ -809,7 +811,11 @@ DISK = {"offload_optimizer": "nvme", "nvme_path": "/a"}
         ("config: 'ds_config.json' cannot be read", {"config": "ds_config.json"}),
         ("config: got a list", {"config": [1]}),
         ("offload_optimizer='nvme' without nvme_path; expected nvme_path='/folder", {"offload_optimizer": "nvme"}),
-        ("offload_optimizer=None is not built yet in .*'cpu' and 'nvme'", {"offload_optimizer": None}),
+        ("device_states_bytes: got 1.5, expected an integer, .* a float from 0.0", {"device_states_bytes": 1.5}),
+        ("device_states_bytes='auto' without activation_memory; expected", {"device_states_bytes": "auto"}),
+        ("device_states_bytes=0.5 beside offload_optimizer=None", {"device_states_bytes": 0.5, **ALL_ON_DEVICE}),
+        ("offload_optimizer=None beside offload_param='cpu': .*expected", {**ALL_ON_DEVICE, **PARAMETERS_ON_HOST}),
+        ("device_states_bytes=9 beside offload_param='cpu'", {"device_states_bytes": 9, **PARAMETERS_ON_HOST}),
         (r"nvme_path=\('/a',\) has no place beside offload_optimizer='cpu'; .*or nvme_path=None", {"nvme_path": "/a"}),
         ("nvme_host_bytes=0 has no place beside offload_optimizer='cpu'", {"nvme_host_bytes": 0}),
         (r"nvme_path: got \(\), expected a folder, a list of folders or None", {**DISK, "nvme_path": []}),

@@ -27,8 +27,10 @@ GETTERS: Mapping[str, Callable[[Any], Any]] = {
     "zero_optimization": lambda engine: _stage(engine) > 0,
     "zero_optimization_partition_gradients": lambda engine: _stage(engine) >= 2,
     "zero_optimization_partition_weights": lambda engine: _stage(engine) >= 3,
-    "zero_cpu_offload": lambda engine: True,
-    "zero_use_cpu_optimizer": lambda engine: True,
+    **dict.fromkeys(
+        ("zero_cpu_offload", "zero_use_cpu_optimizer"),
+        lambda engine: engine.offload_config.offload_optimizer is not None,
+    ),
     "zero_nvme_offload_optimizer": lambda engine: engine.offload_config.offload_optimizer == "nvme",
     "gradient_clipping": lambda engine: engine.offload_config.gradient_clipping or 0.0,
     "fp16_enabled": lambda engine: engine.offload_config.param_dtype == "float16",
