@@ -312,7 +312,7 @@ class BucketTerms:
         """True if the bucket's gradient buffer is pinned, because the device copies gradients directly to it."""
         return self.may_arrive_as(bucket, self.buffer_dtype(bucket))
 
-    def working_sizes(self, specs: Sequence[ParamSpec], budget: int | None) -> dict[bool, Counter[int]]:
+    def working_sizes(self, specs: Sequence[ParamSpec], budget: float | None) -> dict[bool, Counter[int]]:
         """Return the host buffers that an engine borrows from the memory that all engines of the process share.
 
         The keys are True (pinned) and False (pageable). Each value counts the buffers of each size in bytes.

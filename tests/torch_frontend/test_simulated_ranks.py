@@ -38,6 +38,11 @@ SETTINGS = {
     "streamed": {**STREAMED, "param_dtype": "bfloat16"},
     "streamed, early": {**STREAMED, "update_in_backward": True, "param_dtype": "bfloat16"},
     "stage 3, early": {"stage": 3, "param_persistence_threshold": 20, "update_in_backward": True},
+    "on the device": {"offload_optimizer": None, "gradient_clipping": 0.05, "param_dtype": "bfloat16"},
+    "half on the device": {"device_states_bytes": 0.5, "state_format": "8bit", "param_dtype": "bfloat16"},
+    "muon on the device": {"offload_optimizer": None, "optimizer": "muon", "param_dtype": "bfloat16"},
+    "stage 3 on the device": {"offload_optimizer": None, "stage": 3, "param_persistence_threshold": 20},
+    "early on the device": {"offload_optimizer": None, "update_in_backward": True, "param_dtype": "bfloat16"},
     "streamed, clipped": {**STREAMED, "gradient_clipping": 0.05, "schedule": "delayed", "delay_warmup_steps": 1},
 }
 
@@ -82,7 +87,7 @@ def everywhere(cases, rank):
 
 @pytest.mark.long("several trainings on two ranks or more")
 def test_ranks_on_devices_give_the_bits_of_ranks_on_the_host(drawn):
-    cases = drawn([(name, seed) for name in SETTINGS for seed in range(2)], 3)
+    cases = drawn([(name, seed) for name in SETTINGS for seed in range(2)], 4)
     results = on_devices(partial(everywhere, cases))
     for name in results[0]:
         host, *late = [found for result in results for found in result[name][:1]] + [
@@ -297,7 +302,8 @@ def test_an_exchange_that_is_not_waited_for_shows():
 RANKS = "frontends.torch.ranks.device_ranks"
 UNNOTICED = {
     f"{RANKS}._Compared.order: self._event.order()": "the host alone waits for gradients that arrive",
-    f"{RANKS}.DeviceRanks._publish: copies of lane.event(copies)": "the model has them, and readers wait for them",
+    f"{RANKS}.DeviceRanks._publish: copies of lane.event((copies, mine))": "the model has them, and readers wait",
+    f"{RANKS}.DeviceRanks._publish: mine of lane.event((copies, mine))": "the queue gets on only after it",
     f"{RANKS}.DeviceRanks._gather: whole of lane.event(whole)": "its storage is freed after what waited for it",
 }
 """Of what orders an exchange between devices, what no scenario misses, and why."""
@@ -305,7 +311,7 @@ UNNOTICED = {
 
 def test_no_mutant_was_dropped():
     mutants = by_name(mutants_of(RANKS))
-    assert len(mutants) == 8, DROPPED
+    assert len(mutants) == 9, DROPPED
     assert UNNOTICED.keys() <= mutants.keys()
 
 
@@ -332,7 +338,7 @@ def mutants(rank):
     played = {
         f"{name}{', computing ahead' * ahead}": partial(in_turn, device, rank, ahead, **SETTINGS[name])
         for ahead in (False, True)
-        for name in ("stage 1", "delayed", "streamed")
+        for name in ("stage 1", "delayed", "streamed", "on the device")
     }
     sound = {name: play() for name, play in played.items()}
     result = {"sound": [sound[name] == play() for name, play in played.items()]}
