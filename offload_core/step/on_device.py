@@ -71,7 +71,9 @@ class OnDevice(BaseExecutor):
         return HostArray(int(self._queue.arrays([tensor]).addresses[0]), numel, dtype, tensor)
 
     def allocate_sums(self, bucket: LocalBucket) -> HostArray:
-        return self._new(bucket, FLOAT32)
+        sums = self._new(bucket, FLOAT32)
+        self._queue.mark().wait()  # exchanges write there, too, and do not wait for the queue's zeros
+        return sums
 
     def release(self, bucket: LocalBucket) -> None:
         bucket.gradient.private = bucket.gradient.buffer = None

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -264,8 +265,10 @@ class FakeQueue:
             self._device._lanes["updates"].submit(after.wait)
 
     def mark(self, used: object = None) -> Event:
-        while self._used and self._used[0][0].done():
-            self._used.popleft()
+        with suppress(IndexError):  # several threads add and remove some
+            while (first := self._used.popleft())[0].done():
+                pass
+            self._used.appendleft(first)
         event = _QueueEvent()
         event.end = self._device._enqueue("updates", 0, lambda: setattr(event, "error", self._failed), counts=False)
         self._used.append((event, used))

@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -59,10 +60,9 @@ class TorchQueue:
         self._stream = stream
         self._launcher = launcher
         self._event = event
-        self._used: deque[tuple[Event, list[torch.Tensor]]] = deque()
-        """The last events, oldest first, each with the tables that kernels before it read."""
-        self._tables: list[torch.Tensor] = []
-        """The tables of the kernels since the last event."""
+        self._events: deque[Event] = deque()
+        """The events that may not have come, oldest first. Each keeps alive the memory of the calls before it. Several
+        threads add and remove some, each in one call of the deque."""
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         try:
@@ -87,23 +87,30 @@ class TorchQueue:
             after.order()
 
     def mark(self, used: object = None) -> Event:
-        while self._used and self._used[0][0].done():
-            self._used.popleft()
-        tables, self._tables = self._tables, []
-        event = self._event(self._stream, (used, tables))
-        self._used.append((event, tables))
+        with suppress(IndexError):
+            while (event := self._events.popleft()).done():
+                pass
+            self._events.appendleft(event)
+        event = self._event(self._stream, used)
+        self._events.append(event)
         return event
 
     # --- kernels -------------------------------------------------------------------------------------
 
     def update(self, segments: np.ndarray, scalars: np.ndarray, **kind: Any) -> None:
-        self._launcher.update(segments, scalars, upload=self._upload, **kind)
+        self._launch(self._launcher.update, segments, scalars, **kind)
 
     def accumulate(self, spans: np.ndarray, dtype: ElementType) -> None:
-        self._launcher.accumulate(spans, dtype, upload=self._upload)
+        self._launch(self._launcher.accumulate, spans, dtype)
 
     def cast(self, spans: np.ndarray, src: ElementType, dst: ElementType) -> None:
-        self._launcher.cast(spans, src, dst, upload=self._upload)
+        self._launch(self._launcher.cast, spans, src, dst)
+
+    def _launch(self, kernel: Callable[..., None], *arguments: Any, **kind: Any) -> None:
+        """Launch a kernel, and keep its tables until it has run."""
+        tables: list[torch.Tensor] = []
+        kernel(*arguments, upload=partial(self._upload, tables), **kind)
+        self.mark(tables)
 
     def reduce(self, parts: HostArray, n_parts: int, out: HostArray, *, divisor: float, add: bool) -> None:
         self._launcher.reduce(parts.address, n_parts, parts.dtype, out.address, out.numel, divisor=divisor, add=add)
@@ -113,18 +120,18 @@ class TorchQueue:
         with self._stream:
             bins = torch.zeros(kernels.NORM_BINS, dtype=torch.int64, device=self._stream.device)
             for spans, dtype in runs:
-                self._launcher.sum_squares(spans, dtype, bins.data_ptr(), upload=self._upload)
+                self._launch(self._launcher.sum_squares, spans, dtype, bins.data_ptr())
             host.copy_(bins, non_blocking=True)
         return partial(_after, self.mark(bins), host.numpy())
 
-    def _upload(self, array: np.ndarray) -> int:
-        """Copy a table to the device. It stays there until the kernels before the next event have run."""
+    def _upload(self, tables: list[torch.Tensor], array: np.ndarray) -> int:
+        """Copy a table to the device, and add it to ``tables``. Return its address."""
         source = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         host = _pinned(source.numel())
         host.copy_(source)
         with self._stream:
             table = host.to(self._stream.device, non_blocking=True)
-        self._tables += (table, host)
+        tables += (table, host)
         return table.data_ptr()
 
     # --- copies --------------------------------------------------------------------------------------
