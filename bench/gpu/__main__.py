@@ -1,4 +1,4 @@
-"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d] [e] [f]``."""
+"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d] [e] [f] [g]``."""
 
 import argparse
 import json

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.gpu.parts import ACCUMULATED, BESIDE, OF_JAX
+from bench.gpu.parts import ACCUMULATED, BESIDE, OF_JAX, SHARES, TIERS
 from bench.gpu.results import DOES_NOT_FIT, TRAINED, Record, is_absent
 from bench.markdown import cell, number, table
 from bench.parts.torch_contenders import DS_2, FSDP2, FUSED, LATE, ON_HOST, OURS, TORCHAO
@@ -197,5 +197,31 @@ def _accumulated(record: Record, only: Sequence[str]) -> list[str]:
     return [*table([*head, "device", "host"], lines), *rest]
 
 
-_IN_FULL = ("gpu_jax", "gpu_accumulate")
-_TABLES = {"gpu_step": _steps, "gpu_largest": _largest, "gpu_jax": _jax, "gpu_accumulate": _accumulated}
+def _tiers(record: Record, only: Sequence[str]) -> list[str]:
+    """Return a line for each share of the states on the device: times, their ratios to AdamW's there, and memory."""
+    rows, context = record["rows"], record["config"].get("context", 0)
+    windows = sorted({row["micro_batch"] for row in rows if row["metric"] == "total"})
+    if not windows:
+        return _absent(record, TIERS)
+    times = {(name, n): _median(rows, "total", name=name, micro_batch=n) for name in TIERS for n in windows}
+    lines = []
+    for name in (name for name in TIERS if name in _names(record)):
+        cells = ["" if name == FUSED else f"{SHARES[name]:.0%}"]
+        for n in windows:
+            own, fused = times[name, n], times[FUSED, n]
+            cells += [_cell(own, "ms"), "" if name == FUSED or not own or not fused else f"{own / fused:.2f}"]
+        lines.append([name, *cells, *_memory(rows, name=name, micro_batch=windows[0])])
+    steps = [head for n in windows for head in (f"a step of {n * context:,} tokens", "of fused AdamW's")]
+    head = [f"on {accelerator(record)}", "states there", *steps, "device", "host"]
+    words = ["", " ".join(filter(None, [_model(record["config"]), _counts(rows)]))]
+    return [*table(head, lines), *words, *_absent(record, TIERS)]
+
+
+_IN_FULL = ("gpu_jax", "gpu_accumulate", "gpu_tiers")
+_TABLES = {
+    "gpu_step": _steps,
+    "gpu_largest": _largest,
+    "gpu_jax": _jax,
+    "gpu_accumulate": _accumulated,
+    "gpu_tiers": _tiers,
+}

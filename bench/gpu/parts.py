@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,9 @@ BESIDE = (
 LARGEST = (contenders.OURS, contenders.ON_HOST, contenders.FUSED)
 OF_JAX = (jax_step.OURS, *jax_step.OTHERS, contenders.LATE)
 ACCUMULATED = (contenders.ACCUMULATE_ON_HOST, contenders.ON_HOST, contenders.DS_ON_HOST, contenders.FUSED)
+SHARES = {contenders.OURS: 0.0, contenders.QUARTER_THERE: 0.25, contenders.HALF_THERE: 0.5, contenders.ALL_THERE: 1.0}
+"""The shares of the states that are on the device."""
+TIERS = (contenders.FUSED, *SHARES)
 THREE_STEPS = (1, 1)
 SHARDED = "JAX on one device and on a mesh of all"
 PHASES = "a model leaves the device and comes back"
@@ -87,12 +90,17 @@ def _words(name: str, words: str, why: str, seconds: float) -> Read:
 
 
 def beside(session: Session) -> None:
+    _all_host_memory(session)
+    copied = str(session.sizes.copied_bytes)
+    session.command("copies", ["bench.gpu.copies", copied], 60, partial(_samples, "bandwidth", "GB/s"))
+    _steps_of(session, BESIDE)
+
+
+def _steps_of(session: Session, names: Sequence[str]) -> None:
     """Measure round after round, every other one backwards, one process at a time: two may not fit the host."""
     sizes, counts = session.sizes, (session.sizes.warm_up, session.sizes.steps)
-    _all_host_memory(session)
-    session.command("copies", ["bench.gpu.copies", str(sizes.copied_bytes)], 60, partial(_samples, "bandwidth", "GB/s"))
     for number in range(1, sizes.rounds + 1):
-        for name in BESIDE if number % 2 else reversed(BESIDE):
+        for name in names if number % 2 else reversed(names):
             workloads = {
                 f"{name}, {windows} windows, round {number}": {"micro_batch": windows} for windows in sizes.windows
             }
@@ -272,6 +280,15 @@ def _step_of(name: str, size: str, windows: int, sizes: Sizes) -> str:
     return f"{name}, {size}, {windows * sizes.context:,} tokens"
 
 
+# --- (g) ---------------------------------------------------------------------------------------------------------
+
+
+def tiers(session: Session) -> None:
+    """Measure steps with shares of the states on the device, beside AdamW there."""
+    _all_host_memory(session)
+    _steps_of(session, TIERS)
+
+
 class Part(NamedTuple):
     bench: str
     title: str
@@ -285,4 +302,5 @@ PARTS = {
     "d": Part("gpu_jax", "On an accelerator: training steps in JAX", in_jax),
     "e": Part("gpu_phases", "On an accelerator: a model leaves the device and comes back", in_phases),
     "f": Part("gpu_accumulate", "On an accelerator: micro-batches block by block", accumulated),
+    "g": Part("gpu_tiers", "On an accelerator: a share of the states there", tiers),
 }

@@ -23,6 +23,9 @@ LEARNING_RATE = 3e-4
 CLIPPING = 1.0
 OURS = "offload-core"
 OURS_3 = "offload-core, stage 3"
+QUARTER_THERE = "offload-core, a quarter of the states on the device"
+HALF_THERE = "offload-core, half of the states on the device"
+ALL_THERE = "offload-core, all states on the device"
 SERIAL = "offload-core, serial"
 LATE = "offload-core, one step late"
 IN_BACKWARD = "offload-core, update in backward"
@@ -603,6 +606,9 @@ OVER_FSDP2: tuple[tuple[str, Callable[..., Any], str, dict[str, Any]], ...] = (
 CONTENDERS = {
     OURS: Contender(offload_core, "frontends.torch"),
     OURS_3: Contender(partial(offload_core, stage=3), "frontends.torch"),
+    QUARTER_THERE: Contender(partial(offload_core, device_states_bytes=0.25), "frontends.torch"),
+    HALF_THERE: Contender(partial(offload_core, device_states_bytes=0.5), "frontends.torch"),
+    ALL_THERE: Contender(partial(offload_core, offload_optimizer=None), "frontends.torch"),
     SERIAL: Contender(partial(offload_core, schedule="serial"), "frontends.torch"),
     LATE: Contender(partial(offload_core, **ONE_STEP_LATE), "frontends.torch"),
     IN_BACKWARD: Contender(partial(offload_core, update_in_backward=True), "frontends.torch"),

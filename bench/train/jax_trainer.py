@@ -208,6 +208,8 @@ class Offloaded(JaxTrainer):
             gradient_accumulation_steps=settings.accumulate,
             param_dtype=settings.param_dtype,
             stage=settings.stage,
+            offload_optimizer=settings.offload_optimizer,
+            device_states_bytes=settings.device_states_bytes,
             offload_param=settings.offload_param,
             state_format=settings.state_format,
             master_dtype=settings.master_dtype,

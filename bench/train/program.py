@@ -5,6 +5,7 @@ examples:
   python -m bench.train --out runs/a --save-every 100
   python -m bench.train --out runs/b --resume runs/a/checkpoints
   python -m bench.train --frontend jax --devices 4
+  python -m bench.train --device cuda --device-states-bytes 0.5
   torchrun --nproc-per-node 2 -m bench.train --stage 2
   torchrun --nproc-per-node 2 -m bench.train --stage 3 --offload-param cpu --init --preset gpt2-124m
 
@@ -48,6 +49,7 @@ from offload_core.memory.host_memory import format_bytes
 from offload_core.memory.plan import format_table
 from offload_core.step_log import JsonLines, ProgressBar, StepLog, TensorBoard, Writer
 from offload_core.support.processors import default_threads
+from offload_core.support.units import bytes_or_share
 
 INTERRUPTED = 130
 PROMPT = b"\ndef "
@@ -160,6 +162,11 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
             raise argparse.ArgumentTypeError(f"got {text}, expected a finite number of at least 0")
         return float(text)
 
+    def room_for_states(text: str) -> int | float:
+        if isinstance(room := bytes_or_share(text), str):
+            raise argparse.ArgumentTypeError("got 'auto', expected a size or a share: activations are not known here")
+        return room
+
     parser = Parser(
         prog="python -m bench.train",
         usage="%(prog)s [options]",
@@ -216,6 +223,18 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
         help="of each JAX process, a rank each; CPUs are divided (default: 1)",
     )
     add("--stage", type=int, choices=(1, 2, 3), default=2, help="ZeRO stage (default: 2)")
+    add(
+        "--offload-optimizer",
+        choices=("cpu", "none"),
+        default="cpu",
+        help="where the states are; none: on the device (default: cpu, in host memory)",
+    )
+    add(
+        "--device-states-bytes",
+        type=room_for_states,
+        metavar="SIZE|SHARE",
+        help="of the device's memory for states, such as 8GB, or a share of all states, such as 0.25",
+    )
     add("--offload-param", choices=("cpu",), help="stage 3: parameters wait in host memory")
     add("--state-format", choices=tuple(SHORT_NAMES), default="fp32", help="of the optimizer's states (default: fp32)")
     add("--master-dtype", choices=("float32", "bfloat16"), help="of master weights (default: float32)")
@@ -283,7 +302,9 @@ def parse(arguments: list[str] | None) -> tuple[Settings, Files, Saving]:
     files = {name: chosen.pop(name, None) for name in ("out", "log", "tensorboard", "trace", "checkpoints")}
     saving = Saving(*(chosen.pop(name, None) for name in ("save_every", "keep", "resume")))
     text = chosen.pop("text", None)
-    chosen = {"offload_param": None, "master_dtype": None, "timeout": None} | chosen
+    if chosen["offload_optimizer"] == "none":
+        chosen["offload_optimizer"] = None
+    chosen = {"device_states_bytes": None, "offload_param": None, "master_dtype": None, "timeout": None} | chosen
     has_plain = chosen["param_dtype"] != "float16" and chosen["optimizer"] == "adamw"
     if given["compare"] is None and (not has_plain or saving.resume is not None):
         chosen["compare"] = 0

@@ -83,6 +83,8 @@ def partitioning(settings: Settings) -> dict[str, Any]:
     """The fields of the configuration that say how parameters are held."""
     return {
         "stage": settings.stage,
+        "offload_optimizer": settings.offload_optimizer,
+        "device_states_bytes": settings.device_states_bytes,
         "offload_param": settings.offload_param,
         "state_format": settings.state_format,
         "master_dtype": settings.master_dtype,

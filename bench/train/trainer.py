@@ -37,6 +37,10 @@ class Settings:
     """Seconds that ranks wait for each other; None: the framework's default."""
     param_dtype: str
     stage: int
+    offload_optimizer: str | None
+    """None: states are on the device."""
+    device_states_bytes: int | float | None
+    """The bytes of the device's memory for states, or their share of all states."""
     offload_param: str | None
     state_format: str
     master_dtype: str | None
@@ -134,6 +138,8 @@ def terms_and_specs(settings: Settings, world_size: int, on_host: bool) -> tuple
         optimizer=settings.optimizer,
         **OPTIMIZERS[settings.optimizer],
         stage=settings.stage,
+        offload_optimizer=settings.offload_optimizer,
+        device_states_bytes=settings.device_states_bytes,
         offload_param=settings.offload_param,
         state_format=settings.state_format,
         master_dtype=settings.master_dtype,

@@ -14,16 +14,19 @@ import pytest
 
 from bench import record, report
 from bench.gpu import figures, host_memory, parts, results
-from bench.gpu.parts import ACCUMULATED, BESIDE, LARGEST, OF_JAX, PARTS
+from bench.gpu.parts import ACCUMULATED, BESIDE, LARGEST, OF_JAX, PARTS, SHARES, TIERS
 from bench.gpu.sizes import FULL, TINY
 from bench.parts.torch_contenders import (
     ACCUMULATE_ON_HOST,
+    ALL_THERE,
     DS_2,
     DS_ON_HOST,
     FSDP2,
     FUSED,
+    HALF_THERE,
     ON_HOST,
     OURS,
+    QUARTER_THERE,
     TORCHAO,
 )
 from offload_core.support.processors import available_cpus
@@ -269,6 +272,36 @@ def test_the_table_of_micro_batches_has_speeds_by_tokens_and_says_what_does_not_
     assert f"- {DS_ON_HOST} was not installed." in lines
     assert f"- Not measured yet: {ON_HOST}." in lines
     assert not figures.figures(known, in_short=True)
+
+
+def test_the_table_of_shares_has_each_time_beside_adamws_on_the_device(tmp_path):
+    path = tmp_path / "card.jsonl"
+    for windows, fused in ((16, 400.0), (64, 1000.0)):
+        for name, ms in ((FUSED, fused), (OURS, 1.5 * fused), (HALF_THERE, 1.04 * fused)):
+            measured(path, "gpu_tiers", f"{name}, {windows}", *steps(name, ms, windows), config={"context": 1000})
+    known = report.read(path)
+    lines = figures.figures(known)
+    assert "| states there | a step of 16,000 tokens | of fused AdamW's | a step of 64,000 tokens | of" in lines[0]
+    assert f"| {FUSED} |  | 400 ms |  | 1,000 ms |  | 7 GB | 5 GB |" in lines
+    assert f"| {OURS} | 0% | 600 ms | 1.50 | 1,500 ms | 1.50 | 7 GB | 5 GB |" in lines
+    assert f"| {HALF_THERE} | 50% | 416 ms | 1.04 | 1,040 ms | 1.04 | 7 GB | 5 GB |" in lines
+    assert f"- Not measured yet: {QUARTER_THERE}; {ALL_THERE}." in lines
+    assert not figures.figures(known, in_short=True)
+
+
+@pytest.mark.slow
+def test_steps_with_any_share_of_the_states_on_the_device_have_the_same_losses(rehearse, tmp_path):
+    call = rehearse("g")
+    printed, _ = call.communicate()
+    assert call.returncode == 0, printed
+    known = report.read(tmp_path / "out" / "results.jsonl")["gpu_tiers"]
+    assert not known["missing"]
+    losses = {(row["name"], row["micro_batch"]): row["curve"] for row in known["rows"] if row["metric"] == "loss, last"}
+    assert losses.keys() == {(name, windows) for name in TIERS for windows in TINY.windows}
+    for windows in TINY.windows:
+        for name in SHARES:
+            assert losses[name, windows] == losses[OURS, windows], name
+        assert losses[FUSED, windows] == pytest.approx(losses[OURS, windows], rel=1e-2)
 
 
 def test_figures_of_a_commit_that_was_changed_since_say_so_until_all_are_measured_again(tmp_path, monkeypatch):

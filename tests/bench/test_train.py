@@ -23,7 +23,7 @@ from bench.train.data import held_out_batches, is_held_out, load_corpus, trainin
 from bench.train.picture import curve
 from bench.train.presets import PRESETS, learning_rate
 from bench.train.ranks import Ranks
-from bench.train.trainer import check_room
+from bench.train.trainer import check_room, terms_and_specs
 from offload_core.errors import HostMemoryError
 from tests.support import fused_adam
 from tests.support.processes import ROOT, ForkServer
@@ -305,6 +305,27 @@ def test_two_ranks_see_the_text_of_one_that_accumulates(of_two_ranks, tmp_path: 
     assert [r["loss"] for r in together] == pytest.approx([r["loss"] for r in records], abs=1e-4)
     theirs = json.loads((of_two_ranks[1] / "summary.json").read_text())
     assert theirs["held_out_loss"] == pytest.approx(summary["held_out_loss"], abs=1e-4)
+
+
+def test_states_on_the_device_are_a_size_a_share_or_all(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    from bench.train.torch_trainer import partitioning
+
+    out = f"--out={tmp_path}"
+    for given, fields in {
+        (): ("cpu", None),
+        ("--device-states-bytes=0.5",): ("cpu", 0.5),
+        ("--device-states-bytes=8GB",): ("cpu", 8 * 10**9),
+        ("--offload-optimizer=none",): (None, None),
+    }.items():
+        settings, *_ = program.parse([out, *given])
+        assert (settings.offload_optimizer, settings.device_states_bytes) == fields
+        in_torch = partitioning(settings)
+        assert (in_torch["offload_optimizer"], in_torch["device_states_bytes"]) == fields
+        terms, _ = terms_and_specs(settings, 1, on_host=False)
+        assert (terms.config.offload_optimizer, terms.config.device_states_bytes) == fields
+    with pytest.raises(SystemExit):
+        program.parse([out, "--device-states-bytes=auto"])
+    assert "expected a size or a share: activations are not known here" in capsys.readouterr().err
 
 
 @pytest.mark.slow

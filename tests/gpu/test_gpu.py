@@ -116,7 +116,7 @@ def test_staging_is_pinned_and_gradients_leave_the_device(accelerator):
     engine.optimizer.core._pipeline.buckets.run(lambda: None)  # the copies have ended
     assert allocated() <= parameters + 2**20
     [bucket] = engine.optimizer.core._pipeline.buckets.all
-    assert torch.from_numpy(bucket.gradient.buffer.view("uint8")).is_pinned()
+    assert torch.from_numpy(bucket.gradient.buffer.view().view("uint8")).is_pinned()
     engine.step()
 
 
