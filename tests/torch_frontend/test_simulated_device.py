@@ -13,8 +13,9 @@ from torch.accelerator import memory
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from frontends.torch import wrap
-from frontends.torch.ranks.device import told_by_allocator
+from frontends.torch.ranks.device import memory_of, told_by_allocator
 from offload_core import HostMemoryWarning
+from offload_core.device.events import Done
 from tests.support import simulated
 from tests.support.processes import torch_server
 from tests.support.torch_models import batch, make, same_bits
@@ -385,3 +386,27 @@ def test_threads_work_near_the_device_of_the_parameters(monkeypatch):
     assert asked == []
     wrap(make().to(f"{D}:1"), lr=1e-2)
     assert set(asked) == {1}
+
+
+def test_two_threads_that_copy_at_a_time_each_go_on_in_their_own_stream():
+    """An object of a stream remembers the stream to go back to; threads share the lanes of a device."""
+    device = memory_of(torch.device(simulated.NAME, 0))
+    inside, left, streams = threading.Event(), threading.Event(), []
+
+    def other():
+        mine = torch.Stream(simulated.NAME)
+        torch.accelerator.set_stream(mine)
+        with device.to_device_lane(Done()):
+            inside.set()
+            left.wait()
+        streams.append(torch.accelerator.current_stream() == mine)
+
+    before = torch.accelerator.current_stream()
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait()
+    with device.to_device_lane(Done()):
+        left.set()
+        thread.join()
+    assert streams == [True]
+    assert torch.accelerator.current_stream() == before

@@ -20,7 +20,7 @@ from offload_core.memory.pinning import Pinning
 from ..params.tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
 from .device_kernels import compute_in
 from .pinning import launcher_for, pinning_for
-from .queue import TorchQueue
+from .queue import TorchQueue, entered
 
 _CODES = {dtype: element_type.code for dtype, element_type in ELEMENT_TYPES.items()}
 
@@ -260,7 +260,7 @@ class AcceleratorDevice(TorchDevice):
 
     @contextmanager
     def _lane(self, stream: torch.Stream, after: Event, events: deque[Event]) -> Iterator[Lane]:
-        with stream:
+        with entered(stream):
             after.order()
             yield _StreamLane(stream, events)
 
@@ -286,9 +286,9 @@ class AcceleratorDevice(TorchDevice):
 
     def through(self, host: torch.Tensor, compute: Callable[[torch.Tensor], None]) -> Event:
         # Three streams: one bucket computes while another one moves.
-        with self._to_device:
+        with entered(self._to_device):
             moved = host.to(self.device, non_blocking=True)
-        with (stream := _computing_stream(self.device)):
+        with entered(stream := _computing_stream(self.device)):
             stream.wait_event(self._to_device.record_event())
             compute(moved)
         with self._lane(self._to_host, _StreamEvent(stream, None), deque(maxlen=0)) as lane:

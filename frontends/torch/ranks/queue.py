@@ -48,6 +48,15 @@ class Launcher(Protocol):
     ) -> None: ...
 
 
+def entered(stream: torch.Stream) -> torch.Stream:
+    """Return a context in which the calling thread's work goes to this stream: another object of the same stream.
+
+    An object that is entered remembers the stream to go back to, and two threads that enter one object would each go
+    back to the other's.
+    """
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+
+
 class TorchQueue:
     """Runs the kernels of updates in one stream.
 
@@ -66,7 +75,7 @@ class TorchQueue:
 
     def allocate(self, n_bytes: int) -> torch.Tensor:
         try:
-            with self._stream:
+            with entered(self._stream):
                 return torch.zeros(n_bytes, dtype=torch.uint8, device=self._stream.device)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
@@ -83,7 +92,7 @@ class TorchQueue:
         return HostArrays(addresses, np.array(codes, np.uint8), tensors)
 
     def order(self, after: Event) -> None:
-        with self._stream:
+        with entered(self._stream):
             after.order()
 
     def mark(self, used: object = None) -> Event:
@@ -117,7 +126,7 @@ class TorchQueue:
 
     def squares(self, runs: Sequence[tuple[np.ndarray, ElementType]]) -> Callable[[], np.ndarray]:
         host = _pinned(8 * kernels.NORM_BINS).view(torch.int64)
-        with self._stream:
+        with entered(self._stream):
             bins = torch.zeros(kernels.NORM_BINS, dtype=torch.int64, device=self._stream.device)
             for spans, dtype in runs:
                 self._launch(self._launcher.sum_squares, spans, dtype, bins.data_ptr())
@@ -129,7 +138,7 @@ class TorchQueue:
         source = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         host = _pinned(source.numel())
         host.copy_(source)
-        with self._stream:
+        with entered(self._stream):
             table = host.to(self._stream.device, non_blocking=True)
         tables += (table, host)
         return table.data_ptr()
@@ -137,17 +146,17 @@ class TorchQueue:
     # --- copies --------------------------------------------------------------------------------------
 
     def to_host(self, memory: torch.Tensor, host: np.ndarray) -> Event:
-        with self._stream:
+        with entered(self._stream):
             _bytes(host).copy_(memory.view(torch.uint8), non_blocking=True)
         return self.mark((memory, host))
 
     def to_device(self, host: np.ndarray, memory: torch.Tensor) -> Event:
-        with self._stream:
+        with entered(self._stream):
             memory.view(torch.uint8).copy_(_bytes(host), non_blocking=True)
         return self.mark((memory, host))
 
     def transform(self, matrices: Matrices, tensor: torch.Tensor) -> None:
-        with self._stream:
+        with entered(self._stream):
             compute_in(matrices, tensor)
 
 
