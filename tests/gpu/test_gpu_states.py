@@ -12,15 +12,21 @@ from frontends.torch.ranks.device import memory_of
 from offload_core.dtypes import BFLOAT16, BY_NUMPY, FLOAT16, FLOAT32
 from offload_core.native import kernels
 from offload_core.native.grad_norm import SumOfSquares
-from tests.gpu.test_gpu import make, same_bits
 from tests.support import state_formats as formats
 from tests.support.kernel_calls import State
 from tests.support.oracles import Adagrad, Adam, Lion, Muon, Sgd
 from tests.support.queue_kernels import in_place_of_kernels
+from tests.support.torch_models import same_bits
 
 pytestmark = pytest.mark.gpu
 STEPS = {"adam": Adam, "sgd": Sgd, "lion": Lion, "adagrad": Adagrad, "direction": Muon, "muon": Muon}
 KINDS = list(product(kernels.RULES, formats.MASTERS, formats.MOMENTS))
+
+
+def make(device):
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(256, 512), torch.nn.GELU(), torch.nn.Linear(512, 256)]
+    return torch.nn.Sequential(*layers).to(device)
 
 
 @pytest.fixture

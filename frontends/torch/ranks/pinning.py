@@ -70,7 +70,7 @@ class _DriverLauncher:
 
 def _driver_launcher(device: torch.device, stream: torch.Stream) -> Launcher:
     code = _code_of(drivers_of(device)[0])
-    handle = torch.cuda.Stream(
+    handle = torch.get_device_module(device).Stream(
         stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
     ).cuda_stream
     names = (field.name for field in fields(_DriverLauncher))
