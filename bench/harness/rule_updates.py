@@ -84,7 +84,7 @@ def calls(
     row |= {"master": master["data"], **{kind: array for kind, array in master.items() if kind in ("high", "ties")}}
     row["moments"] = [moment["data"] for moment in moments]
     row["scales"] = [moment.get("scales", 0) for moment in moments]
-    options: dict[str, Any] = {"grad_dtype": BFLOAT16 if narrow else FLOAT32, "threads": threads}
+    run, grad_dtype = kernels.HostKernels(threads), BFLOAT16 if narrow else FLOAT32
     matrix = None if rule.device_kernel is None else (n // _COLUMNS, _COLUMNS)
     scalars = Scalars([rule], [hyper], [0], [matrix], np.zeros(1, np.int64), np.array([9]), [0], grad_scale=0.5)
     read = [(grad, READ)]
@@ -96,14 +96,14 @@ def calls(
         first = _segments({**row, "param": direction}, times)
         kept = [(moment["data"], READ) for moment in moments]
         passed = [*read, *kept, (direction, WRITE)]
-        found["direction"] = Call(lambda: rule.directions(first, scalars, **options), passed)
+        found["direction"] = Call(lambda: rule.directions(run, first, scalars, grad_dtype=grad_dtype), passed)
         row["moments"], row["scales"] = [*row["moments"], direction], [*row["scales"], 0]
         read.append((direction, READ))
     segments = _segments(row, times)
 
     def update() -> None:
         out = None if param is None else BFLOAT16
-        rule.update(segments, scalars, formats, param_dtype=out, keep_states=False, **options)
+        rule.update(run, segments, scalars, formats, grad_dtype=grad_dtype, param_dtype=out, keep_states=False)
 
     return {**found, "update": Call(update, [*read, *updated, *written])}
 

@@ -15,11 +15,11 @@ class NoQueue:
         self.why = why
 
     def __call__(self) -> DeviceQueue:
-        """Raise :attr:`error`."""
-        raise self.error
+        """Raise :attr:`refusal`."""
+        raise self.refusal
 
     @property
-    def error(self) -> ConfigError:
+    def refusal(self) -> ConfigError:
         """The error that says so, and what to set."""
         return ConfigError(
             f"states cannot be kept on this device, because {self.why}; expected offload_optimizer='cpu' or 'nvme', "

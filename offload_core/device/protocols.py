@@ -167,7 +167,7 @@ class DeviceQueue(kernels.Kernels, Protocol):
         """Return the device's memory of each tensor."""
         ...
 
-    def order(self, after: Event) -> None:
+    def order(self, after: Event) -> None:  # waits
         """Have later kernels run after an event."""
         ...
 

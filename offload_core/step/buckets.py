@@ -272,7 +272,7 @@ class LocalBuckets:
             oldest, landed = self.in_staging.popleft()
             self.wait(landed, oldest.layout.index)
 
-    def await_buffer(self, bucket: LocalBucket) -> None:
+    def await_buffer(self, bucket: LocalBucket) -> None:  # waits
         """Ensure that the bucket has memory for gradients. If all slots are lent, wait for updates that free one."""
         if bucket.gradient.buffer is None:
             self.gradient_memory.lend(bucket, lambda other: self.claim(other, "wait for gradient memory"))

@@ -62,7 +62,7 @@ class Directions:
         if bucket.direction is None:
             return None
         try:
-            bucket.executor.join(bucket.direction.computed)
+            bucket.executor.run_after(bucket.direction.computed)
         except BaseException:
             bucket.release_direction()
             raise

@@ -160,7 +160,7 @@ class HostExecutor(BaseExecutor):
         matrices = bucket.matrices.of_params(params)
         return self._device.transform(bucket.layout, matrices, direction.shards.owner, direction.lease)
 
-    def join(self, event: Event) -> None:  # waits
+    def run_after(self, event: Event) -> None:  # waits
         event.wait()
 
 
@@ -207,7 +207,7 @@ class Staged(HostExecutor):
         received = buffer.owner if stays else bucket.lease.borrow(numel, arrival.dtype.numpy)
         reduced = self._device.reduce(layout, gradient.comm_dtype, gradients, received, bucket.lease)
 
-        def finish() -> None:
+        def finish() -> None:  # waits
             if not stays:
                 with buckets.trace.span(REDUCTION, "sum", layout.index, received.nbytes):
                     self._sum(bucket, received)

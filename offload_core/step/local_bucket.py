@@ -341,7 +341,7 @@ class Executor(ABC):
         """Start to compute with the whole matrices of these parameters, in the bucket's directions."""
 
     @abstractmethod
-    def join(self, event: Event) -> None:  # waits
+    def run_after(self, event: Event) -> None:  # waits
         """Have later kernels run after an event."""
 
 

@@ -51,7 +51,7 @@ class OnDevice(BaseExecutor):
             self._queue.mark().order()
         reduced = self._device.reduce(bucket.layout, gradient.comm_dtype, gradients, received.owner, bucket.lease)
 
-        def finish() -> None:
+        def finish() -> None:  # waits
             bucket.release()
             if not stays:
                 out, add = self.promote(bucket), gradient.has_landed
@@ -170,5 +170,5 @@ class OnDevice(BaseExecutor):
         direction.lease = Lease(self._buckets.directions)
         return self._device.transform(bucket.layout, matrices, direction.shards.owner, direction.lease)
 
-    def join(self, event: Event) -> None:  # waits
+    def run_after(self, event: Event) -> None:  # waits
         self._queue.order(event)

@@ -191,7 +191,7 @@ class FakeDevice:
     def synchronize(self) -> None:  # waits
         for way in ("to_host", "to_device"):
             self._lanes[way].submit(lambda: None).result()
-        self._lanes["updates"].submit(self._queue.recover).result()
+        self._lanes["updates"].submit(self._queue.forget_failure).result()
 
     def _enqueue(self, way: str, n_bytes: int, copy: Callable[[], None], *, counts: bool = True) -> Event:
         asked = time.perf_counter()
@@ -257,7 +257,7 @@ class FakeQueue:
 
         return HostArrays.columns(map(array, tensors))
 
-    def order(self, after: Event) -> None:
+    def order(self, after: Event) -> None:  # waits
         if not isinstance(after, Done | _LaneEvent | _QueueEvent):
             after.order()  # the device's computing waits, and so does the queue
             after = self._device.mark()
@@ -274,7 +274,7 @@ class FakeQueue:
         self._used.append((event, used))
         return event
 
-    def recover(self) -> None:
+    def forget_failure(self) -> None:
         """Let later calls run again after one that failed."""
         self._failed = None
 

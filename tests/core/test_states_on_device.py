@@ -319,7 +319,7 @@ class NoKernels(FakeDevice):
     """A device that moves tensors, and has no compiler for kernels."""
 
     def queue(self):
-        raise NoQueue("nobody compiles for it").error
+        raise NoQueue("nobody compiles for it").refusal
 
 
 @pytest.mark.parametrize("tier", ["device", "device and host"])

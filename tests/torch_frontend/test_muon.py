@@ -13,7 +13,7 @@ from torch import nn
 
 from frontends.torch import OffloadedAdamW, OffloadedMuon, gathered_parameters, init, wrap
 from frontends.torch.optim.matrix_groups import hidden_matrices
-from frontends.torch.ranks import device
+from frontends.torch.ranks import device_kernels as device
 from offload_core import ConfigError, ParameterError, StateError
 from tests import sampling
 from tests.support.processes import on_ranks

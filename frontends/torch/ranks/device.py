@@ -133,7 +133,7 @@ class HostTorchDevice(TorchDevice):
     pinning = None
 
     def queue(self) -> DeviceQueue:
-        raise NoQueue("its memory is the host's").error
+        raise NoQueue("its memory is the host's").refusal
 
     def to_host_lane(self) -> AbstractContextManager[Lane]:
         return nullcontext(_AtOnce())

@@ -50,11 +50,11 @@ def launcher_for(device: torch.device, stream: torch.Stream) -> Launcher:
         ConfigError: there is none for devices of this type, or no compiler for its kernels.
     """
     if device.type not in LAUNCHERS:
-        raise NoQueue(f"the kernels of updates are compiled for CUDA and ROCm devices, and this is {device}").error
+        raise NoQueue(f"the kernels of updates are compiled for CUDA and ROCm devices, and this is {device}").refusal
     try:
         return LAUNCHERS[device.type](device, stream)
     except KernelError as error:
-        raise NoQueue(f"its kernels cannot be compiled ({error})").error from None
+        raise NoQueue(f"its kernels cannot be compiled ({error})").refusal from None
 
 
 @dataclass(frozen=True)
@@ -70,9 +70,11 @@ class _DriverLauncher:
 
 def _driver_launcher(device: torch.device, stream: torch.Stream) -> Launcher:
     code = _code_of(drivers_of(device)[0])
-    handle = torch.get_device_module(device).Stream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
-    ).cuda_stream
+    handle = (
+        torch.get_device_module(device)
+        .Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
+        .cuda_stream
+    )
     names = (field.name for field in fields(_DriverLauncher))
     return _DriverLauncher(*(partial(getattr(code, name), stream=handle) for name in names))
 

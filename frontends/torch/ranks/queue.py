@@ -91,7 +91,7 @@ class TorchQueue:
         codes = [type_.code if (type_ := ELEMENT_TYPES.get(tensor.dtype)) else 0 for tensor in tensors]
         return HostArrays(addresses, np.array(codes, np.uint8), tensors)
 
-    def order(self, after: Event) -> None:
+    def order(self, after: Event) -> None:  # waits
         with entered(self._stream):
             after.order()
 
