@@ -14,12 +14,12 @@ from offload_core.native import kernels
 from offload_core.native.grad_norm import SumOfSquares
 from tests.support import state_formats as formats
 from tests.support.kernel_calls import State
-from tests.support.oracles import Adagrad, Adam, Lion, Muon, Sgd
+from tests.support.oracles import Adagrad, Adam, Lion, Muon, MuonDirection, Sgd
 from tests.support.queue_kernels import in_place_of_kernels
 from tests.support.torch_models import same_bits
 
 pytestmark = pytest.mark.gpu
-STEPS = {"adam": Adam, "sgd": Sgd, "lion": Lion, "adagrad": Adagrad, "direction": Muon, "muon": Muon}
+STEPS = {"adam": Adam, "sgd": Sgd, "lion": Lion, "adagrad": Adagrad, "direction": MuonDirection, "muon": Muon}
 KINDS = list(product(kernels.RULES, formats.MASTERS, formats.MOMENTS))
 
 
