@@ -109,7 +109,7 @@ class OnDevice(BaseExecutor):
     def write_gradient(self, bucket: LocalBucket, i: int, values: np.ndarray) -> None:
         gradient, piece = bucket.gradient, bucket.pieces[i]
         memory = self._new_piece(values.size)
-        self._queue.to_device(values, memory.owner).wait()
+        self._queue.to_device(values, memory.owner)
         held = gradient.piece(i, piece.numel)
         if gradient.buffer is None or held is None or held.address != gradient.in_buffer().addresses[i]:
             gradient.hold(np.array([i]), HostArrays.columns([memory]))
