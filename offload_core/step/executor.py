@@ -15,6 +15,7 @@ An executor's kernels read and write its own memory alone. The host's have run w
 later, in the order of the calls. So an update ends with an event (:meth:`Executor.end`).
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -54,7 +55,8 @@ class BaseExecutor(Executor):
     """The common part of executors."""
 
     def __init__(self, buckets: Surroundings) -> None:
-        self._buckets = buckets
+        # A weak reference: the buckets own this object, and their memory is free when their last owner is gone.
+        self._buckets: Surroundings = weakref.proxy(buckets)
         self._device = buckets.device
 
     def promote(self, bucket: LocalBucket) -> HostArray:

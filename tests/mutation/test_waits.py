@@ -1358,7 +1358,7 @@ UNNOTICED = {
     f"{_STORE}.restore: self._queue.to_device(block.released, memory).wait()": "the queue's kernels come after it",
     f"{_EXECUTOR}._exchange: self._queue.mark().order()": "this device's memory is zero at once",
     f"{_EXECUTOR}.allocate_sums: self._queue.mark().wait()": "for the same reason",
-    f"{_FAKE}.synchronize: self._lanes['updates'].submit(self._queue.forget_failure).result()": "later calls come after it",
+    f"{_FAKE}.synchronize: self._lanes['updates'].submit(self._queue.forget_failure).result()": "calls come later",
 }
 """Mutants that no scenario notices, and why."""
 FOUND = by_name([*CORE_WAITS, *CORE_CHANGES])

@@ -72,7 +72,7 @@ def test_a_rank_whose_peer_does_not_come_names_it_and_the_exchange(schedule, tmp
     assert waits.startswith("offload-core: rank 0 of 2, process ")
     assert "\n  updates: 1, and 0 skipped\n" in waits
     if schedule == "overlap":
-        assert re.search(r"^  thread 'offload': Reduction\._reduce\.land, for", waits, re.MULTILINE)
+        assert re.search(r"^  thread 'offload': Reduction\._start\.land, for", waits, re.MULTILINE)
     else:
         assert "\n  call: backward()\n" in waits
 
