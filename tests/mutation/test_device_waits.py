@@ -606,6 +606,34 @@ def copies_of_inputs_that_the_host_does_not_wait_for():
     assert simulated.copies_waited_for() - before == waited
 
 
+def states_on_the_device():
+    """They are updated, read, written and released there."""
+    engine = two_steps(on_device(offload_optimizer=None))
+    assert_parameters([copy.deepcopy(p) for p in engine.module.parameters()])
+    assert_states([engine.optimizer.state[p] for p in engine.parameters()])
+    engine.release()
+    assert_states([engine.optimizer.state[p] for p in engine.parameters()])
+    engine.restore()
+    saved = engine.optimizer.state_dict()
+    engine.optimizer.load_state_dict(saved)
+    assert_states([engine.optimizer.state[p] for p in engine.parameters()])
+    clipped = [two_steps(on_device(gradient_clipping=1e-3, **more)) for more in ({}, {"offload_optimizer": None})]
+    for here, there in zip(*(engine.parameters() for engine in clipped), strict=True):
+        assert same_bits(here.detach().cpu(), there.detach().cpu())
+
+
+def updates_on_the_device_that_the_host_does_not_wait_for():
+    waited = []
+    for fields in ({}, {"offload_optimizer": None, "gradient_clipping": 1e-3}):
+        engine = two_steps(on_device(**fields))
+        engine.flush()
+        before = simulated.copies_waited_for()
+        two_steps(engine)
+        engine.flush()
+        waited.append(simulated.copies_waited_for() - before)
+    assert waited[0] == waited[1], "inputs alone are waited for"
+
+
 SCENARIOS = [
     a_forward,
     copies_that_the_host_does_not_wait_for,
@@ -638,6 +666,8 @@ SCENARIOS = [
     parameters_that_were_emitted_and_discarded,
     micro_batches_whose_inputs_wait_on_the_host,
     copies_of_inputs_that_the_host_does_not_wait_for,
+    states_on_the_device,
+    updates_on_the_device_that_the_host_does_not_wait_for,
     a_model_that_trainer_saves,
 ]
 """A mutant is shown to them in this order: scenarios that notice much, or take little time, come first."""
@@ -687,6 +717,9 @@ UNNOTICED = {
     "layerwise.waiting.WaitingTensors._leave: None of lane.event(None)": "nothing is kept: what waits has the tensor",
     "layerwise.waiting.WaitingTensors._bring: None of lane.event(None)": "likewise",
     "layerwise.waiting.HostSlots.borrow: self._device.synchronize()": "test_layerwise_shapes.py needs it",
+    "ranks.queue.TorchQueue.to_device: self.mark((memory, host))": "its callers keep both until they have waited",
+    "ranks.queue.TorchQueue.to_host: _bytes(host).copy_(memory.view(torch.uint8), non_blocking=True)": "its callers wait",
+    "ranks.queue.TorchQueue.to_device: memory.view(torch.uint8).copy_(_bytes(host), non_blocking=True)": "likewise",
 }
 """Mutants that no scenario notices, and why."""
 

@@ -359,22 +359,32 @@ class SimulatedLauncher:
             moved[name] = np.where(moved[name] == 0, 0, moved[name] + np.uint64(self._offset % 2**64))
         return moved
 
+    def _upload(self, table: np.ndarray, upload: Callable[[np.ndarray], int]) -> None:
+        """Upload a table. When the stream comes to its kernel, the table must be there."""
+        expected, at = table.tobytes(), upload(table) + self._offset
+
+        def check() -> None:
+            if ctypes.string_at(at, len(expected)) != expected:
+                raise RuntimeError("simulated device: the table of a kernel was freed")
+
+        call(self._stream, check)
+
     def update(self, segments: np.ndarray, scalars: np.ndarray, *, upload: Callable[[np.ndarray], int], **kind: Any):
-        upload(segments), upload(scalars)
+        self._upload(segments, upload), self._upload(scalars, upload)
         memory = self._open(segments, "grad", "master", "moments", "param", "high", "ties", "scales")
         call(self._stream, partial(_UPDATE, memory, scalars.copy(), **kind, threads=1))
 
     def sum_squares(self, spans: np.ndarray, dtype: Any, bins_at: int, *, upload: Callable[[np.ndarray], int]) -> None:
-        upload(spans)
+        self._upload(spans, upload)
         bins = np.ctypeslib.as_array((ctypes.c_int64 * kernels.NORM_BINS).from_address(bins_at + self._offset))
         call(self._stream, partial(kernels.sum_squares, self._open(spans, "src"), dtype, bins, threads=1))
 
     def accumulate(self, spans: np.ndarray, dtype: Any, *, upload: Callable[[np.ndarray], int]) -> None:
-        upload(spans)
+        self._upload(spans, upload)
         call(self._stream, partial(kernels.accumulate, self._open(spans, "src", "dst"), dtype, threads=1))
 
     def cast(self, spans: np.ndarray, src: Any, dst: Any, *, upload: Callable[[np.ndarray], int]) -> None:
-        upload(spans)
+        self._upload(spans, upload)
         call(self._stream, partial(kernels.cast, self._open(spans, "src", "dst"), src, dst, threads=1))
 
     def reduce(
