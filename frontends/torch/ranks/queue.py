@@ -116,10 +116,10 @@ class TorchQueue:
         self._launch(self._launcher.cast, spans, src, dst)
 
     def _launch(self, kernel: Callable[..., None], *arguments: Any, **kind: Any) -> None:
-        """Launch a kernel, and keep its tables until it has run."""
+        """Launch a kernel. Its tables live until it is in the stream, as another thread may upload others before that.
+        After that their memory is used again in the stream's order, and pinned memory after the copies from it."""
         tables: list[torch.Tensor] = []
         kernel(*arguments, upload=partial(self._upload, tables), **kind)
-        self.mark(tables)
 
     def reduce(self, parts: HostArray, n_parts: int, out: HostArray, *, divisor: float, add: bool) -> None:
         self._launcher.reduce(parts.address, n_parts, parts.dtype, out.address, out.numel, divisor=divisor, add=add)
@@ -134,13 +134,12 @@ class TorchQueue:
         return partial(_after, self.mark(bins), host.numpy())
 
     def _upload(self, tables: list[torch.Tensor], array: np.ndarray) -> int:
-        """Copy a table to the device, and add it to ``tables``. Return its address."""
+        """Copy a table to the device, add it to ``tables``, and return its address."""
         source = torch.from_numpy(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
         host = _pinned(source.numel())
         host.copy_(source)
         with entered(self._stream):
-            table = host.to(self._stream.device, non_blocking=True)
-        tables += (table, host)
+            tables.append(table := host.to(self._stream.device, non_blocking=True))
         return table.data_ptr()
 
     # --- copies --------------------------------------------------------------------------------------
