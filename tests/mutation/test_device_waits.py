@@ -718,7 +718,7 @@ UNNOTICED = {
     "layerwise.waiting.WaitingTensors._bring: None of lane.event(None)": "likewise",
     "layerwise.waiting.HostSlots.borrow: self._device.synchronize()": "test_layerwise_shapes.py needs it",
     "ranks.queue.TorchQueue.to_device: self.mark((memory, host))": "its callers keep both until they have waited",
-    "ranks.queue.TorchQueue.to_host: _bytes(host).copy_(memory.view(torch.uint8), non_blocking=True)": "its callers wait",
+    "ranks.queue.TorchQueue.to_host: _bytes(host).copy_(memory.view(torch.uint8), non_blocking=True)": "it is awaited",
     "ranks.queue.TorchQueue.to_device: memory.view(torch.uint8).copy_(_bytes(host), non_blocking=True)": "likewise",
 }
 """Mutants that no scenario notices, and why."""
