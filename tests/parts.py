@@ -72,7 +72,26 @@ STAGE_3 = [
     "integrations/test_quantised.py",
 ]
 """The laws that part ``parameters`` checks again, with parameters of stage 3 on disk."""
-STORE_OF = {"store": ("late", LATE), "disk": ("disk", LATE), "parameters": ("nvme", STAGE_3)}
+ON_DEVICE = [
+    *(f"core/test_{name}.py" for name in ("pipeline", "ranks", "state_formats", "gradient_access", "trace")),
+    *("core/test_finalized_gradients.py", "core/test_live_params.py", "checkpoint", "laws"),
+    *(
+        f"torch_frontend/test_{name}.py"
+        for name in (
+            *("simulated_device", "simulated_ranks", "devices", "device_failures", "compiled_blocks", "construction"),
+            *("generating", "gradient_access", "layerwise", "optimizer_behaviours", "partitioned", "release"),
+            *("release_ranks", "several_engines", "torch_engine", "torch_overlap", "torch_trace"),
+        )
+    ),
+]
+"""The laws that parts ``device`` and ``half-device`` check again, with states in the device's memory."""
+STORE_OF = {
+    "store": ("late", LATE),
+    "disk": ("disk", LATE),
+    "parameters": ("nvme", STAGE_3),
+    "device": ("device", ON_DEVICE),
+    "half-device": ("half device", ON_DEVICE),
+}
 """The store of each of these parts, and the files."""
 PYTHONS = {f"python-{version}": f"other-{version}" for version in ("3.12", "3.13", "3.14")}
 """The core, the kernels and JAX's laws on another Python: a part, and the target of make that runs it."""
@@ -94,6 +113,8 @@ LONG = {
     "store": 6,
     "disk": 6,
     "parameters": 6,
+    "device": 4,
+    "half-device": 4,
 }
 """Into how many slices a part is cut that takes more than two minutes."""
 SLICES = [(part, i, n) for i in range(max(LONG.values())) for part in PARTS if i < (n := LONG.get(part, 1))]
