@@ -114,6 +114,7 @@ def test_nothing_is_recorded_while_nobody_asks(tmp_path, monkeypatch, make_devic
     assert list(tmp_path.iterdir()) == [tmp_path / "step.json"]
 
 
+@pytest.mark.states_on_host
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("make_device", [HostDevice, FakeDevice])
 @pytest.mark.parametrize("schedule", ["overlap", "serial"])
