@@ -141,10 +141,12 @@ class StatesOnDevice(Store):
             write: True to copy the bytes back at the end.
         """
         block, (start, n_bytes) = self._blocks[bucket], span
-        if block.released is not None:
-            yield block.released[start : start + n_bytes]
+        memory, released = block.memory, block.released  # another thread may replace both
+        if memory is None:
+            assert released is not None
+            yield released[start : start + n_bytes]
             return
-        part = block.memory[start : start + n_bytes]
+        part = memory[start : start + n_bytes]
         with self._host_bytes(n_bytes) as host:
             if n_bytes:
                 self._queue.to_host(part, host).wait()

@@ -7,8 +7,8 @@ executor                gradients wait in                states are in          
                         in host memory
 :class:`Staged`         host memory                      host memory or on disk              are written to staging and
                                                                                              published
-:class:`OnDevice`       the device's memory: where they  the device's memory                 are written where they are,
-(``on_device.py``)      are, or a sum, or a shard                                            or published from there
+:class:`OnDevice`       the device's memory: a copy,    the device's memory                 are written where they are,
+(``on_device.py``)      or a sum, or a shard                                                 or published from there
 ======================  ===============================  ==================================  ==========================
 
 An executor's kernels read and write its own memory alone. The host's have run when a call returns. A device's run
@@ -74,7 +74,7 @@ class BaseExecutor(Executor):
 
     def keep(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> None:
         """Set the gradients of a bucket whose gradients are in this executor's memory. If no gradient is to be added to
-        another, the update reads ``gradients`` in place. Otherwise sum them in the bucket's fp32 buffer."""
+        another, the update reads them from :meth:`own`. Otherwise sum them in the bucket's fp32 buffer."""
         pieces = np.array(
             [bucket.table.positions[param][0] for param in gradients], np.int64
         )  # this process has whole parameters
@@ -82,7 +82,7 @@ class BaseExecutor(Executor):
         held = bucket.gradient.arrays  # keeps the arrays alive until they have been read
         waits = held.addresses[pieces] != 0
         if bucket.gradient.buffer is None and not self._buckets.terms.sums and not waits.any():
-            bucket.gradient.hold(pieces, arrived)
+            bucket.gradient.hold(pieces, self.own(bucket, pieces, arrived))
             return
         self.promote(bucket)
         buffer, numels = bucket.gradient.in_buffer().of(pieces), bucket.table.numels[pieces]
@@ -98,6 +98,15 @@ class BaseExecutor(Executor):
             spans = kernels.spans(arrived.addresses[rows], buffer.addresses[rows], numels[rows])
             self.memory.accumulate(spans, dtype)
         bucket.gradient.hold(pieces, buffer)
+
+    def own(self, bucket: LocalBucket, pieces: np.ndarray, arrived: HostArrays) -> HostArrays:
+        """Return the memory from which an update reads gradients that have arrived: theirs.
+
+        Args:
+            pieces: the indices of the pieces in the bucket.
+            arrived: the gradient of each of these pieces.
+        """
+        return arrived
 
     def in_place(self, bucket: LocalBucket, pieces: np.ndarray, tensors: Sequence[Any]) -> np.ndarray:
         """Return the address of each piece's first element in its parameter's tensor, in this executor's memory.

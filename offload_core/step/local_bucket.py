@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -229,6 +229,8 @@ class Executor(ABC):
 
     memory: kernels.Kernels
     """The kernels of the executor's memory."""
+    runs_later: ClassVar[bool] = False
+    """True if kernels run after their call has returned, so that a later error can leave an update made in part."""
 
     # --- gradients -----------------------------------------------------------------------------------
 
@@ -373,6 +375,9 @@ class LocalBucket:
     parameters to update (None: all that have a gradient). :meth:`finish_update` sets this to None."""
     changed: Event | None = None
     """The event after which the update that is owed has changed the states; None: the update was not started."""
+    launched: int = 0
+    """The kernels of the update that is owed that were launched and run later: one for each element type of
+    gradients."""
     task: Task[Any] | None = None
     """The last task that the worker got for this bucket. None: the bucket is the caller's."""
     updated: Task[None] | None = None
@@ -399,6 +404,7 @@ class LocalBucket:
     def owe(self, scalars: Scalars, tensors: Sequence[Any], among: frozenset[int] | None = None) -> None:
         """Record that an update of the states is due (:attr:`owed`)."""
         self.changed = None
+        self.launched = 0
         self.owed = scalars, tensors, among
 
     def finish_update(self) -> None:  # waits

@@ -20,9 +20,11 @@ from .local_bucket import Arriving, Direction, LocalBucket
 class OnDevice(BaseExecutor):
     """Runs the kernels in the queue of the device.
 
-    One rank: kernels read gradients and write parameters where they are. Among ranks, the device's exchange fills a
-    shard of gradients, and gathers the parameters from a shard.
+    One rank: gradients are copied once, and kernels write parameters where they are. Among ranks, the device's exchange
+    fills a shard of gradients, and gathers the parameters from a shard.
     """
+
+    runs_later = True
 
     def __init__(self, buckets: Surroundings) -> None:
         super().__init__(buckets)
@@ -38,6 +40,20 @@ class OnDevice(BaseExecutor):
                 self.keep(bucket, gradients)
             return Arriving(self._queue.mark(used), lambda: None)
         return self._exchange(bucket, gradients)
+
+    def own(self, bucket: LocalBucket, pieces: np.ndarray, arrived: HostArrays) -> HostArrays:
+        """Copy the gradients: the update reads them later than the step returns, and the program may have written the
+        next ones to their memory by then."""
+        addresses, owners = arrived.addresses.copy(), list(arrived.owners)
+        for dtype, rows in arrived.by_type(arrived.addresses != 0):
+            memory = self._new(bucket, dtype)
+            offsets = bucket.table.offsets[pieces[rows]] * dtype.itemsize
+            addresses[rows] = memory.address + offsets.astype(np.uintp)
+            spans = kernels.spans(arrived.addresses[rows], addresses[rows], bucket.table.numels[pieces[rows]])
+            self._queue.cast(spans, dtype, dtype)
+            for row in rows.tolist():
+                owners[row] = memory
+        return HostArrays(addresses, arrived.codes, owners)
 
     def _exchange(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving:
         buckets, gradient = self._buckets, bucket.gradient

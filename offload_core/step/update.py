@@ -250,6 +250,7 @@ class Updates:
                     param_dtype=param_dtype,
                     keep_states=keep_states,
                 )
+            bucket.launched += executor.runs_later and not keep_states
         ran = _Ran(executor.end(bucket), out, published)
         bucket.release_direction()
         if not keep_states:
@@ -412,11 +413,20 @@ class Updates:
         return owing
 
     def _has_updated(self, bucket: LocalBucket) -> bool:  # waits
-        """True if no update of the bucket's states is due, or the one that was started has run."""
-        if bucket.owed is not None and bucket.changed is not None:
+        """True if no update of the bucket's states is due, or the one that was started has run.
+
+        Raises:
+            StateError: a part of the update may have been made, and must not be made again.
+        """
+        if bucket.owed is None:
+            return True
+        if bucket.changed is not None:
             with suppress(Exception):  # a kernel that did not run: the update starts again
                 bucket.finish_update()
-        return bucket.owed is None
+                return True
+        if bucket.launched > (bucket.changed is not None):
+            raise StateError(f"bucket {bucket.layout.index}: only a part of its update may have been made")
+        return False
 
     def forget(self) -> set[LocalBucket]:
         """After a failure, forget all tasks in flight. Return the buckets whose parameters may not have been

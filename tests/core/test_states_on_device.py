@@ -20,8 +20,9 @@ from offload_core.plans.planner import SUMS, Planner, check_memory
 from offload_core.plans.terms import BucketTerms
 from offload_core.rules.adam import AdamHyper
 from offload_core.step.decision import StepArguments
+from offload_core.step.gradient_access import GradientAccess
 from offload_core.step.state_access import StateAccess
-from offload_core.testing.fake_device import FakeDevice
+from offload_core.testing.fake_device import FakeDevice, FakeTensor
 from offload_core.testing.thread_ranks import run_ranks
 from tests.support.checkpoints import load, save
 from tests.support.one_thread import Threads, ThreadsOfRanks
@@ -227,6 +228,48 @@ def test_an_update_that_fails_on_the_device_is_made_again_and_counts(schedule, f
     with pytest.raises(OSError, match="failed as asked"):
         fail()
     one(reference, 0.5)
+    for each in (subject, reference):
+        each.pipeline.parameters.flush(each.tensors)
+    assert bits(subject) == bits(reference)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_an_update_of_two_kernels_that_breaks_off_between_them_is_not_made_twice(failing):
+    """Gradients of two element types: nobody knows which kernel has run, so only a load may follow."""
+    subject = make(FakeDevice(), **TIERS["device"])
+    one(subject)
+    subject.pipeline.last_step.finish()
+    subject.add_all()
+    values = np.full(40, 0.5, np.float32)
+    subject.pipeline.state_lock.change("load", lambda: GradientAccess(subject.pipeline).load(0, values))
+    subject.pipeline.gradients.end_micro_step()
+    subject.device.queue().fail_after(failing)
+
+    def step():
+        subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+        subject.pipeline.last_step.finish()
+
+    with pytest.raises(OSError, match="failed as asked"):
+        step()
+    with pytest.raises(StateError, match=r"only a part of its update may have been made.*expected a checkpoint"):
+        StateAccess(subject.pipeline).local_states(0)
+
+
+@pytest.mark.parametrize("fields", [{}, {"gradient_clipping": 1.0}, {"schedule": "delayed", "delay_warmup_steps": 1}])
+@pytest.mark.parametrize("tier", ["host", "device"])
+def test_a_program_may_write_to_its_gradients_when_step_has_returned(tier, fields):
+    """The last update may still run, on gradients that a program writes to the same memory in each step."""
+    subject, reference = make(FakeDevice(max_delay=1e-3), **TIERS[tier], **fields), make(HostDevice(), **fields)
+    gradients = [FakeTensor(np.full(spec.numel, 0.5, BFLOAT16.numpy)) for spec in subject.specs]
+    for value in (0.5, -2.0, 0.25):
+        for i, gradient in enumerate(gradients):
+            gradient.memory[:] = value
+            subject.pipeline.gradients.add({i: gradient})
+        subject.pipeline.gradients.end_micro_step()
+        subject.pipeline.step(StepArguments(HYPERS, subject.tensors))
+        for gradient in gradients:
+            gradient.memory[:] = np.nan
+        one(reference, value)
     for each in (subject, reference):
         each.pipeline.parameters.flush(each.tensors)
     assert bits(subject) == bits(reference)

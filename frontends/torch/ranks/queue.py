@@ -79,8 +79,8 @@ class TorchQueue:
                 return torch.zeros(n_bytes, dtype=torch.uint8, device=self._stream.device)
         except torch.OutOfMemoryError as error:
             raise DeviceMemoryError(
-                f"{format_bytes(n_bytes)} of {self._stream.device}'s memory for optimizer states could not be "
-                f"allocated ({error}); expected a smaller device_states_bytes"
+                f"{format_bytes(n_bytes)} of {self._stream.device}'s memory for states on the device, or for their "
+                f"update, could not be allocated ({error}); expected a smaller device_states_bytes"
             ) from None
 
     def typed(self, memory: torch.Tensor, dtype: ElementType) -> torch.Tensor:
