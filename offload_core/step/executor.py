@@ -7,7 +7,7 @@ executor                gradients wait in                states are in          
                         in host memory
 :class:`Staged`         host memory                      host memory or on disk              are written to staging and
                                                                                              published
-:class:`OnDevice`       the device's memory: a copy,    the device's memory                 are written where they are,
+:class:`OnDevice`       the device's memory: a copy,     the device's memory                 are written where they are,
 (``on_device.py``)      or a sum, or a shard                                                 or published from there
 ======================  ===============================  ==================================  ==========================
 
