@@ -125,10 +125,9 @@ def test_a_child_that_outlives_its_parent_does_not_keep_the_checkpoints_lock(tmp
             shard_writer.os.pwrite = lambda *args: threading.Event().wait()
             engine = engine_of()
             engine.save_checkpoint(tmp_path, wait=False)
-            child = os.fork()
-            if child == 0:
+            if os.fork() == 0:  # it has closed what it must not keep when this returns
+                os.write(writes, str(os.getpid()).encode())
                 os.read(os.pipe()[0], 1)
-            os.write(writes, str(child).encode())
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(parent, 0)
         child = int(os.read(reads, 20))
