@@ -415,5 +415,5 @@ class DeviceCode:
 
 
 def _blocks(numel: Any) -> Any:
-    """The number of blocks of so many elements."""
+    """Return the number of blocks of 256 elements that ``numel`` elements take."""
     return -(-numel // kernels.STATE_BLOCK)

@@ -30,9 +30,13 @@ class _Block:
 
     layout: BlockLayout
     memory: Any
-    """The device's tensor of bytes; None: the states are released."""
-    released: np.ndarray | None = None
-    """The states' bytes on the host; None: they are on the device."""
+    """The device's tensor of bytes, or, while the states are released, the host's array of them. A reader takes this
+    attribute once: another thread may replace it."""
+
+    @property
+    def released(self) -> bool:
+        """True if the states are on the host."""
+        return isinstance(self.memory, np.ndarray)
 
 
 class StatesOnDevice(Store):
@@ -51,7 +55,8 @@ class StatesOnDevice(Store):
         self._through: np.ndarray | None = None
         """The pinned memory through which states are read and written."""
         self._in_use = threading.Lock()
-        """Held by the thread that uses ``_through``. Another one, or a signal handler, takes memory of its own."""
+        """The lock of ``_through``. Nobody waits for it: another thread, a signal handler or a fork that finds it taken
+        allocates pageable memory for the one copy."""
 
     @classmethod
     def holds(cls, format: StateFormat) -> bool:
@@ -82,7 +87,7 @@ class StatesOnDevice(Store):
 
     def read(self, bucket: int) -> StateBlock:
         block = self._blocks[bucket]
-        assert block.memory is not None, "states that are released were to be updated"
+        assert not block.released, "states that are released were to be updated"
         [start] = self._queue.arrays([block.memory]).addresses.tolist() if block.layout.n_bytes else [0]
         return StateBlock(bucket, {name: _at(start, state) for name, state in block.layout.states.items()})
 
@@ -102,12 +107,12 @@ class StatesOnDevice(Store):
     def held(self) -> dict[str, int]:
         held: dict[str, int] = {}
         for block in self._blocks.values():
-            for name, state in block.layout.states.items() if block.memory is not None else ():
+            for name, state in block.layout.states.items() if not block.released else ():
                 held[name] = held.get(name, 0) + padded_bytes(state.format, state.numel)
         return held
 
     def copies(self) -> dict[int, np.ndarray]:
-        there = {i: block for i, block in self._blocks.items() if block.memory is not None}
+        there = {i: block for i, block in self._blocks.items() if not block.released}
         copies = {i: self.memory.allocate(RELEASED_STATES, block.layout.n_bytes, _BYTE) for i, block in there.items()}
         for i, host in copies.items():
             if host.size:
@@ -116,17 +121,16 @@ class StatesOnDevice(Store):
 
     def release(self, copies: Mapping[int, np.ndarray]) -> None:
         for i, host in copies.items():
-            self._blocks[i].released, self._blocks[i].memory = host, None
+            self._blocks[i].memory = host
 
     def restore(self) -> None:
-        blocks = [block for block in self._blocks.values() if block.released is not None]
+        blocks = [block for block in self._blocks.values() if block.released]
         memories = [self._queue.allocate(block.layout.n_bytes) for block in blocks]
         for block, memory in zip(blocks, memories, strict=True):
-            assert block.released is not None
-            if block.released.size:
-                self._queue.to_device(block.released, memory).wait()
+            if block.layout.n_bytes:
+                self._queue.to_device(block.memory, memory).wait()
         for block, memory in zip(blocks, memories, strict=True):
-            block.memory, block.released = memory, None
+            block.memory = memory
 
     def close(self) -> None:
         self._blocks, self._through = {}, None
@@ -140,13 +144,11 @@ class StatesOnDevice(Store):
         Args:
             write: True to copy the bytes back at the end.
         """
-        block, (start, n_bytes) = self._blocks[bucket], span
-        memory, released = block.memory, block.released  # another thread may replace both
-        if memory is None:
-            assert released is not None
-            yield released[start : start + n_bytes]
-            return
+        memory, (start, n_bytes) = self._blocks[bucket].memory, span
         part = memory[start : start + n_bytes]
+        if isinstance(memory, np.ndarray):
+            yield part
+            return
         with self._host_bytes(n_bytes) as host:
             if n_bytes:
                 self._queue.to_host(part, host).wait()

@@ -264,7 +264,7 @@ class Executor(ABC):
 
     @abstractmethod
     def write_gradient(self, bucket: "LocalBucket", i: int, values: np.ndarray) -> None:
-        """Replace the gradient of piece ``i`` by fp32 values. The gradient has memory of its own from then on."""
+        """Replace the gradient of piece ``i`` by fp32 values. The memory of the caller's gradient stays as it is."""
 
     @abstractmethod
     def clear_gradient(self, bucket: "LocalBucket", i: int) -> None:

@@ -172,8 +172,8 @@ def watched(engine):
         events.append("exchange")
         return reduce(*args)
 
-    def added(gradients):
-        add(gradients)
+    def added(*gradients):
+        add(*gradients)
         waiting = [*(bucket.gradient.waiting for bucket in pipeline.buckets.all), pipeline.arrivals.since.deferred]
         most[0] = max(most[0], sum({id(g): g.nbytes for held in waiting for g in held.values()}.values()))
 

@@ -1355,7 +1355,7 @@ _FAKE = "offload_core.testing.fake_device.FakeDevice"
 UNNOTICED = {
     "offload_core.states.slots.Slots.await_all: transfer.error()": "the end of scratch files waits for the same",
     "offload_core.states.slots.Slots._end: self._await_arrived(block)": "nothing else gets slots that were outgrown",
-    f"{_STORE}.restore: self._queue.to_device(block.released, memory).wait()": "the queue's kernels come after it",
+    f"{_STORE}.restore: self._queue.to_device(block.memory, memory).wait()": "the queue's kernels come after it",
     f"{_EXECUTOR}._exchange: self._queue.mark().order()": "this device's memory is zero at once",
     f"{_EXECUTOR}.allocate_sums: self._queue.mark().wait()": "for the same reason",
     f"{_FAKE}.synchronize: self._lanes['updates'].submit(self._queue.forget_failure).result()": "calls come later",

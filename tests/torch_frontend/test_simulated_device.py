@@ -410,3 +410,20 @@ def test_two_threads_that_copy_at_a_time_each_go_on_in_their_own_stream():
         thread.join()
     assert streams == [True]
     assert torch.accelerator.current_stream() == before
+
+
+@pytest.mark.parametrize("share", [0.0, 0.25, 0.5, 1.0])
+@pytest.mark.states_in_memory  # and where a share of them is, it says
+def test_bytes_over_the_link_are_those_of_the_states_on_the_host(share):
+    """Two each way for a bf16 parameter whose states are there; of the others the norm's bins and kernels' tables."""
+    layers = [torch.nn.Linear(256, 256, bias=False) for _ in range(16)]
+    model = torch.nn.Sequential(*layers).to(torch.bfloat16).to(D)
+    engine = wrap(model, gradient_clipping=1.0, reduce_bucket_size=256 * 256, device_states_bytes=share)
+    x, before = torch.randn(8, 256, dtype=torch.bfloat16).to(D), (0, 0)
+    for _ in range(2):
+        before = simulated.bytes_copied()
+        engine.backward(engine(x).float().pow(2).mean())
+        engine.step()
+        engine.flush()
+    moved = [(now - then) / (16 * 256 * 256) for now, then in zip(simulated.bytes_copied(), before, strict=True)]
+    assert moved == pytest.approx([2 * (1 - share)] * 2, abs=0.01)
