@@ -29,6 +29,7 @@ from .files.states import TreeStates
 from .optax_bridge.leaf_rules import LeafRules
 from .optax_bridge.updates import transformation
 from .optax_bridge.words import JaxSettings, resolved
+from .placement.functions import Asked
 from .placement.memory import checked_plan, held_bytes
 from .placement.placement import placement_for
 from .training.differentiate import value_and_grad
@@ -177,13 +178,23 @@ class OffloadedParams:
     # --- gradients ---------------------------------------------------------------------------------
 
     def value_and_grad(
-        self, fun: Callable[..., Any], *, has_aux: bool = False, in_specs: Any = None, check_vma: bool = True
+        self,
+        fun: Callable[..., Any],
+        *,
+        has_aux: bool = False,
+        in_specs: Any = None,
+        check_vma: bool = True,
+        gathers: bool = False,
+        keep_gradients: bool = False,
     ) -> Callable[..., tuple[Any, Any]]:
         """Return a compiled function of ``(params, *args, **kwargs)`` that gives ``fun``'s value and its gradients.
 
         It does what ``jax.jit(jax.value_and_grad(fun))`` does, and takes trees that also hold leaves that are not
         trained. The gradients have None in their place. Under loss scaling the gradients come as
         :class:`ScaledGradients`; the value is unscaled.
+
+        On a GPU the program copies each gradient to ``pinned_host`` memory while backward runs, and frees the device's
+        memory of it. Replicated parameters are the exception: their gradients stay on the devices.
 
         On a mesh each rank computes ``fun`` of its own part of the arguments inside ``shard_map``, and the gradients
         come as :class:`RankGradients`, not yet averaged. The value and floating-point leaves of aux are the mean over
@@ -197,13 +208,17 @@ class OffloadedParams:
             check_vma: on a mesh, that of ``jax.shard_map``. With False ``fun`` need not declare which values vary over
                 the axis (a ``lax.scan`` may start from zeros), but may contain no collectives: their gradients would
                 be wrong.
+            gathers: True: ``fun`` gathers parameters itself, with :func:`gathered` or :func:`gather_params`, as in
+                stage 3. In a ``lax.scan`` over stacked layers each layer's gradient then leaves the device alone;
+                otherwise the gradient of the whole stack does, in the end.
+            keep_gradients: True: gradients stay on the devices, for a program that computes with them before it gives
+                them to :meth:`update`. In host memory JAX does not let them meet arrays of the device.
 
         Raises (when called):
             ParameterError: the parameters have another structure; no argument is split over the mesh axis.
         """
-        compiled = value_and_grad(
-            fun, self._tree, self._placement, self._loss_scale, has_aux=has_aux, in_specs=in_specs, check_vma=check_vma
-        )
+        asked = Asked(in_specs, check_vma, gathers, keep_gradients)
+        compiled = value_and_grad(fun, self._tree, self._placement, self._loss_scale, asked, has_aux=has_aux)
 
         @wraps(compiled)
         def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -214,7 +229,9 @@ class OffloadedParams:
 
     # --- update ------------------------------------------------------------------------------------
 
-    def update(self, grads: Any, *others: Never, wait: bool = True, donate: bool = False) -> Any:
+    def update(
+        self, grads: Any, *others: Never, wait: bool = True, donate: bool = False, donate_params: bool = False
+    ) -> Any:
         """Take the gradients of a micro-step, update at the accumulation boundary, and return the parameters.
 
         Args:
@@ -230,6 +247,9 @@ class OffloadedParams:
                 exchange anything, the update is made at once, so that its collectives do not cross those of the
                 program.
             donate: delete each gradient as soon as it is read. It may not be used again.
+            donate_params: write new values over the present ones in the device's memory. Arrays of ``params`` that the
+                program still has are deleted then, as with ``jax.jit(step, donate_argnums=0)``. Without it the present
+                and the next values are on the device together.
 
         With ``schedule="delayed"`` it returns, after the warm-up, the parameters of the update before; the states are
         updated while the next gradients are computed.
@@ -253,14 +273,22 @@ class OffloadedParams:
                 f"update(): got {len(others)} arguments after the gradients; expected update(grads), which returns the "
                 "new parameters. optax's update(grads, state, params) is offloaded.as_optax().update"
             )
-        return self._update(grads, wait=wait, donate=donate)
+        return self._update(grads, wait=wait, donate=donate, donate_params=donate_params)
 
     @public("update()", StateLock.begin)
-    def _update(self, grads: Any, learning_rate: Any = None, *, wait: bool = True, donate: bool = False) -> Any:
+    def _update(
+        self,
+        grads: Any,
+        learning_rate: Any = None,
+        *,
+        wait: bool = True,
+        donate: bool = False,
+        donate_params: bool = False,
+    ) -> Any:
         """Make an update, or have a thread make it. A ``learning_rate`` stands in place of the configuration's."""
         updates, core = self._updates, self._core
         with core.span("update"):
-            given = updates.check(grads, learning_rate, donate=donate)
+            given = updates.check(grads, learning_rate, donate=donate, donate_params=donate_params)
             if wait or not self._placement.alone:
                 updates.take(given)
                 return self._tree.now() if wait else None

@@ -14,7 +14,7 @@ from ..dtypes import ElementType
 from ..layout.partition import ParamSpec
 from ..memory.host_memory import available_bytes
 from ..memory.plan import DEVICE, HOST, MemoryPlan, PlanRow
-from ..plans.at_once import rows_at_once
+from ..plans.at_once import DONATE, rows_at_once
 from ..plans.planner import FOLDER, Planner, Traffic, fill_device_memory, fill_host_memory
 from ..plans.prediction import Blocks, Speeds, StepTime, predict
 from ..plans.terms import BucketTerms
@@ -104,7 +104,7 @@ class Tier:
         if self.about.get("offload_param") == "nvme":
             disk = ""  # states are there, too
         if "donate" in self.about:
-            return ("update(grads, donate=True)" if self.about["donate"] else "update(grads)") + disk
+            return (DONATE if self.about["donate"] else "update(grads)") + disk
         stage, tier = self.about["stage"], self.about["offload_param"]
         return f"stage {stage}" + (f", offload_param={tier!r}" if tier else "") + disk
 

@@ -78,7 +78,8 @@ class MeshPart:
             new = [ParamSpec(name, numel, dtype, place=0 if on_host else place) for _, place in shards]
             params = range(len(specs), len(specs) + len(new))
             specs += new
-            arrays.append(ArrayBytes.of_shards(params, new, [copies for copies, _ in shards], on_host=on_host))
+            copies = [n for n, _ in shards]
+            arrays.append(ArrayBytes.of_shards(params, new, copies, on_host=on_host, leaves=not on_host))
         cut = {name: self.mesh for name, shape in shapes.items() if any(cuts_of(shape, self.mesh))}
         if cut and len(config.groups()) > 1:
             raise ConfigError(

@@ -26,6 +26,7 @@ class OnHost:
     addressable: bool
     """True if tensors are host memory, so that no device holds a copy of a bucket."""
     through_host = True
+    gradients_on_host = False
 
     @property
     def staging_slots(self) -> int:
@@ -55,6 +56,7 @@ class OnDevice:
     native: bool
     """True if the collectives' own reduce-scatter sums."""
     through_host = False
+    gradients_on_host = False
 
     @property
     def staging_slots(self) -> int:
@@ -90,6 +92,7 @@ class MeshSizes:
     """True if there are several ranks, whose gradients are summed in fp32."""
     staging_slots = 1  # that of the pipeline
     through_host = False
+    gradients_on_host = False
 
     def arrival(self, comm_dtype: ElementType) -> Arrival:
         return Arrival(1, FLOAT32, 1.0)
@@ -105,6 +108,30 @@ class MeshSizes:
 
     def in_flight_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
         return self.link_numel(bucket) * self.leaves_as(comm_dtype).itemsize  # the gradients that leave
+
+
+class GradientsOnHost:
+    """One rank. The model's own program copies each gradient to host memory, where kernels read it. Only new parameters
+    pass through staging."""
+
+    staging_slots = 1  # that of the pipeline
+    through_host = False
+    gradients_on_host = True
+
+    def arrival(self, comm_dtype: ElementType) -> Arrival:
+        return Arrival(1, comm_dtype, 1.0)
+
+    def leaves_as(self, comm_dtype: ElementType) -> ElementType:
+        return comm_dtype
+
+    def slot_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
+        return bucket.shard_numel * bucket.dtype.itemsize
+
+    def link_numel(self, bucket: Bucket) -> int:
+        return bucket.shard_numel
+
+    def in_flight_bytes(self, bucket: Bucket, comm_dtype: ElementType) -> int:
+        return bucket.shard_numel * bucket.dtype.itemsize  # the parameters that arrive
 
 
 @dataclass(frozen=True)
@@ -127,5 +154,5 @@ def planned_device(world_size: int, *, addressable: bool, native: bool = False) 
 
 def planned_jax_device(*, on_host: bool) -> PlannedDevice:
     """A process's devices in JAX where parameters stay as they were placed: CPU devices (``on_host``), or others."""
-    sizes = OnHost(1, native=False, addressable=True) if on_host else MeshSizes(1, summed=False)
+    sizes = OnHost(1, native=False, addressable=True) if on_host else GradientsOnHost()
     return PlannedDevice(1, on_host, updates_in_place=False, sizes=sizes)

@@ -227,8 +227,9 @@ class TensorAccess(Protocol):
         """The tensor's own memory. Only where ``addressable``."""
         ...
 
-    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
-        """The memory of each of these tensors. Only where ``addressable``."""
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:  # waits
+        """The memory of each of these tensors, which have been computed then. Only where ``addressable``, and for
+        gradients where ``sizes.gradients_on_host``."""
         ...
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
@@ -289,6 +290,12 @@ class ExchangeSizes(Protocol):
     @property
     def through_host(self) -> bool:
         """True if ranks exchange buckets in host memory."""
+        ...
+
+    @property
+    def gradients_on_host(self) -> bool:
+        """True if each gradient comes in host memory of its own, where kernels read it (``TensorAccess.host_arrays``).
+        There is one rank then."""
         ...
 
     def arrival(self, comm_dtype: ElementType) -> Arrival:

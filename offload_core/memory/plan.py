@@ -62,14 +62,23 @@ class ArrayBytes:
     following: int
     """The bytes of the array's next value, allocated while the present value still exists."""
     gradient: int
+    """The bytes of its gradient on the devices."""
     what: str = PARAMETERS
     """The name of the array's row in plans; :data:`SHARDS` if it is not whole on each device."""
     where: str = DEVICE
-    """:data:`HOST` if parameters, but not gradients, are in the host's memory."""
+    """:data:`HOST` if parameters are in the host's memory."""
+    gradient_on_host: int = 0
+    """The bytes of its gradient in host memory where kernels read it, if the devices' memory is not the host's."""
 
     @classmethod
     def of_shards(
-        cls, params: Sequence[int], specs: Sequence[ParamSpec], copies: Sequence[int], *, on_host: bool
+        cls,
+        params: Sequence[int],
+        specs: Sequence[ParamSpec],
+        copies: Sequence[int],
+        *,
+        on_host: bool,
+        leaves: bool = False,
     ) -> "ArrayBytes":
         """Return the bytes of an array whose shards are parameters of the core.
 
@@ -77,10 +86,14 @@ class ArrayBytes:
             params: the numbers of ``specs``.
             copies: for each shard, the number of the process's devices that have it.
             on_host: True if devices that have the same shard share the memory of its next value.
+            leaves: True if the gradient is copied to host memory, from one device for each shard. The devices keep it
+                only if several have a shard.
         """
         once = [spec.numel * spec.dtype.itemsize for spec in specs]
         n_bytes = sum(n * each for n, each in zip(copies, once, strict=True))
-        return cls(params, n_bytes, sum(once) if on_host else n_bytes, n_bytes)
+        following, stays = sum(once) if on_host else n_bytes, not leaves or any(n > 1 for n in copies)
+        on_devices = n_bytes if stays else 0
+        return cls(params, n_bytes, following, on_devices, gradient_on_host=sum(once) if leaves else 0)
 
 
 class Elsewhere(NamedTuple):

@@ -11,7 +11,10 @@ from ..layout.partition import Bucket, ParamSpec
 from ..memory.plan import GRADIENTS, PARAMETERS, ArrayBytes, PlanRow
 from .terms import MATRICES, BucketTerms
 
-DONATE = "update(grads, donate=True)"
+DONATE = "update(grads, donate=True, donate_params=True)"
+_LEAVING = 2
+"""The number of gradients that a program has on the device at a time, if it copies each to host memory: XLA computes
+the next ones meanwhile."""
 _NARROWER = "param_dtype='bfloat16'"
 _DEVICES = "parameters sharded over more devices"
 
@@ -22,22 +25,26 @@ def rows_at_once(
     """Return plan rows for a process's parameters and gradients, at the moment of an update at which both together take
     the most memory.
 
-    All gradients exist before the first gradient is freed. A donated gradient is freed when its last bucket has been
-    packed, before the first new parameter exists. Gradients that are not donated, or that kernels read in place, exist
-    at the same time as all new parameters.
+    If gradients are packed, all exist before the first is freed. A donated gradient is freed when its last bucket has
+    been packed, before the first new parameter exists. Gradients that are not donated, or that kernels read in place,
+    exist at the same time as all new parameters. Donated parameters are written over.
 
     Args:
         arrays: the trained arrays, in the order in which the update takes their gradients.
         on_host: True if the devices' memory is host memory.
-        donate: True if gradients are donated.
+        donate: True if gradients and parameters are donated.
     """
     buckets = terms.cut(specs)
     gone: set[int] = set()
-    on_way, both = 0, terms.direct or not donate
-    if both:
-        on_way = 0 if terms.direct else max(map(terms.in_flight_bytes, buckets), default=0)
+    largest = max(map(terms.in_flight_bytes, buckets), default=0)
+    if terms.direct:
+        on_way, both = 0, True
+    elif terms.gradients_in_place:
+        on_way, both = terms.depth * largest, not donate
+    elif not donate:
+        on_way, both = largest, True
     else:
-        on_way, gone = _when_they_leave(terms, buckets, arrays)
+        (on_way, gone), both = _when_they_leave(terms, buckets, arrays), False
     wide = any(spec.dtype is FLOAT32 for spec in specs)
     sums = Counter[tuple[str, str, bool]]()
     for i, array in enumerate(arrays):
@@ -46,6 +53,8 @@ def rows_at_once(
             sums[array.where, f"next {array.what}", True] += array.following
         if i not in gone:
             sums["device", GRADIENTS if array.what == PARAMETERS else "gradients of shards", True] += array.gradient
+        if array.gradient_on_host:
+            sums["host", GRADIENTS, True] += array.gradient_on_host
     smaller = _NARROWER if wide else _DEVICES
     rows = []
     for (where, what, brief), n_bytes in sums.items():
@@ -54,7 +63,9 @@ def rows_at_once(
     rows.append(PlanRow("buckets on their way", "device", on_way, "reduce_bucket_size", brief=True))
     if matrices := terms.matrix_bytes(buckets):
         rows.append(PlanRow(MATRICES, "device", matrices, "reduce_bucket_size", brief=True))
-    if not (terms.direct or on_host):  # JAX allocates these, and the pipeline does not count them
+    leaving = sorted(array.gradient_on_host for array in arrays)[-_LEAVING:]
+    rows.append(PlanRow("gradients on their way", "device", sum(leaving), "smaller layers", brief=True))
+    if not (terms.gradients_in_place or on_host):  # JAX allocates these, and the pipeline does not count them
         arriving = _arriving(terms, buckets)
         rows.append(PlanRow("gradients on their way", "host", arriving, "reduce_bucket_size", brief=True))
     return rows

@@ -59,6 +59,8 @@ class BucketTerms:
         self.direct = device.addressable and device.world_size == 1
         """True if there is one rank and its tensors are host memory. Kernels then read gradients and write parameters
         in place, without a copy."""
+        self.gradients_in_place = self.direct or device.sizes.gradients_on_host
+        """True if kernels read gradients in memory that is not the bucket's, without a copy."""
         self.micro_steps = 1 if config.layerwise else config.gradient_accumulation_steps
         """The number of times in a step that gradients leave the device: once if it sums those of all micro-batches."""
         self.sums = self.micro_steps > 1 or device.world_size > 1
@@ -77,7 +79,7 @@ class BucketTerms:
             self.sends_early = False
         self.updates_early = self.sends_early and not self.examines
         """True if an early send of parameters also updates their states, so that both are always of one step."""
-        self.lends_gradient_memory = self.updates_early and not self.direct and self.micro_steps == 1
+        self.lends_gradient_memory = self.updates_early and not self.gradients_in_place and self.micro_steps == 1
         """True if the gradients of all buckets share a few host buffers (``GRADIENT_SLOTS``), because a bucket's update
         follows as soon as its gradients have arrived."""
         self.host_budget = self.store_kind.host_budget(config)
@@ -265,7 +267,7 @@ class BucketTerms:
 
     @property
     def has_buffer(self) -> bool:
-        return self.sums or not self.direct
+        return self.sums or not self.gradients_in_place
 
     def comm_dtype(self, bucket: Bucket) -> ElementType:
         """Return the element type in which gradients travel: fp32 if they are sums over micro-batches."""
@@ -306,7 +308,7 @@ class BucketTerms:
     def may_arrive_as(self, bucket: Bucket, buffer: ElementType) -> bool:
         """True if the device can copy the bucket's gradients directly to a host buffer of element type ``buffer``,
         without a sum or a cast on the host."""
-        return self.device.sizes.arrival(self.comm_dtype(bucket)) == as_it_stays(buffer)
+        return not self.gradients_in_place and self.device.sizes.arrival(self.comm_dtype(bucket)) == as_it_stays(buffer)
 
     def buffer_is_pinned(self, bucket: Bucket) -> bool:
         """True if the bucket's gradient buffer is pinned, because the device copies gradients directly to it."""
@@ -327,6 +329,8 @@ class BucketTerms:
             return found
         staged = [bucket for bucket, _ in staged_kinds]
         lent = self.gradient_slot_bytes(kinds)
+        if self.gradients_in_place:  # sums have private memory
+            kinds = ()
         if lent is not None:
             found[any(self.buffer_is_pinned(bucket) for bucket, _ in kinds)][lent] += GRADIENT_SLOTS
         for bucket, n in kinds if lent is None else ():

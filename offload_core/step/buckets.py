@@ -25,7 +25,7 @@ from ..rules import MASTER
 from ..states import tiers
 from ..states.store import Extent
 from ..support.threads import Task, clear_up
-from .executor import InPlace, Staged
+from .executor import HostExecutor, InPlace, ReadInPlace, Staged
 from .gradient_memory import GradientMemory
 from .local_bucket import BucketGradient, Executor, LocalBucket, PieceTable, Writes
 from .on_device import OnDevice
@@ -61,13 +61,18 @@ class LocalBuckets:
         """The operations of each rank for matrix multiplications in an update of all parameters."""
         self.in_staging: deque[tuple[LocalBucket, Task[None]]] = deque()
         """Buckets in flight to the host, oldest first, each with the task that ends its copy. Each may hold staging."""
-        self._on_host: Executor = InPlace(self) if self.terms.direct else Staged(self)
+        self._on_host: Executor = self._executor_of_host()(self)
         self._on_device = OnDevice(self) if self.terms.tiered else None
         """The executor of buckets whose states are on the device; None: no states may be there."""
         self.store = tiers(self.terms.store_kind, config, self.memory, device, on_device=self.terms.tiered)
         self._end = weakref.finalize(self, clear_up, self.store.close)
         self._end.atexit = False  # tasks and saves may still need the states
         self.worker = self.terms.worker()
+
+    def _executor_of_host(self) -> type[HostExecutor]:
+        if self.terms.direct:
+            return InPlace
+        return ReadInPlace if self.terms.gradients_in_place else Staged
 
     def close(self) -> None:
         """Free the states, the gradient memory and the staging. If nobody calls this (a user does not close the engine,

@@ -5,6 +5,8 @@ executor                gradients wait in                states are in          
 ======================  ===============================  ==================================  ==========================
 :class:`InPlace`        the caller's memory, or a sum    host memory or on disk              are written where they are
                         in host memory
+:class:`ReadInPlace`    host memory of their own, or a   host memory or on disk              are written to staging and
+                        sum in host memory                                                   published
 :class:`Staged`         host memory                      host memory or on disk              are written to staging and
                                                                                              published
 :class:`OnDevice`       the device's memory: a copy,     the device's memory                 are written where they are,
@@ -23,7 +25,7 @@ import numpy as np
 
 from ..device.events import Done, Event
 from ..device.protocols import Device, HostArray, HostArrays
-from ..device.trace import REDUCTION, Trace
+from ..device.trace import REDUCTION, TO_HOST, Trace
 from ..dtypes import BFLOAT16, FLOAT32
 from ..memory.host_memory import Lease, StagingRing
 from ..native import kernels
@@ -264,3 +266,20 @@ class Staged(HostExecutor):
     ) -> Event:
         assert bucket.lease is not None
         return self._device.publish(bucket.layout, out, tensors, present, bucket.lease, after)
+
+
+class ReadInPlace(Staged):
+    """Gradients come in host memory of their own (``sizes.gradients_on_host``), where kernels read them. New parameters
+    are written to staging, and the device copies them from there."""
+
+    def receive(self, bucket: LocalBucket, gradients: Mapping[int, Any]) -> Arriving | None:
+        if not gradients:
+            return None
+
+        def finish() -> None:  # waits
+            with self._buckets.trace.span(TO_HOST, "gradients", bucket.layout.index):
+                self.keep(bucket, gradients)
+
+        return Arriving(Done(), finish)
+
+    write_gradient = InPlace.write_gradient

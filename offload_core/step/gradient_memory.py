@@ -4,8 +4,8 @@ Each bucket borrows a *buffer* for its gradients when it is launched, and return
 the gradients, or when they are dropped. Between a return and the next launch, other engines of the process may borrow
 the buffer (``memory/working_memory.py``). If each update follows the arrival of its bucket's gradients
 (``BucketTerms.lends_gradient_memory``), all buckets share a few slots instead. Only ``BucketGradient.buffer`` records
-which bucket has a buffer, so that an interrupt cannot lose one. On one rank with host tensors (``BucketTerms.direct``),
-each bucket keeps private memory for its sums.
+which bucket has a buffer, so that an interrupt cannot lose one. If kernels read gradients in place
+(``BucketTerms.gradients_in_place``), each bucket keeps private memory for its sums.
 
 A bucket in a slot must wait for ``step()`` if nobody announced the step (a plain ``loss.backward()``), or if another
 rank does not take part. If such buckets have all slots, no slot gets free. Then the next bucket gets private memory,
@@ -66,7 +66,7 @@ class GradientMemory:
         """Reserve gradient memory for new buckets. Return, for each bucket, its private memory; None: the bucket
         borrows a buffer, or needs none."""
         terms = self._terms
-        if terms.direct:
+        if terms.gradients_in_place:
             own = [self.allocate(b, terms.buffer_dtype(b)) if terms.has_buffer else None for b in buckets]
             return [None if each is None else HostArray.of(each) for each in own]
         existing = self._allocated.gradient_slot_bytes

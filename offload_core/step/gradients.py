@@ -83,7 +83,7 @@ class Gradients:
         """True if a gradient in fp32, the sum of several in its parameter's element type, is not rounded on its
         way."""
         buckets = self._buckets
-        return buckets.terms.direct or all(bucket.gradient.comm_dtype is FLOAT32 for bucket in buckets.all)
+        return buckets.terms.gradients_in_place or all(bucket.gradient.comm_dtype is FLOAT32 for bucket in buckets.all)
 
     @property
     def at_boundary(self) -> bool:
@@ -94,7 +94,7 @@ class Gradients:
     def are_read_in_place(self) -> bool:
         """True if an update reads gradients in place. The caller must then keep all gradients in memory, unchanged,
         until the update."""
-        return self._buckets.terms.direct
+        return self._buckets.terms.gradients_in_place
 
     def check_none(self, what: str, *, waiting: bool) -> None:
         """Raise an error if gradients wait for an update, or no step may follow.

@@ -32,7 +32,7 @@ class Reduction:
                 "was the parameter resized after wrap()?"
             )
         config = self._buckets.config
-        rounds = not (self._buckets.terms.direct or config.layerwise) and config.communication_dtype is None
+        rounds = not (self._buckets.terms.gradients_in_place or config.layerwise) and config.communication_dtype is None
         if dtype is not spec.dtype and rounds:
             raise GradientError(
                 f"parameter {spec.name!r}: gradient is {dtype}, expected {spec.dtype} as the parameter is: it would be "

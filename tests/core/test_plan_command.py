@@ -298,27 +298,32 @@ def test_it_is_the_plan_of_wrap(dtype: str, checked, tmp_path: Path, capsys: pyt
         assert ours == {(row["where"], row["what"]): row["n_bytes"] for row in tier["rows"]}
 
 
-def test_jax_takes_parameters_gradients_and_two_buckets_where_they_are_given_away() -> None:
+def test_jax_takes_parameters_two_gradients_and_two_buckets_where_all_are_given_away() -> None:
     """By hand: a bucket of 160 holds two parameters of 80, or half of one of 320."""
 
     def rows(numels: list[int], copies: int = 1, **fields: object) -> dict[str, int]:
         specs = [ParamSpec(str(i), numel, BFLOAT16) for i, numel in enumerate(numels)]
         config = OffloadConfig(reduce_bucket_size=160, schedule="serial" if "depth" in fields else "overlap")
-        terms = BucketTerms(config, planned_jax_device(on_host=fields.get("on_host", False)))
-        arrays = [ArrayBytes.of_shards([i], [spec], [copies], on_host=False) for i, spec in enumerate(specs)]
-        found = rows_at_once(terms, specs, arrays, on_host=False, donate=fields.get("donate", True))
-        return {row.what: row.n_bytes // 2 for row in found if row.n_bytes}
+        on_host = bool(fields.get("on_host"))
+        terms = BucketTerms(config, planned_jax_device(on_host=on_host))
+        arrays = [
+            ArrayBytes.of_shards([i], [spec], [copies], on_host=False, leaves=not on_host)
+            for i, spec in enumerate(specs)
+        ]
+        found = rows_at_once(terms, specs, arrays, on_host=False, donate=bool(fields.get("donate", True)))
+        return {f"{row.where}: {row.what}": row.n_bytes // 2 for row in found if row.n_bytes}
 
-    def held(parameters: int, gradients: int, on_way: int, arriving: int = 320) -> dict[str, int]:
-        of = {"parameters": parameters, "gradients": gradients, "buckets on their way": on_way}
-        return {**of, "gradients on their way": arriving}
+    def held(parameters: int, gradients: int, leaving: int, on_way: int) -> dict[str, int]:
+        of = {"device: parameters": parameters, "host: gradients": gradients}
+        return {**of, "device: gradients on their way": leaving, "device: buckets on their way": on_way}
 
-    assert rows([320, 320]) == held(640, 640, 320)  # the second half of the first is packed beside all
-    assert rows([320], copies=3) == held(960, 960, 320)  # on three devices, and read from one
-    assert rows([80] * 8) == held(640, 640, 160)  # each bucket frees as much as it takes
-    assert rows([320, 320], depth=1) == held(640, 640, 160, 160)
-    assert rows([320], donate=False) == {**held(320, 320, 160), "next parameters": 320}
-    assert rows([320], on_host=True) == {"parameters": 320, "next parameters": 320, "gradients": 320}
+    assert rows([320, 320, 320]) == held(960, 960, 640, 320)
+    assert rows([320], copies=3) == held(960, 320, 320, 320) | {"device: gradients": 960}  # the devices keep replicas'
+    assert rows([80] * 8) == held(640, 640, 160, 320)
+    assert rows([320, 320], depth=1) == held(640, 640, 640, 160)
+    assert rows([320], donate=False) == held(320, 320, 320, 320) | {"device: next parameters": 320}
+    three = {"device: parameters": 320, "device: next parameters": 320, "device: gradients": 320}
+    assert rows([320], on_host=True) == three
 
 
 @pytest.mark.parametrize(
@@ -807,7 +812,7 @@ def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch:
     place = AsPlaced.place
     monkeypatch.setattr(AsPlaced, "place", lambda *args: placed.append(args) or place(*args))
     monkeypatch.setattr("frontends.jax.devices.mesh.places.free_bytes", lambda devices: needed - 1)
-    with pytest.raises(DeviceMemoryError, match=r"(?s)2\.4 MiB of device memory for 300,000.*gradients 1\.1 MiB"):
+    with pytest.raises(DeviceMemoryError, match=r"(?s)2\.4 MiB of device memory for 300,000.*gradients on their way 1\.1 MiB"):
         wrap_jax(params, **fields)
     assert not allocated
     assert not placed

@@ -70,11 +70,7 @@ class JaxDevice(ArrayMemory):
         return int(tensor.size)
 
     def host_array(self, tensor: Any) -> HostArray:
-        if isinstance(tensor, jax.Array) and on_cpu(tensor) and _is_row_major(tensor):
-            # The address, without a NumPy view: while a view lives, JAX silently does not donate the array.
-            address = tensor.block_until_ready().unsafe_buffer_pointer()
-            return HostArray(address, tensor.size, self.dtype(tensor), tensor)
-        return HostArray.of(np.ascontiguousarray(tensor))
+        return host_array(tensor)
 
     def to_host(self, copies: Sequence[Copy], host: np.ndarray) -> Event:
         fill(host, [(c.offset, np.asarray(c.tensor).reshape(-1)[c.start : c.start + c.numel]) for c in copies])
@@ -88,6 +84,15 @@ class JaxDevice(ArrayMemory):
     def transform(self, matrices: Matrices, host: np.ndarray) -> Event:
         [device, *_] = jax.local_devices(backend="cpu")
         return computed(matrices, host, lambda owner: device)
+
+
+def host_array(array: Any) -> HostArray:
+    """Return the memory of an array on a CPU device or in host memory, when it has been computed."""
+    if isinstance(array, jax.Array) and on_cpu(array) and _is_row_major(array):
+        # The address, without a NumPy view: while a view lives, JAX silently does not donate the array.
+        address = array.block_until_ready().unsafe_buffer_pointer()
+        return HostArray(address, array.size, BY_NUMPY[np.dtype(array.dtype)], array)
+    return HostArray.of(np.ascontiguousarray(array))
 
 
 def free_bytes(devices: Sequence[jax.Device]) -> int | None:

@@ -56,7 +56,10 @@ def resolved(config: ConfigLike, overrides: Mapping[str, Any], *, world_size: in
         own: Any = {name: overrides[name] for name in ("optimizer",) if name in overrides}
         return OffloadConfig.resolve(config, world_size=world_size, **own).betas
 
-    found = OffloadConfig.resolve(config, world_size=world_size, **_in_our_words(overrides, betas))
+    words = _in_our_words(overrides, betas)
+    if config is None and words.get("offload_param") is not None:
+        words.setdefault("stage", 3)  # parameters that the model gathers, also on one device
+    found = OffloadConfig.resolve(config, world_size=world_size, **words)
     if not found.average_over_ranks:
         raise ConfigError(
             "average_over_ranks=False: update() also takes gradients that are averaged already; expected True, and a "

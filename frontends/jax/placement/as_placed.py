@@ -6,6 +6,7 @@ devices that hold it. Nothing is exchanged but the norm.
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -18,19 +19,26 @@ from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
-from offload_core.memory.plan import ArrayBytes
+from offload_core.memory.plan import HOST, ArrayBytes
 from offload_core.ranks.collectives import Collectives, SingleRank, merged
 
 from ..devices.device import JaxDevice, ParameterBuffers
 from ..devices.mesh.axis import MeshAxis
 from ..devices.mesh.places import Places
 from ..devices.mesh.processes import JaxProcesses
-from ..devices.mesh.tensors import Donated, MeshGradient, MeshParameter
-from ..tree.memory_kinds import beside_its_device, in_device_memory
+from ..devices.mesh.tensors import HostGradient, MeshParameter, delete
+from ..tree.memory_kinds import (
+    HOST_MEMORY,
+    beside_its_device,
+    has_host_memory,
+    in_device_memory,
+    lies_as,
+    start_to_host,
+)
 from ..tree.shards import ArrayShard, local_shards, of_parts, on_devices
 from ..tree.trees import from_numpy, put, to_numpy
 from ..tree.wrapped_tree import Leaf
-from .functions import Compiled, Compute, on_one_device, on_several_devices
+from .functions import Asked, Compiled, Compute, gathering, leaving, on_one_device, on_several_devices
 
 
 class AsPlaced(ABC):
@@ -102,9 +110,8 @@ class AsPlaced(ABC):
         found = []
         for leaf in leaves:
             copies = [len(shard.devices) for shard in leaf.shards]
-            found.append(
-                ArrayBytes.of_shards(leaf.params, [specs[i] for i in leaf.params], copies, on_host=self.on_host)
-            )
+            own = [specs[i] for i in leaf.params]
+            found.append(ArrayBytes.of_shards(leaf.params, own, copies, on_host=self.on_host, leaves=not self.on_host))
         return found
 
     # --- the core's tensors ----------------------------------------------------------------------
@@ -145,6 +152,8 @@ class AsPlaced(ABC):
     def _beside(self, gradient: Any, like: jax.Array) -> jax.Array:
         """Return the gradient on the devices of its parameter, cut as the parameter is."""
         to = in_device_memory(like.sharding)
+        if isinstance(gradient, jax.Array) and lies_as(gradient, like):
+            return gradient
         if not isinstance(gradient, jax.Array):
             return put(gradient, to)
         if gradient.sharding.is_equivalent_to(to, gradient.ndim) or (gradient.committed and self._reads(gradient)):
@@ -152,6 +161,15 @@ class AsPlaced(ABC):
         if gradient.is_fully_addressable:
             return jax.device_put(gradient, to)
         return jax.jit(_same, out_shardings=to)(gradient)
+
+    def _on_host(self, leaf: Leaf, gradient: Any, like: jax.Array, *, donate: bool) -> list[jax.Array]:
+        """Start to copy a gradient's parts to host memory, unless they are there. Delete it if it is donated."""
+        array = self._beside(gradient, like)
+        parts = self._arrays.parts(leaf, array)
+        copies = list(map(start_to_host, parts))
+        if donate and any(copy is not part for copy, part in zip(copies, parts, strict=True)):
+            delete((gradient, array, *parts))  # the copies keep the memory until they have read it
+        return copies
 
     def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
         parts = [self._value(target, shard) for target, shard in zip(targets, leaf.shards, strict=True)]
@@ -186,10 +204,16 @@ class AsPlaced(ABC):
         on = on_devices(array)
         return [on[shard.primary] for shard in leaf.shards]
 
-    def compile(self, compute: Compute, parameters: Sequence[Leaf], *, in_specs: Any, check_vma: bool) -> Compiled:
-        if in_specs is not None:
+    def compile(self, compute: Compute, parameters: Sequence[Leaf], asked: Asked) -> Compiled:
+        if asked.in_specs is not None:
             raise ConfigError("value_and_grad: in_specs without a mesh; expected wrap(params, mesh=mesh)")
-        return self._arrays.compile(compute)
+        leave = [self._leaves(leaf, asked) for leaf in parameters]
+        program = gathering(compute, leave) if asked.gathers else leaving(compute, leave)
+        return self._arrays.compile(compute, program, leave)
+
+    def _leaves(self, leaf: Leaf, asked: Asked) -> bool:
+        """True if a program copies a parameter's gradient to host memory."""
+        return False
 
 
 class OnHosts(AsPlaced):
@@ -218,22 +242,68 @@ class OnHosts(AsPlaced):
     def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
         return self._arrays.parts(leaf, self._beside(gradient, like))  # read when the update is made
 
-    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array], *, donate: bool) -> list[Any]:
         return self.buffers.take()
 
     def _value(self, target: Any, shard: ArrayShard) -> Any:
         return target.reshape(shard.local_shape)
 
 
+class InHostMemory(OnHosts):
+    """In the host memory beside devices, from where the model brings each parameter to its device. Gradients come to
+    host memory, too, and new parameters are made from host buffers."""
+
+    def _device(self, processes: Collectives) -> Device:
+        self.on_host = self._places[0].platform == "cpu"
+        if not has_host_memory(self._places):
+            kinds = ", ".join(memory.kind for memory in self._places[0].addressable_memories())
+            raise ConfigError(
+                f"offload_param='cpu': {self._places[0]} has the memories {kinds}; expected {HOST_MEMORY!r} among "
+                "them: leave offload_param out"
+            )
+        return super()._device(processes)
+
+    def place(self, path: str, leaf: Any) -> jax.Array:
+        array = super().place(path, leaf)
+        return jax.device_put(array, beside_its_device(array.sharding))
+
+    def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
+        if array.dtype == leaf.dtype and not array.weak_type:
+            return array
+        parts = [np.asarray(part).astype(leaf.dtype) for part in self._arrays.parts(leaf, array)]
+        return self._arrays.of_parts(leaf, parts, array)
+
+    def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[ArrayBytes]:
+        # The next values are in a buffer. If the devices are no CPUs, JAX copies them from it to memory of its own.
+        copies = 1 if self.on_host else 2
+        return [replace(each, where=HOST, following=copies * each.following) for each in super().held(leaves, specs)]
+
+    def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
+        return self._on_host(leaf, gradient, like, donate=donate)
+
+    def _leaves(self, leaf: Leaf, asked: Asked) -> bool:
+        return True
+
+    def compile(self, compute: Compute, parameters: Sequence[Leaf], asked: Asked) -> Compiled:
+        return super().compile(compute, parameters, asked._replace(gathers=True))
+
+
 class OnDevices(AsPlaced):
-    """On devices with memory of their own: buckets are packed on the device that holds them, copied while others are
-    updated, and unpacked there."""
+    """On devices with memory of their own: gradients are copied to host memory, where kernels read them. Buckets of new
+    parameters are copied to the device that holds them while others are updated, and unpacked there."""
 
     on_host = False
 
     def _device(self, processes: Collectives) -> Device:
         self._ranks = Places(self._places, processes, threads=self._threads)
         return self._ranks
+
+    def _leaves(self, leaf: Leaf, asked: Asked) -> bool:
+        if asked.keep_gradients or not has_host_memory(self._places):
+            return False
+        if self._places[0].platform == "tpu" and not asked.gathers:
+            return False  # there XLA copies all gradients in the end, and takes more memory than if they stay
+        return all(len(shard.devices) == 1 for shard in leaf.shards)  # of replicas each device would copy its own
 
     def _place(self, device: jax.Device) -> int:
         return self._places.index(device)
@@ -242,14 +312,12 @@ class OnDevices(AsPlaced):
         return MeshParameter(part)
 
     def as_gradient(self, leaf: Leaf, gradient: Any, like: jax.Array, *, unreduced: bool, donate: bool) -> list[Any]:
-        array = self._beside(gradient, like)
-        # Arrays of one device, since arrays of different meshes cannot be packed together.
-        parts = [part.addressable_data(0) for part in self._arrays.parts(leaf, array)]
-        used = Donated((gradient, array, *parts), sum(part.size for part in parts)).use if donate else None
-        return [MeshGradient(part, False, part.size, BY_NUMPY[np.dtype(like.dtype)], used) for part in parts]
+        copies = self._on_host(leaf, gradient, like, donate=donate)
+        return [HostGradient(copy, copy.size, BY_NUMPY[np.dtype(copy.dtype)]) for copy in copies]
 
-    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
-        return self.start(leaves, arrays)
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array], *, donate: bool) -> list[Any]:
+        tensors = self.start(leaves, arrays)
+        return [tensor.donating() for tensor in tensors] if donate else tensors
 
     def _value(self, target: Any, shard: ArrayShard) -> Any:
         if shard.numel:
@@ -285,9 +353,9 @@ class OneDevice:
         """As ``Placement.joined``."""
         return parts[0].reshape(leaf.shape)
 
-    def compile(self, compute: Compute) -> Compiled:
-        """As ``Placement.compile``."""
-        return on_one_device(compute)
+    def compile(self, compute: Compute, program: Compute, leave: Sequence[bool]) -> Compiled:
+        """As :func:`on_several_devices`."""
+        return on_one_device(compute, program)
 
 
 class SeveralDevices(OneDevice):
@@ -327,8 +395,8 @@ class SeveralDevices(OneDevice):
         shards = [(shard.index, part.reshape(shard.local_shape)) for shard, part in pairs if shard.counted]
         return merged(self._processes, leaf.shape, parts[0].dtype, shards, what)
 
-    def compile(self, compute: Compute) -> Compiled:
-        return on_several_devices(compute)
+    def compile(self, compute: Compute, program: Compute, leave: Sequence[bool]) -> Compiled:
+        return on_several_devices(compute, program, leave)
 
 
 def _same(array: jax.Array) -> jax.Array:

@@ -14,9 +14,9 @@ from offload_core.errors import ConfigError, ParameterError, StateError
 
 from ..devices.context import without_context_mesh
 from ..devices.mesh.axis import REPLICATED, MeshAxis
-from ..devices.mesh.gather import DeviceShard, GatherSpec
+from ..devices.mesh.gather import DeviceShard, GatherSpec, ToHost, host_tangent
 from ..devices.mesh.programs import ordered_mean
-from ..tree.memory_kinds import in_device_memory
+from ..tree.memory_kinds import HOST_MEMORY, in_device_memory
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import put
 from ..tree.wrapped_tree import Leaf
@@ -43,16 +43,67 @@ class Compute(Protocol):
         ...
 
 
+class Asked(NamedTuple):
+    """The arguments of ``OffloadedParams.value_and_grad`` that decide how a function is compiled."""
+
+    in_specs: Any = None
+    check_vma: bool = True
+    gathers: bool = False
+    keep_gradients: bool = False
+
+
 Compiled = Callable[[list[Any], list[Any], Any, Any, tuple, dict[str, Any]], Any]
 """A compiled :class:`Compute`, without ``seen``."""
 
 
-def on_one_device(compute: Compute) -> Compiled:
-    """Compile a computation of parameters that lie on one device."""
-    compiled = jax.jit(compute, static_argnums=2)
+def gathering(compute: Compute, leave: Sequence[bool]) -> Compute:
+    """Return the computation for a function that gathers its parameters itself. Where it does, a gradient that leaves
+    is copied to host memory."""
+    if not any(leave):
+        return compute
+
+    def of_gathered(trained: list[Any], *others: Any, **options: Any) -> Any:
+        def gathered(of: list[Any]) -> list[Any]:
+            given = zip(trained, of, leave, strict=True)
+            return [DeviceShard(array, tangent, ToHost()) if leaves else tangent for array, tangent, leaves in given]
+
+        pairs = zip(trained, leave, strict=True)
+        return compute([host_tangent(array) if leaves else array for array, leaves in pairs], *others, seen=gathered)
+
+    return of_gathered
+
+
+def leaving(compute: Compute, leave: Sequence[bool]) -> Compute:
+    """Return the computation whose program copies gradients to host memory while backward runs.
+
+    Args:
+        leave: for each gradient, True if it is copied.
+    """
+
+    if not any(leave):
+        return compute
+
+    def of_leaving(*given: Any, **options: Any) -> Any:
+        out, gradients = compute(*given, **options)
+        pairs = zip(gradients, leave, strict=True)
+        return out, [jax.device_put(each, jax.memory.Space.Host) if leaves else each for each, leaves in pairs]
+
+    return of_leaving
+
+
+def on_one_device(compute: Compute, program: Compute) -> Compiled:
+    """Compile a computation of parameters that lie on one device.
+
+    Args:
+        compute: the computation in a program that the user compiles.
+        program: the computation in a program of its own.
+    """
+    compiled, in_jit = jax.jit(program, static_argnums=2), jax.jit(compute, static_argnums=2)
 
     def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if scale is not None and not isinstance(trained[0], jax.core.Tracer):
+        if isinstance(trained[0], jax.core.Tracer):
+            return in_jit(trained, traced, static, scale, args, kwargs)
+        if scale is not None:
             (device,) = trained[0].devices()
             with jax.default_device(device):  # else it is moved to them implicitly, which users may disallow
                 scale = jax.device_put(scale)
@@ -61,8 +112,13 @@ def on_one_device(compute: Compute) -> Compiled:
     return call
 
 
-def on_several_devices(compute: Compute) -> Compiled:
-    """Compile a computation of parameters that are sharded or replicated over several devices."""
+def on_several_devices(compute: Compute, program: Compute, leave: Sequence[bool]) -> Compiled:
+    """Compile a computation of parameters that are sharded or replicated over several devices.
+
+    Args:
+        compute, program: as in :func:`on_one_device`.
+        leave: for each gradient, True if the program copies it to host memory.
+    """
     compiled: dict[Any, Any] = {}  # one for each way in which parameters lie: gradients lie as they do
     in_jit = jax.jit(compute, static_argnums=2)  # the user's, which decides where gradients lie
 
@@ -71,8 +127,9 @@ def on_several_devices(compute: Compute) -> Compiled:
             return in_jit(trained, traced, static, scale, args, kwargs)
         shardings = tuple(in_device_memory(array.sharding) for array in trained)
         if shardings not in compiled:
-            out = (None, list(shardings))
-            compiled[shardings] = jax.jit(compute, static_argnums=2, out_shardings=out)
+            pairs = zip(shardings, leave, strict=True)
+            lie = [each.with_memory_kind(HOST_MEMORY) if leaves else each for each, leaves in pairs]
+            compiled[shardings] = jax.jit(program, static_argnums=2, out_shardings=(None, lie))
         if scale is not None and isinstance(shardings[0], NamedSharding):
             scale = put(scale, NamedSharding(shardings[0].mesh, PartitionSpec()))
         return compiled[shardings](trained, traced, static, scale, args, kwargs)
@@ -95,9 +152,9 @@ class RankFunctions:
         self._memory_kind = memory_kind
         self._mean = axis.map(self._mean_over_ranks, axis.split, REPLICATED)
 
-    def compile(self, compute: Compute, parameters: Sequence[Leaf], *, in_specs: Any, check_vma: bool) -> Compiled:
+    def compile(self, compute: Compute, parameters: Sequence[Leaf], asked: Asked) -> Compiled:
         """Compile a computation, as ``Placement.compile``."""
-        axis, layouts = self._axis, [leaf.layout for leaf in parameters]
+        axis, layouts, check_vma = self._axis, [leaf.layout for leaf in parameters], asked.check_vma
         cuts = [None if layout is None else axis.cut_along(layout.dim) for layout in layouts]
 
         def program(trained: Any, traced: Any, static: Any, scale: Any, leaves: list[Any], split: _Split) -> Any:
@@ -120,7 +177,7 @@ class RankFunctions:
 
         @without_context_mesh
         def call(trained: list[Any], traced: Any, static: Any, scale: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-            split, leaves = self._split(in_specs, args, kwargs)
+            split, leaves = self._split(asked.in_specs, args, kwargs)
             placed = [
                 axis.replicate(array) if cut is None else axis.put(array, cut, self._memory_kind)
                 for array, cut in zip(trained, cuts, strict=True)

@@ -140,7 +140,9 @@ class OnMesh:
             for leaf, array in zip(leaves, arrays, strict=True)
         ]
 
-    targets = start
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array], *, donate: bool) -> list[Any]:
+        tensors = self.start(leaves, arrays)
+        return [tensor.donating() if donate and not in_host_memory(tensor.array) else tensor for tensor in tensors]
 
     def started(self, arrays: Sequence[jax.Array], tensors: Sequence[Any]) -> list[jax.Array]:
         return [tensor.array for tensor in tensors]

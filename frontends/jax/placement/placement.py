@@ -20,8 +20,8 @@ from ..devices.device import ArrayMemory
 from ..devices.mesh.axis import MeshAxis
 from ..tree.memory_kinds import on_cpu
 from ..tree.wrapped_tree import Leaf
-from .as_placed import OnDevices, OnHosts
-from .functions import Compiled, Compute
+from .as_placed import InHostMemory, OnDevices, OnHosts
+from .functions import Asked, Compiled, Compute
 from .on_mesh import OnMesh
 
 
@@ -116,16 +116,20 @@ class Placement(Protocol):
         """
         ...
 
-    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array]) -> list[Any]:
-        """Return the tensors to which the core writes the next values of these parameters."""
+    def targets(self, leaves: Sequence[Leaf], arrays: Sequence[jax.Array], *, donate: bool) -> list[Any]:
+        """Return the tensors to which the core writes the next values of these parameters.
+
+        Args:
+            donate: write them over the present values in the device's memory.
+        """
         ...
 
     def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
         """Return the parameter that was written to ``targets``, in the shape and place of ``like``."""
         ...
 
-    def compile(self, compute: Compute, parameters: Sequence[Leaf], *, in_specs: Any, check_vma: bool) -> Compiled:
-        """Compile a computation of these parameters, with the arguments of ``OffloadedParams.value_and_grad``."""
+    def compile(self, compute: Compute, parameters: Sequence[Leaf], asked: Asked) -> Compiled:
+        """Compile a computation of these parameters."""
         ...
 
     per_rank: bool
@@ -149,14 +153,11 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
         mesh_axis = MeshAxis(mesh, axis)
         _bind_threads_near(config, mesh_axis.devices)
         return OnMesh(mesh_axis, config)
-    if config.offload_param is not None:
-        raise ConfigError(
-            f"offload_param={config.offload_param!r} without a mesh; expected wrap(params, mesh=mesh), also for one "
-            "device: jax.make_mesh((1,), ('dp',))"
-        )
     if axis is not None and mesh is None:
         raise ConfigError(f"axis: got {axis!r} and no mesh; expected wrap(params, mesh=mesh, axis={axis!r})")
     _bind_threads_near(config, {device for array in arrays for device in array.devices()})
+    if config.offload_param is not None:
+        return InHostMemory(leaves, config.threads)
     return (OnHosts if all(map(on_cpu, arrays)) else OnDevices)(leaves, config.threads)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from offload_core.device.trace import COMPUTE
 from offload_core.errors import ParameterError
 
-from ..placement.functions import Compute
+from ..placement.functions import Asked, Compute
 from ..placement.placement import Placement
 from ..tree.trees import Static
 from ..tree.wrapped_tree import WrappedTree
@@ -23,10 +23,9 @@ def value_and_grad(
     tree: WrappedTree,
     placement: Placement,
     loss_scale: DeviceScale | None,
+    asked: Asked,
     *,
     has_aux: bool,
-    in_specs: Any,
-    check_vma: bool,
 ) -> Callable[..., tuple[Any, Any]]:
     """Compile a function with its gradients, as ``OffloadedParams.value_and_grad`` does.
 
@@ -36,7 +35,7 @@ def value_and_grad(
     positions = [leaf.position for leaf in tree.trained]
     is_trained = frozenset(positions)
     compute = _differentiated(fun, positions, has_aux=has_aux)
-    compiled = placement.compile(compute, tree.trained, in_specs=in_specs, check_vma=check_vma)
+    compiled = placement.compile(compute, tree.trained, asked)
 
     def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, treedef = tree.leaves_like(params, ParameterError, "value_and_grad: params")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from offload_core.engine import Engine, StepArguments, StepReport
 from offload_core.errors import ConfigError, GradientError, StateError
@@ -29,6 +30,8 @@ class UpdateArguments(NamedTuple):
     """The hyperparameters of each group."""
     donated: Sequence[Any]
     """Arrays to delete in the end. Most are deleted earlier, when they have been read."""
+    donate_params: bool
+    """True to write new parameters over the present ones."""
 
 
 class TreeUpdates:
@@ -54,10 +57,14 @@ class TreeUpdates:
             self._constant = _of_each_group(hyper(**config.values(0, group)) for group, hyper in self._groups)
         self._targets: list[Any] = []
         """The tensors to which the core writes the next parameters; empty when the leaves are made of them."""
+        self._donates = False
+        """True if the present leaves are deleted when others are made of the targets."""
         self._followed = self._parameters.publications
         """The number of the core's last publication of which leaves were made."""
 
-    def check(self, grads: Any, learning_rate: Any = None, *, donate: bool) -> UpdateArguments:
+    def check(
+        self, grads: Any, learning_rate: Any = None, *, donate: bool, donate_params: bool = False
+    ) -> UpdateArguments:
         """Check everything, and return all that :meth:`take` needs.
 
         An error in one process is an error in all. Otherwise the others would wait for ever.
@@ -65,6 +72,7 @@ class TreeUpdates:
         Args:
             learning_rate: a rate or a schedule in place of the configuration's; None: the configuration's.
             donate: delete each gradient as soon as it is read.
+            donate_params: write new parameters over the present ones.
         """
         core, placement, trained = self._core, self._placement, self._tree.trained
         self.follow()
@@ -91,7 +99,7 @@ class TreeUpdates:
                 for i, part in zip(leaf.params, parts, strict=True):
                     self._gradients.check(i, part)
                     gradients[i] = part
-        return UpdateArguments(gradients, of_groups, jax.tree.leaves(grads) if donate else ())
+        return UpdateArguments(gradients, of_groups, jax.tree.leaves(grads) if donate else (), donate_params)
 
     def _hypers(self, learning_rate: Any) -> list[Hyper]:
         """Return the hyperparameters of this update, as :func:`_of_each_group`."""
@@ -116,7 +124,7 @@ class TreeUpdates:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
         core = self._core
         if self._gradients.at_boundary:
-            self._targets = self._new_targets()
+            self._targets = self._new_targets(donate=given.donate_params)
         try:
             if self._gradients.are_read_in_place:
                 self._gradients.add(given.gradients)
@@ -136,10 +144,17 @@ class TreeUpdates:
             raise
         self.follow()
 
-    def _new_targets(self) -> list[Any]:
+    def _new_targets(self, *, donate: bool = False) -> list[Any]:
         """Return tensors for the next parameters."""
-        trained = self._tree.trained
-        return self._placement.targets(trained, [self._tree.leaves[leaf.position] for leaf in trained])
+        trained, self._donates = self._tree.trained, donate
+        return self._placement.targets(trained, [self._present(leaf.position) for leaf in trained], donate=donate)
+
+    def _present(self, position: int) -> jax.Array:
+        """Return the present leaf. If an update that broke off, or the user, has deleted it, replace it by zeros."""
+        leaf = self._tree.leaves[position]
+        if leaf.is_deleted():
+            self._tree.leaves[position] = leaf = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        return leaf
 
     def follow(self) -> None:
         """Make the tree's leaves of the parameters that the core wrote last.
@@ -156,8 +171,10 @@ class TreeUpdates:
             leaves, published = self._tree.leaves, self._parameters.written
             for leaf in self._tree.trained:
                 if all(published.get(i, False) for i in leaf.params):
-                    targets = [self._targets[i] for i in leaf.params]
-                    leaves[leaf.position] = self._placement.written(leaf, targets, leaves[leaf.position])
+                    targets, before = [self._targets[i] for i in leaf.params], leaves[leaf.position]
+                    leaves[leaf.position] = self._placement.written(leaf, targets, before)
+                    if self._donates:
+                        delete([before])
             self._followed = publications
         self._targets = []
 

@@ -1,5 +1,6 @@
 """Device and host memory of JAX's arrays, and the ways between them that are as fast as the link."""
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -22,11 +23,14 @@ def in_host_memory(array: jax.Array) -> bool:
     return array.sharding.memory_kind == HOST_MEMORY
 
 
+def has_host_memory(devices: Iterable[jax.Device]) -> bool:
+    """True if programs of these devices can use host memory."""
+    return all(HOST_MEMORY in [memory.kind for memory in device.addressable_memories()] for device in devices)
+
+
 def beside_its_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
     """Return the sharding with host memory in place of its devices' own, if they have any."""
-    device: jax.Device = next(iter(sharding.addressable_devices))
-    kinds = [memory.kind for memory in device.addressable_memories()]
-    return sharding.with_memory_kind(HOST_MEMORY) if HOST_MEMORY in kinds else sharding
+    return sharding.with_memory_kind(HOST_MEMORY) if has_host_memory(sharding.addressable_devices) else sharding
 
 
 def in_device_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

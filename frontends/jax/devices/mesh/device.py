@@ -188,7 +188,8 @@ class JaxMeshDevice(ArrayMemory):
             # It may share the staging memory; nothing reads it any more when the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             places = self._places(tuple(piece.start for piece in pieces))
-            results = self._gather(stacked, [tensor.partial for tensor in written], places, tuple(writes))
+            partials = [None if write.is_whole else of.partial for of, write in zip(written, writes, strict=True)]
+            results = self._gather(stacked, partials, places, tuple(writes))
         for piece, tensor, result in zip(pieces, written, results, strict=True):
             tensor.advance(result, piece.numel, of=result.size)
         self._count_sent(bucket.shard_numel * bucket.dtype.itemsize)

@@ -1,23 +1,26 @@
-"""Devices with memory of their own, each of which holds parameters that are its alone: nothing is exchanged."""
+"""Devices with memory of their own, each of which holds parameters that are its alone: nothing is exchanged.
 
-from collections.abc import Mapping, Sequence
+Kernels read gradients in host memory. New parameters are copied from staging to the device that holds them.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from offload_core.device.events import Event
-from offload_core.device.exchange_sizes import MeshSizes
-from offload_core.device.protocols import Matrices
+from offload_core.device.exchange_sizes import GradientsOnHost
+from offload_core.device.protocols import HostArray, Matrices
 from offload_core.device.trace import Trace
-from offload_core.dtypes import ElementType
 from offload_core.layout.partition import Bucket, ParamSpec
 from offload_core.memory.host_memory import Lease
 from offload_core.ranks.collectives import Collectives
 
-from ..device import ArrayMemory, free_bytes
+from ..device import ArrayMemory, free_bytes, host_array
 from .axis import LoneDevice
 from .device import JaxMeshDevice
+from .tensors import HostGradient
 
 
 class Places(ArrayMemory):
@@ -37,7 +40,7 @@ class Places(ArrayMemory):
         self.places = [JaxMeshDevice(LoneDevice(device), threads=threads) for device in devices]
         self.pinning = self.places[0].pinning
         self.collectives = processes
-        self.sizes = MeshSizes(1, summed=False)
+        self.sizes = GradientsOnHost()
         self.trace = Trace(processes.rank, processes.world_size)
         for device in self.places:
             device.trace = self.trace
@@ -54,10 +57,11 @@ class Places(ArrayMemory):
     def close(self) -> None:
         pass
 
-    def reduce(
-        self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, Any], out: np.ndarray, staging: Lease
-    ) -> Event:
-        return self.places[bucket.place].reduce(bucket, comm_dtype, gradients, out, staging)
+    def host_array(self, tensor: HostGradient) -> HostArray:
+        return host_array(tensor.array)
+
+    def reduce(self, *args: Any) -> Event:
+        raise AssertionError("kernels read gradients in host memory")
 
     def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
         return self.places[bucket.place].transform(bucket, matrices, shards, staging)

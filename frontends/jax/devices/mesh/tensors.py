@@ -1,8 +1,8 @@
 """The core's tensors on a mesh: parameters with the part of their next value that has arrived, and gradients."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Self
 
 import jax
 import numpy as np
@@ -22,6 +22,12 @@ class MeshParameter:
     """The next value, with zeros where nothing has arrived; None: nothing has."""
     received: int = 0
     """Elements of the next value that have arrived."""
+    donated: bool = False
+    """True if the next value is written over the present one, or replaces it, so that the two never exist together."""
+
+    def donating(self) -> Self:
+        """Return the parameter, whose next value is to be written over the present one."""
+        return replace(self, partial=self.array, donated=True)
 
     @property
     def dtype(self) -> ElementType:
@@ -36,6 +42,8 @@ class MeshParameter:
         self.partial = value  # the one before was donated
         self.received += numel
         if self.received == of:
+            if self.donated:
+                delete([self.array])
             self.array, self.partial = value, None
 
 
@@ -66,6 +74,15 @@ class MeshGradient:
     """The element type in which it travels: the array's. A mean does not travel and has its parameter's."""
     used: Callable[[int], None] | None = None
     """Called when so many elements more have been read."""
+
+
+@dataclass(frozen=True)
+class HostGradient:
+    """A gradient, or this process's part of one, in host memory."""
+
+    array: jax.Array
+    numel: int
+    dtype: ElementType
 
 
 class Donated:
