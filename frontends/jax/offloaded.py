@@ -2,13 +2,14 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import Any, Never, Unpack
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -25,6 +26,7 @@ from offload_core.support.where import answer_signals
 from .devices.context import LaterUpdate, is_traced, public, refuse_jit, without_context_mesh
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
+from .files.named_weights import NamedWeights, WeightRequest
 from .files.states import TreeStates
 from .optax_bridge.leaf_rules import LeafRules
 from .optax_bridge.updates import transformation
@@ -139,6 +141,7 @@ class OffloadedParams:
         self._updates = TreeUpdates(self._core, self._placement, tree, self._loss_scale)
         self._states = TreeStates(self._core, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._core, self._placement, tree)
+        self._weights = NamedWeights(self._core, tree, self._states.whole_leaf)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._core.__reduce_ex__(protocol)  # it says what to do instead
@@ -157,6 +160,7 @@ class OffloadedParams:
                 "parameters as an argument: jax.jit(lambda params, x: ...)(offloaded.params, x)"
             )
         self._state_lock.change("a read of params", self._updates.follow)
+        self._core.parameters.check_present()
         return self._tree.now()
 
     @property
@@ -308,8 +312,102 @@ class OffloadedParams:
         them, an update earlier than without it. With several processes all must call this.
         """
         refuse_jit("flush()")
+        self._core.parameters.check_present()
         self._state_lock.change("flush()", self._updates.flush)
         return self._tree.now()
+
+    # --- phases ------------------------------------------------------------------------------------
+
+    @public("release()")
+    def release(self, *, donate: bool = False) -> int:
+        """Give the parameters' device memory up, until :meth:`restore`, and return the bytes.
+
+        Master weights and states are on the host, and stay there. This object drops its references to the trained
+        arrays. Arrays that the program holds stay its own: the memory is free when it drops them, too, or at once with
+        ``donate``. Arrays that are not trained stay. Until :meth:`restore`, ``params``, ``update``, ``flush`` and loads
+        raise :class:`StateError`. Saves, exports, :meth:`to_pytree` and :meth:`named_weights` work. It begins with
+        :meth:`flush`. On CPU devices, whose memory is the host's, the arrays stay, and the rules are the same. With
+        several processes all must call this.
+
+        Args:
+            donate: True: delete the arrays, also those that the program holds.
+
+        Raises:
+            StateError: gradients wait for an update; under jit.
+        """
+        refuse_jit("release()")
+        return self._state_lock.change("release()", partial(self._updates.release, donate=donate))
+
+    @public("restore()")
+    def restore(self) -> Any:
+        """Bring the parameters back from their master weights, where they lay, and return them. They have the bits of
+        before. Does nothing if they are not released. With several processes all must call this.
+
+        Raises:
+            DeviceMemoryError: there is no room. All is still released, and nothing is lost.
+        """
+        refuse_jit("restore()")
+        self._state_lock.change("restore()", self._updates.restore)
+        return self._tree.now()
+
+    def named_weights(
+        self,
+        *,
+        dtype: Any = None,
+        into: Callable[[str, Any], object] | Mapping[str, np.ndarray] | None = None,
+        since: StepReport | None = None,
+        device: jax.Device | jax.sharding.Sharding | None = None,
+    ) -> Iterator[tuple[str, jax.Array]] | int:
+        """Give whole weights one after the other, for an inference engine: ``(dotted path, array)``.
+
+        No more than one weight is in memory at a time, beside the tree's. It works while the parameters are released,
+        too. Keys of random generators are left out. With several processes all must call this, and take all weights.
+
+        Args:
+            dtype: None: the values that the model runs with. An element type: master weights, rounded to it.
+            into: a function of a name and an array, which is called for each weight; or a mapping from all names to
+                NumPy arrays, which are filled.
+            since: :attr:`report`, as it was after an earlier update: leave out what has not changed since then.
+            device: the device, or the sharding, of the arrays; None: the CPU, where ``torch.from_dlpack`` takes them
+                without a copy.
+
+        Returns:
+            An iterator. With ``into``, the number of weights given.
+
+        Raises:
+            ConfigError, ParameterError: an argument is wrong; nothing was given.
+            StateError: under jit; the parameters were changed before the iterator ended.
+        """
+        refuse_jit("named_weights()")
+        self._later.wait()
+        self._flush_present()
+        given = self._weights.give(WeightRequest(dtype, into, since, device))
+        if into is None:
+            return given
+        weights = 0
+        for name, value in given:
+            if callable(into) and not isinstance(into, Mapping):
+                into(name, value)
+            weights += 1
+        return weights
+
+    @property
+    def is_released(self) -> bool:
+        """True between :meth:`release` and :meth:`restore`."""
+        return self._core.parameters.released
+
+    @contextmanager
+    def released(self, *, donate: bool = False) -> Iterator[int]:
+        """``with offloaded.released(): ...``: :meth:`release` before, :meth:`restore` after, also after an error.
+
+        Inside another one it changes nothing.
+        """
+        was_released = self.is_released
+        try:
+            yield self.release(donate=donate)
+        finally:
+            if not was_released:
+                self.restore()
 
     def trace(self, path: str | os.PathLike[str]) -> AbstractContextManager[None]:
         """Record the steps inside to a file for https://ui.perfetto.dev: ``with offloaded.trace("step.json"): ...``
@@ -333,6 +431,11 @@ class OffloadedParams:
 
     # --- states ------------------------------------------------------------------------------------
 
+    def _flush_present(self) -> None:
+        """As :meth:`flush`, unless the parameters are released: they were flushed then."""
+        if not self.is_released:
+            self.flush()
+
     @public("to_pytree()")
     def to_pytree(self, *, sharded: bool = False) -> dict[str, Any]:
         """A copy of everything that training needs to go on, as a pytree of NumPy arrays.
@@ -351,7 +454,7 @@ class OffloadedParams:
         Raises:
             StateError: an array of ``params`` was donated.
         """
-        self.flush()
+        self._flush_present()
         self._tree.check_alive("to_pytree")
         return self._state_lock.change("to_pytree()", self._states.to_pytree, self.count, sharded=sharded)
 
@@ -365,6 +468,7 @@ class OffloadedParams:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed. Under jit.
         """
         refuse_jit("load_pytree()")
+        self._core.parameters.check_present()
         self._state_lock.change("load_pytree()", self._states.load_pytree, tree, self._updates.flush)
         return self.params
 
@@ -385,6 +489,7 @@ class OffloadedParams:
             StateError: under jit; with ``schedule="delayed"`` before :meth:`flush`.
         """
         refuse_jit("load_params()")
+        self._core.parameters.check_present()
         self._state_lock.change("a read of params", self._updates.follow)
         self._state_lock.change("load_params()", self._states.load_params, params)
         return self.params
@@ -401,7 +506,7 @@ class OffloadedParams:
         Raises:
             StateError: parameters have had different numbers of updates; optax has one number for all.
         """
-        self.flush()
+        self._flush_present()
         return self._states.to_optax(self.config, masked=self._masked, count=self.count)
 
     @public("load_optax_state()")
@@ -414,6 +519,7 @@ class OffloadedParams:
         Raises:
             StateError: it has no Adam, or several, or its moments do not fit; nothing has changed.
         """
+        self._core.parameters.check_present()
         self._state_lock.change("load_optax_state()", self._states.load_optax, state, self._updates.flush)
 
     @public("export_safetensors()")
@@ -439,10 +545,10 @@ class OffloadedParams:
             CheckpointError: in all processes: a file could not be written; nothing is left of the export.
             StateError: an array of ``params`` was donated.
         """
-        self.flush()
+        self._flush_present()
         self._tree.check_alive("export_safetensors")
         export_safetensors(
-            self.params, self._core, self._states.whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
+            self._tree.now(), self._core, self._states.whole_leaf, folder, max_shard_bytes=max_shard_bytes, dtype=dtype
         )
 
     # --- checkpoints -------------------------------------------------------------------------------
@@ -543,6 +649,7 @@ class OffloadedParams:
             StateError: under jit.
         """
         refuse_jit("load_checkpoint()")
+        self._core.parameters.check_present()
         if missing_ok and self._checkpoints.has_none(path):
             return None
         return self._checkpoints.load(
@@ -606,6 +713,7 @@ class OffloadedParams:
         def count() -> int:
             self._later.wait()
             self._state_lock.change("a read of params", self._updates.follow)
+            self._core.parameters.check_present()
             return self.count
 
         return transformation(self._tree, self._placement, count, lambda grads: self._update(grads, learning_rate))

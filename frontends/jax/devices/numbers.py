@@ -16,11 +16,11 @@ def beside_the_accelerator() -> Iterator[Callable[[int], jax.Array]]:
     Yields:
         A function that makes an int32 scalar of a number.
     """
-    with jax.default_device(_cpu()), jax.transfer_guard("allow"), jax.numpy_dtype_promotion("standard"):
+    with jax.default_device(cpu_device()), jax.transfer_guard("allow"), jax.numpy_dtype_promotion("standard"):
         yield lambda number: jax.device_put(np.int32(number))
 
 
-def _cpu() -> jax.Device | None:
+def cpu_device() -> jax.Device | None:
     """Return JAX's CPU; None if JAX has none, as with ``JAX_PLATFORMS=cuda``."""
     try:
         return jax.local_devices(backend="cpu")[0]
@@ -40,7 +40,7 @@ def bias_corrections(betas: Sequence[float], t: int) -> list[float]:
     ``t`` of a thousand.
     """
     in_float32 = [np.float32(beta) for beta in betas]  # a Python float is float64 with jax_enable_x64
-    if _cpu() is None:
+    if cpu_device() is None:
         return [float(np.float32(1) - np.float32(float(beta) ** t)) for beta in in_float32]
     with beside_the_accelerator() as number:
         count = number(t)

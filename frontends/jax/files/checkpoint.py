@@ -146,6 +146,8 @@ class TreeCheckpoints:
         return [names[leaf.position] for leaf in self._tree.trained for _ in leaf.params]
 
     def _tensors(self) -> list[Any]:
+        if self._core.parameters.released:  # a save reads their master weights
+            return [None for leaf in self._tree.trained for _ in leaf.params]
         return self._placement.start(self._tree.trained, [self._leaves[i] for i in self._trained])
 
     def _target(self, name: str, i: int) -> Target:

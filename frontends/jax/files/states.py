@@ -20,7 +20,7 @@ from ..optax_bridge.state import state_of, states_of
 from ..placement.placement import Placement
 from ..tree.memory_kinds import in_host_memory, lies_as
 from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, of_params, to_numpy
-from ..tree.wrapped_tree import Leaf, WrappedTree
+from ..tree.wrapped_tree import Absent, Leaf, WrappedTree
 
 
 class TreeStates:
@@ -104,16 +104,22 @@ class TreeStates:
         With several processes all must call this.
         """
         leaf, value = self._trained.get(position), self._tree.leaves[position]
-        if leaf is not None and master:
-            return self._whole_states(leaf, [MASTER])[MASTER]
+        if leaf is not None and (master or isinstance(value, Absent)):
+            return self._of_master(leaf, np.dtype(np.float32) if master else leaf.dtype)
         of_all = isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated)
         return self._as_numpy(position, value) if wanted or of_all else None
 
     def _as_numpy(self, position: int, value: Any) -> Any:
         """The value of a leaf, or another value that lies as it does."""
+        if isinstance(value, Absent):
+            return self._of_master(self._trained[position], value.dtype)
         if not _is_numbers(value):
             return to_numpy(value)
         return self._placement.to_numpy(self._trained.get(position), value)
+
+    def _of_master(self, leaf: Leaf, dtype: np.dtype) -> np.ndarray:
+        """The master weights of a leaf, rounded: a parameter that was flushed has these bits."""
+        return self._whole_states(leaf, [MASTER])[MASTER].astype(dtype, copy=False)
 
     def _trees(
         self, names: Collection[str], states_of: Callable[[Leaf, Collection[str]], Mapping[str, Any]]

@@ -1,24 +1,31 @@
 """One update of a wrapped tree: its gradients go to the core, and the parameters that it writes become leaves."""
 
+import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from offload_core.engine import Engine, StepArguments, StepReport
-from offload_core.errors import ConfigError, GradientError, StateError
+from offload_core.errors import ConfigError, DeviceMemoryError, GradientError, OffloadError, StateError
+from offload_core.memory.host_memory import format_bytes
 from offload_core.rules import Hyper
+from offload_core.support.threads import uninterrupted
 
 from ..devices.mesh.tensors import delete
 from ..devices.numbers import beside_the_accelerator
 from ..placement.placement import Placement
 from ..tree.trees import summed
-from ..tree.wrapped_tree import WrappedTree
+from ..tree.wrapped_tree import Absent, WrappedTree
 from .gradients import check_alike, given_gradients
 from .loss_scale import DeviceScale
+
+_RELEASED = (
+    "the parameters are released, and have no memory on the device; expected offloaded.restore() before params, "
+    "update() or a load: while they are released, only what reads states works, as saves do"
+)
 
 
 class UpdateArguments(NamedTuple):
@@ -76,6 +83,7 @@ class TreeUpdates:
         """
         core, placement, trained = self._core, self._placement, self._tree.trained
         self.follow()
+        self._parameters.check_present()
         core.check_readable()  # before the processes meet
         device = core.device
         parameters = [(leaf.path, leaf.dtype) for leaf in trained]
@@ -152,8 +160,10 @@ class TreeUpdates:
     def _present(self, position: int) -> jax.Array:
         """Return the present leaf. If an update that broke off, or the user, has deleted it, replace it by zeros."""
         leaf = self._tree.leaves[position]
-        if leaf.is_deleted():
-            self._tree.leaves[position] = leaf = jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding)
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            leaf = Absent.of(leaf)
+        if isinstance(leaf, Absent):
+            self._tree.leaves[position] = leaf = leaf.empty()
         return leaf
 
     def follow(self) -> None:
@@ -177,6 +187,48 @@ class TreeUpdates:
                         delete([before])
             self._followed = publications
         self._targets = []
+
+    def release(self, *, donate: bool) -> int:
+        """As ``OffloadedParams.release``."""
+        parameters, tree = self._parameters, self._tree
+        if parameters.released:
+            return 0
+        self.flush()
+        self._gradients.check_none("release()", waiting=False)
+        states = parameters.copies_of_states()
+        leaves = tree.leaves
+        before = {} if self._core.device.addressable else {i: leaves[i] for i in tree.positions}
+
+        def section() -> None:
+            parameters.release(_RELEASED, states)
+            leaves[:] = [Absent.of(leaf) if i in before else leaf for i, leaf in enumerate(leaves)]
+
+        uninterrupted(section)
+        n_bytes = sum(shard.data.nbytes for array in before.values() for shard in array.addressable_shards)
+        if donate:
+            delete(before.values())
+        return n_bytes
+
+    def restore(self) -> None:
+        """As ``OffloadedParams.restore``."""
+        if not self._parameters.released:
+            return
+        before = list(self._tree.leaves)
+        try:
+            self._parameters.restore_states()
+            self._targets = self._new_targets(donate=True)
+        except Exception as error:
+            self._tree.leaves[:] = before
+            if isinstance(error, OffloadError):
+                raise
+            needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in before if isinstance(leaf, Absent))
+            raise DeviceMemoryError(
+                f"restore(): {format_bytes(needed)} of parameters have no room on the device ({error}); expected room "
+                "for them. All is still released: free memory and call it again"
+            ) from error
+        self._parameters.restore(self._targets)
+        self._parameters.finish()
+        self.follow()
 
     def flush(self) -> None:
         """Bring the leaves to the last update, also those that ``schedule="delayed"`` holds back."""

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from offload_core.errors import OffloadError, ParameterError, StateError
 
@@ -29,6 +30,24 @@ class Leaf:
     """Its parts in this process, one for each of ``params``, if it stays as it was placed."""
 
 
+@dataclass(frozen=True)
+class Absent:
+    """The place of a parameter that is released: the form of the array that comes back."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    sharding: jax.sharding.Sharding
+    committed: bool
+
+    @classmethod
+    def of(cls, array: jax.Array) -> "Absent":
+        return cls(array.shape, array.dtype, array.sharding, array.committed)
+
+    def empty(self) -> jax.Array:
+        """Return an array of zeros in this place."""
+        return jnp.zeros(self.shape, self.dtype, device=self.sharding if self.committed else None)
+
+
 class WrappedTree:
     """A pytree whose leaves are replaced as training goes on."""
 
@@ -44,6 +63,11 @@ class WrappedTree:
                     f"{of_params(path)} is {form(leaf)}; expected its sum: jax.sharding.reshard(array, "
                     "NamedSharding(mesh, PartitionSpec()))"
                 )
+
+    @property
+    def positions(self) -> list[int]:
+        """The places of the trained leaves."""
+        return [leaf.position for leaf in self.trained]
 
     def now(self) -> Any:
         """Return the tree with its present leaves."""
