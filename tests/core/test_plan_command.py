@@ -813,7 +813,9 @@ def test_jax_on_a_small_device_is_refused_before_anything_is_placed(monkeypatch:
     place = AsPlaced.place
     monkeypatch.setattr(AsPlaced, "place", lambda *args: placed.append(args) or place(*args))
     monkeypatch.setattr("frontends.jax.devices.mesh.places.free_bytes", lambda devices: needed - 1)
-    with pytest.raises(DeviceMemoryError, match=r"(?s)2\.4 MiB of device memory for 300,000.*gradients on their way 1\.1 MiB"):
+    with pytest.raises(
+        DeviceMemoryError, match=r"(?s)2\.4 MiB of device memory for 300,000.*gradients on their way 1\.1 MiB"
+    ):
         wrap_jax(params, **fields)
     assert not allocated
     assert not placed

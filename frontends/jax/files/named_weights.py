@@ -68,17 +68,21 @@ class NamedWeights:
                     "named_weights(): the parameters have changed since it began; expected all weights to be taken "
                     "before the next update or load: call it again"
                 )
-            is_cast = dtype is not None and jnp.issubdtype(self._tree.leaves[i].dtype, jnp.floating)
-            value = self._whole_leaf(i, master=is_cast, wanted=True)
-            assert value is not None
-            if is_cast:
-                value = value.astype(dtype, copy=False)
-            if targets is not None:
-                np.copyto(targets[self._names[i]], value, casting="unsafe")
-                value = targets[self._names[i]]
-            else:
-                value = jax.device_put(value, device)
-            yield self._names[i], value
+            yield self._weight(i, dtype, targets, device)  # not held here: the next one comes when it may be gone
+
+    def _weight(
+        self, position: int, dtype: np.dtype | None, targets: Mapping[str, np.ndarray] | None, device: Any
+    ) -> Named:
+        name = self._names[position]
+        is_cast = dtype is not None and jnp.issubdtype(self._tree.leaves[position].dtype, jnp.floating)
+        value = self._whole_leaf(position, master=is_cast, wanted=True)
+        assert value is not None
+        if is_cast:
+            value = value.astype(dtype, copy=False)
+        if targets is None:
+            return name, jax.device_put(value, device)
+        np.copyto(targets[name], value, casting="unsafe")
+        return name, targets[name]
 
     def _number_of(self, since: StepReport | None) -> int | None:
         if since is None:

@@ -1,0 +1,174 @@
+"""Gradients that leave for host memory while backward runs, parameters that come from there, and parameters that are
+written over.
+
+CPU devices have ``pinned_host`` memory, too, and stand for devices with memory of their own.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from frontends.jax import gather_params, gathered, wrap
+from frontends.jax.placement import as_placed, placement
+from offload_core.errors import ConfigError, ParameterError
+from tests.support.jax_models import assert_same_tree
+
+LAYERS, WIDTH = 3, 4
+TOKENS = jnp.arange(8)
+
+
+def stacked(seed=0):
+    rng = np.random.default_rng(seed)
+    of = {"emb": (16, WIDTH), "layers": {"w": (LAYERS, WIDTH, WIDTH), "b": (LAYERS, WIDTH)}}
+    return jax.tree.map(lambda shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16), of, is_leaf=_is_shape)
+
+
+def _is_shape(node):
+    return isinstance(node, tuple)
+
+
+def block(layer, x):
+    return jnp.tanh(x @ layer["w"] + layer["b"])
+
+
+def plain(params, tokens):
+    x, _ = jax.lax.scan(lambda x, layer: (block(layer, x), None), params["emb"][tokens], params["layers"])
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+def gathering(params, tokens):
+    x = gather_params(params["emb"])[tokens]
+    x, _ = jax.lax.scan(lambda x, layer: (gathered(block)(layer, x), None), x, params["layers"])
+    return jnp.mean(x.astype(jnp.float32) ** 2)
+
+
+@pytest.fixture
+def on_accelerator(monkeypatch):
+    monkeypatch.setattr(placement, "on_cpu", lambda array: False)
+
+
+def kinds(tree):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(tree)}
+
+
+def trained(params, tokens, loss, of_grad, **fields):
+    """Return the losses and parameters of two steps, and the memory kinds of gradients and parameters."""
+    offloaded = wrap(params, lr=1e-2, gradient_clipping=1.0, reduce_bucket_size=64, **fields)
+    grad_fn = offloaded.value_and_grad(loss, **of_grad)
+    losses = []
+    for _ in range(2):
+        value, grads = grad_fn(offloaded.params, tokens)
+        losses.append(value)
+        where = kinds(grads), kinds(offloaded.params)
+        offloaded.update(grads, donate=True)
+    return losses, jax.tree.map(np.asarray, offloaded.params), where
+
+
+WAYS = {
+    "at the end of a scan": (plain, {}, {}, ({"pinned_host"}, {"device"})),
+    "in the scan": (gathering, {"gathers": True}, {}, ({"pinned_host"}, {"device"})),
+    "not": (plain, {"keep_gradients": True}, {}, ({"device"}, {"device"})),
+    "parameters, too": (gathering, {}, {"offload_param": "cpu"}, ({"pinned_host"}, {"pinned_host"})),
+}
+
+
+@pytest.mark.parametrize(("loss", "of_grad", "fields", "where"), WAYS.values(), ids=WAYS)
+def test_gradients_leave_and_the_bits_stay(loss, of_grad, fields, where, on_accelerator):
+    expected = trained(stacked(), TOKENS, plain, {"keep_gradients": True})
+    got = trained(stacked(), TOKENS, loss, of_grad, **fields)
+    assert got[2] == where
+    assert_same_tree(got[:2], expected[:2])
+
+
+@pytest.mark.parametrize("fields", [{}, {"offload_param": "cpu"}], ids=["parameters on devices", "on the host"])
+def test_shards_of_a_mesh_leave_from_each_device(fields, on_accelerator):
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    spec = PartitionSpec
+    specs = {"emb": spec(("data", "tensor")), "layers": {"w": spec(None, "data", "tensor"), "b": spec()}}
+
+    def place(array, spec):
+        return jax.device_put(array, NamedSharding(mesh, spec))
+
+    params, tokens = jax.tree.map(place, stacked(), specs), place(TOKENS, spec("data"))
+    expected = trained(params, tokens, gathering, {"keep_gradients": True, "gathers": True})
+    got = trained(params, tokens, gathering, {"gathers": True}, **fields)
+    # A replica's gradient stays: else each device would copy its own.
+    assert got[2] == (({"pinned_host"}, {"pinned_host"}) if fields else ({"pinned_host", "device"}, {"device"}))
+    assert_same_tree(got[:2], expected[:2])
+
+
+def test_a_scan_that_gathers_copies_each_layer_in_its_body(on_accelerator):
+    """And each copy from the host waits for the layer before: else XLA brings all parameters at once."""
+    offloaded = wrap(stacked(), lr=1e-2, offload_param="cpu")
+    grad_fn = offloaded.value_and_grad(gathering)
+    jaxpr = jax.make_jaxpr(lambda params, x: grad_fn(params, x))
+    traced = str(jaxpr(offloaded.params, TOKENS))  # under a user's jit the arrays are what they are
+    assert "optimization_barrier" in traced
+    compiled = offloaded._placement
+    programs = []
+    compile_ = compiled._arrays.compile
+    compiled._arrays.compile = lambda compute, program, leave: (
+        programs.append(program) or compile_(compute, program, leave)
+    )
+    offloaded.value_and_grad(gathering)
+    scans = []
+
+    def program(params, tokens):
+        from frontends.jax.tree.trees import Static
+
+        leaves, treedef = jax.tree.flatten(params)
+        static, arrays = Static.split(treedef, [None] * len(leaves))
+        return programs[0](leaves, arrays, static, None, (tokens,), {})
+
+    def search(jaxpr, inside):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "device_put":
+                scans.append((inside, str(equation.params["devices"][0])))
+            for value in equation.params.values():
+                for inner in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
+                    of = getattr(inner, "jaxpr", inner)
+                    if hasattr(of, "eqns"):
+                        search(of, inside or equation.primitive.name == "scan")
+
+    search(jax.make_jaxpr(program)(offloaded.params, TOKENS).jaxpr, False)
+    in_scans = [to for inside, to in scans if inside]
+    assert in_scans.count("MemorySpace.Host") == 2  # the gradients of w and b
+    assert in_scans.count("MemorySpace.Device") == 4  # w and b, forward and again in backward
+
+
+def test_a_model_that_does_not_gather_gets_one_error(on_accelerator):
+    offloaded = wrap(stacked(), lr=1e-2, offload_param="cpu")
+    with pytest.raises(ParameterError, match=r"is to be gathered was indexed; expected it to be gathered first"):
+        offloaded.value_and_grad(plain)(offloaded.params, TOKENS)
+
+
+def test_devices_without_host_memory_are_refused_and_keep_gradients(on_accelerator, monkeypatch):
+    monkeypatch.setattr(as_placed, "has_host_memory", lambda devices: False)
+    with pytest.raises(ConfigError, match=r"offload_param='cpu': .* has the memories .*; expected 'pinned_host' among"):
+        wrap(stacked(), lr=1e-2, offload_param="cpu")
+    _, _, where = trained(stacked(), TOKENS, plain, {})
+    assert where == ({"device"}, {"device"})
+
+
+# --- parameters that are written over ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["host", "device", "mesh", "stage 3"])
+def test_parameters_that_are_written_over_have_the_bits_of_new_ones(where, monkeypatch):
+    fields = {"mesh": jax.make_mesh((2,), ("dp",))} if where in ("mesh", "stage 3") else {}
+    fields |= {"stage": 3, "param_persistence_threshold": 0} if where == "stage 3" else {}
+    if where == "device":
+        monkeypatch.setattr(placement, "on_cpu", lambda array: False)
+    offloaded, twin = (wrap(stacked(), lr=1e-2, reduce_bucket_size=32, skip_nonfinite=True, **fields) for _ in range(2))
+    for i in range(3):
+        before, grads = offloaded.params, stacked(i + 1)
+        grads["layers"]["b"] = None
+        if i == 1:
+            grads["emb"] = grads["emb"].at[0, 0].set(jnp.inf)  # this update is skipped
+        assert_same_tree(offloaded.update(grads, donate_params=True), twin.update(grads))
+        deleted = [before["emb"].is_deleted(), before["layers"]["w"].is_deleted(), before["layers"]["b"].is_deleted()]
+        assert deleted == [i != 1, i != 1, False]
+    offloaded.params["emb"].delete()  # as an update that broke off may leave it
+    assert_same_tree(offloaded.load_pytree(twin.to_pytree()), twin.params)
