@@ -126,7 +126,7 @@ class OffloadedParams:
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)
         self._core = Engine(config, self._placement.device, scaler, rules.rules[0])
-        self._state_lock = self._core.state_lock
+        self._state_lock, self._parameters = self._core.state_lock, self._core.parameters
         self._planned = checked_plan(self._core, self._placement, leaves, tree.trained, specs)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
         tensors = self._placement.start(tree.trained, arrays)
@@ -160,7 +160,7 @@ class OffloadedParams:
                 "parameters as an argument: jax.jit(lambda params, x: ...)(offloaded.params, x)"
             )
         self._state_lock.change("a read of params", self._updates.follow)
-        self._core.parameters.check_present()
+        self._parameters.check_present()
         return self._tree.now()
 
     @property
@@ -312,7 +312,7 @@ class OffloadedParams:
         them, an update earlier than without it. With several processes all must call this.
         """
         refuse_jit("flush()")
-        self._core.parameters.check_present()
+        self._parameters.check_present()
         self._state_lock.change("flush()", self._updates.flush)
         return self._tree.now()
 
@@ -394,7 +394,7 @@ class OffloadedParams:
     @property
     def is_released(self) -> bool:
         """True between :meth:`release` and :meth:`restore`."""
-        return self._core.parameters.released
+        return self._parameters.released
 
     @contextmanager
     def released(self, *, donate: bool = False) -> Iterator[int]:
@@ -468,7 +468,7 @@ class OffloadedParams:
             StateError: a key or a leaf is missing, or has another shape; nothing has changed. Under jit.
         """
         refuse_jit("load_pytree()")
-        self._core.parameters.check_present()
+        self._parameters.check_present()
         self._state_lock.change("load_pytree()", self._states.load_pytree, tree, self._updates.flush)
         return self.params
 
@@ -489,7 +489,7 @@ class OffloadedParams:
             StateError: under jit; with ``schedule="delayed"`` before :meth:`flush`.
         """
         refuse_jit("load_params()")
-        self._core.parameters.check_present()
+        self._parameters.check_present()
         self._state_lock.change("a read of params", self._updates.follow)
         self._state_lock.change("load_params()", self._states.load_params, params)
         return self.params
@@ -519,7 +519,7 @@ class OffloadedParams:
         Raises:
             StateError: it has no Adam, or several, or its moments do not fit; nothing has changed.
         """
-        self._core.parameters.check_present()
+        self._parameters.check_present()
         self._state_lock.change("load_optax_state()", self._states.load_optax, state, self._updates.flush)
 
     @public("export_safetensors()")
@@ -649,7 +649,7 @@ class OffloadedParams:
             StateError: under jit.
         """
         refuse_jit("load_checkpoint()")
-        self._core.parameters.check_present()
+        self._parameters.check_present()
         if missing_ok and self._checkpoints.has_none(path):
             return None
         return self._checkpoints.load(
@@ -713,7 +713,7 @@ class OffloadedParams:
         def count() -> int:
             self._later.wait()
             self._state_lock.change("a read of params", self._updates.follow)
-            self._core.parameters.check_present()
+            self._parameters.check_present()
             return self.count
 
         return transformation(self._tree, self._placement, count, lambda grads: self._update(grads, learning_rate))

@@ -11,7 +11,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from frontends.jax import gather_params, gathered, wrap
-from frontends.jax.placement import as_placed, placement
+from frontends.jax.placement import placement
+from frontends.jax.tree import memory_kinds
 from offload_core.errors import ConfigError, ParameterError
 from tests.support.jax_models import assert_same_tree
 
@@ -145,8 +146,10 @@ def test_a_model_that_does_not_gather_gets_one_error(on_accelerator):
 
 
 def test_devices_without_host_memory_are_refused_and_keep_gradients(on_accelerator, monkeypatch):
-    monkeypatch.setattr(as_placed, "has_host_memory", lambda devices: False)
-    with pytest.raises(ConfigError, match=r"offload_param='cpu': .* has the memories .*; expected 'pinned_host' among"):
+    monkeypatch.setattr(memory_kinds, "HOST_MEMORY", "far_host")
+    with pytest.raises(
+        ConfigError, match=r"offload_param='cpu': the cpu backend has the memory kinds .* no 'far_host'"
+    ):
         wrap(stacked(), lr=1e-2, offload_param="cpu")
     _, _, where = trained(stacked(), TOKENS, plain, {})
     assert where == ({"device"}, {"device"})

@@ -68,7 +68,7 @@ class TreeCheckpoints:
     """The checkpoints of a wrapped tree; loading puts new leaves in it."""
 
     def __init__(self, core: Engine, placement: Placement, tree: WrappedTree) -> None:
-        self._core, self._checkpoints = core, core.checkpoints
+        self._core, self._checkpoints, self._parameters = core, core.checkpoints, core.parameters
         self.wait, self.has_none = self._checkpoints.wait, self._checkpoints.has_none
         self._placement = placement
         self._paths = dotted_names(tree.now())
@@ -146,7 +146,7 @@ class TreeCheckpoints:
         return [names[leaf.position] for leaf in self._tree.trained for _ in leaf.params]
 
     def _tensors(self) -> list[Any]:
-        if self._core.parameters.released:  # a save reads their master weights
+        if self._parameters.released:  # a save reads their master weights
             return [None for leaf in self._tree.trained for _ in leaf.params]
         return self._placement.start(self._tree.trained, [self._leaves[i] for i in self._trained])
 

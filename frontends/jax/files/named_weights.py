@@ -37,7 +37,7 @@ class NamedWeights:
     """Hands out the weights of a tree, and knows which of them have changed since a report."""
 
     def __init__(self, core: Engine, tree: WrappedTree, whole_leaf: WholeLeaf) -> None:
-        self._core, self._tree, self._whole_leaf = core, tree, whole_leaf
+        self._changes, self._tree, self._whole_leaf = core.changes, tree, whole_leaf
         self._names = dotted_names(tree.now())
         self._params = {leaf.position: list(leaf.params) for leaf in tree.trained}
         self._known: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -47,13 +47,13 @@ class NamedWeights:
 
     def give(self, asked: WeightRequest) -> Iterator[Named]:
         """Check the arguments, and return the weights. With several processes all must take all of them."""
-        core, leaves = self._core, self._tree.leaves
+        leaves = self._tree.leaves
         dtype, number = _element_type(asked.dtype), self._number_of(asked.since)
-        self._look(core.changes.number)
+        self._look(self._changes.number)
         positions = [i for i, leaf in enumerate(leaves) if i in self._params or (is_array(leaf) and not is_key(leaf))]
         targets = _targets(asked.into, [self._names[i] for i in positions], [leaves[i].shape for i in positions])
         if number is not None:
-            trained = core.changes.since(number)
+            trained = self._changes.since(number)
             positions = [i for i in positions if self._changed(i, trained, number)]
         device = cpu_device() if asked.device is None else asked.device
         return self._read(positions, dtype, targets, device)
@@ -61,9 +61,9 @@ class NamedWeights:
     def _read(
         self, positions: list[int], dtype: np.dtype | None, targets: Mapping[str, np.ndarray] | None, device: Any
     ) -> Iterator[Named]:
-        began = self._core.changes.number
+        began = self._changes.number
         for i in positions:
-            if self._core.changes.number != began:
+            if self._changes.number != began:
                 raise StateError(
                     "named_weights(): the parameters have changed since it began; expected all weights to be taken "
                     "before the next update or load: call it again"
@@ -89,7 +89,7 @@ class NamedWeights:
             return None
         if not isinstance(since, StepReport):
             raise ConfigError(f"since: got {kind_of(since)}, expected offloaded.report, as it was after an update")
-        number = self._core.changes.number_of(since.changes)
+        number = self._changes.number_of(since.changes)
         if number is None:
             raise ConfigError(
                 "since: got the report of another tree, or of another process; expected offloaded.report of this one: "

@@ -28,8 +28,8 @@ from ..devices.mesh.places import Places
 from ..devices.mesh.processes import JaxProcesses
 from ..devices.mesh.tensors import HostGradient, MeshParameter, delete
 from ..tree.memory_kinds import (
-    HOST_MEMORY,
     beside_its_device,
+    check_host_memory,
     has_host_memory,
     in_device_memory,
     lies_as,
@@ -255,12 +255,7 @@ class InHostMemory(OnHosts):
 
     def _device(self, processes: Collectives) -> Device:
         self.on_host = self._places[0].platform == "cpu"
-        if not has_host_memory(self._places):
-            kinds = ", ".join(memory.kind for memory in self._places[0].addressable_memories())
-            raise ConfigError(
-                f"offload_param='cpu': {self._places[0]} has the memories {kinds}; expected {HOST_MEMORY!r} among "
-                "them: leave offload_param out"
-            )
+        check_host_memory(self._places)
         return super()._device(processes)
 
     def place(self, path: str, leaf: Any) -> jax.Array:

@@ -15,7 +15,6 @@ import numpy as np
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
-from offload_core.errors import ConfigError
 from offload_core.layout.partition import ParamSpec, round_up, shard_unit
 from offload_core.layout.regions import InMemory
 from offload_core.memory.plan import SHARDS, ArrayBytes
@@ -25,7 +24,7 @@ from ..devices.mesh.axis import REPLICATED, MeshAxis
 from ..devices.mesh.device import JaxMeshDevice
 from ..devices.mesh.sharded_device import ShardedMeshDevice
 from ..devices.mesh.tensors import Donated, MeshGradient, MeshParameter, ShardedParameter
-from ..tree.memory_kinds import HOST_MEMORY, beside_its_device, in_host_memory
+from ..tree.memory_kinds import HOST_MEMORY, beside_its_device, check_host_memory, in_host_memory
 from ..tree.shard_layout import ShardLayout
 from ..tree.trees import to_numpy
 from ..tree.wrapped_tree import Leaf
@@ -48,12 +47,7 @@ class OnMesh:
         self._memory_kind = None if config.offload_param is None else HOST_MEMORY
         """The memory of sharded parameters."""
         if self._memory_kind is not None:
-            kinds = [memory.kind for memory in axis.devices[axis.ranks[0]].addressable_memories()]
-            if self._memory_kind not in kinds:
-                raise ConfigError(
-                    f"offload_param={config.offload_param!r}: the {axis.devices[0].platform} backend has the memory "
-                    f"kinds {', '.join(map(repr, kinds))} and no {HOST_MEMORY!r}; expected offload_param=None here"
-                )
+            check_host_memory([axis.devices[rank] for rank in axis.ranks])
         kind = ShardedMeshDevice if config.stage == 3 else JaxMeshDevice
         self._mesh_device = kind(axis, native=config.reduction == "native", threads=config.threads)
         self.device: Device = self._mesh_device

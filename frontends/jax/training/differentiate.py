@@ -34,7 +34,7 @@ def value_and_grad(
     """
     positions = [leaf.position for leaf in tree.trained]
     is_trained = frozenset(positions)
-    compute = _differentiated(fun, positions, has_aux=has_aux)
+    compute = differentiated(fun, positions, has_aux=has_aux)
     compiled = placement.compile(compute, tree.trained, asked)
 
     def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -56,7 +56,7 @@ def value_and_grad(
     return call
 
 
-def _differentiated(fun: Callable[..., Any], positions: Sequence[int], *, has_aux: bool) -> Compute:
+def differentiated(fun: Callable[..., Any], positions: Sequence[int], *, has_aux: bool) -> Compute:
     """Return the computation of the function's value, and of the gradients of the leaves at these positions."""
 
     def compute(

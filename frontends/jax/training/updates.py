@@ -197,7 +197,7 @@ class TreeUpdates:
         self._gradients.check_none("release()", waiting=False)
         states = parameters.copies_of_states()
         leaves = tree.leaves
-        before = {} if self._core.device.addressable else {i: leaves[i] for i in tree.positions}
+        before = {} if self._placement.device.addressable else {i: leaves[i] for i in tree.positions}
 
         def section() -> None:
             parameters.release(_RELEASED, states)

@@ -1,11 +1,12 @@
 """Device and host memory of JAX's arrays, and the ways between them that are as fast as the link."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import cache
 from typing import Any
 
 import jax
 
+from offload_core.errors import ConfigError
 from offload_core.memory.pinning import Cuda, Hip, Pinning, Registered
 
 DEVICE_MEMORY = "device"
@@ -26,6 +27,17 @@ def in_host_memory(array: jax.Array) -> bool:
 def has_host_memory(devices: Iterable[jax.Device]) -> bool:
     """True if programs of these devices can use host memory."""
     return all(HOST_MEMORY in [memory.kind for memory in device.addressable_memories()] for device in devices)
+
+
+def check_host_memory(devices: Collection[jax.Device]) -> None:
+    """Raise :class:`ConfigError` if these devices have no host memory for ``offload_param="cpu"``."""
+    if not has_host_memory(devices):
+        device = next(iter(devices))
+        kinds = ", ".join(repr(memory.kind) for memory in device.addressable_memories())
+        raise ConfigError(
+            f"offload_param='cpu': the {device.platform} backend has the memory kinds {kinds} and no {HOST_MEMORY!r}; "
+            "expected offload_param=None here"
+        )
 
 
 def beside_its_device(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:

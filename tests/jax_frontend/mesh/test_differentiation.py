@@ -298,7 +298,7 @@ def test_a_shard_that_was_not_gathered_says_what_to_do():
     for words, fun in ways:
         with refuses(ParameterError, words, "gather"):
             offloaded.value_and_grad(fun)(offloaded.params, batch)
-    with refuses(AttributeError, "'sum' of a parameter that is sharded", "gather_params(params)"):
+    with refuses(AttributeError, "'sum' of a parameter that is to be gathered", "gather_params(params)"):
         offloaded.value_and_grad(lambda p, x: p["embed"].sum())(offloaded.params, batch)
 
 
