@@ -8,7 +8,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import jax
@@ -94,6 +95,19 @@ def _check_free(port: int) -> None:
 
 EXCHANGES = Exchanges()
 """Those of this process, of all its trees."""
+
+
+def meetings(rank: int, *, alone: bool) -> Callable[[str], AbstractContextManager[None]]:
+    """Return :func:`meeting` for a rank.
+
+    Args:
+        alone: True if no other process takes part, so that none can be lost.
+    """
+    return _no_meeting if alone else partial(meeting, rank)
+
+
+def _no_meeting(what: str) -> AbstractContextManager[None]:
+    return nullcontext()
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from offload_core.support.worker import Background
 from ...tree.memory_kinds import pinning_for, start_to_host
 from ..device import ArrayMemory, free_bytes, read
 from ..device_kernels import computed
-from ..launch import meeting
+from ..launch import meetings
 from ..runs import split_places
 from . import programs
 from .axis import REPLICATED, Ranks
@@ -62,6 +62,7 @@ class JaxMeshDevice(ArrayMemory):
         self.world_size = axis.world_size
         self.sizes = MeshSizes(len(axis.ranks), summed=axis.world_size > 1)
         self.collectives: Collectives = JaxProcesses(axis)
+        self._meeting = meetings(self.ranks[0], alone=self.collectives.world_size == 1)
         self.trace = Trace(self.ranks[0], self.collectives.world_size)
         self.sent_bytes = 0
         self._threads = threads
@@ -95,7 +96,7 @@ class JaxMeshDevice(ArrayMemory):
 
     def of_rank_0(self, name: str, array: jax.Array) -> jax.Array:
         """Return rank 0's value of a replicated array, on all ranks."""
-        with meeting(self.ranks[0], f"parameter {name!r}: initial value"):
+        with self._meeting(f"parameter {name!r}: initial value"):
             return jax.block_until_ready(self._of_rank_0(array))
 
     def free_bytes(self) -> int | None:
@@ -131,7 +132,7 @@ class JaxMeshDevice(ArrayMemory):
             out[:] = 0
             return Done()
         what = f"bucket {bucket.index}: exchange of gradients"
-        with meeting(self.ranks[0], what):
+        with self._meeting(what):
             program = self._reduce_unreduced if unreduced else self._reduce_mean
             if not unreduced:
                 comm_dtype = max((BY_NUMPY[array.dtype] for array in arrays), key=lambda dtype: dtype.itemsize)
@@ -149,7 +150,7 @@ class JaxMeshDevice(ArrayMemory):
         copies = [start_to_host(shard) for shard in shards]
 
         def finish() -> None:
-            with meeting(self.ranks[0], what):
+            with self._meeting(what):
                 hosts = [np.asarray(copy) for copy in copies]
             parts = out.reshape(len(hosts), -1)
             rows = [(kernels.address(a), kernels.address(b), a.size) for a, b in zip(hosts, parts, strict=True)]
@@ -184,7 +185,7 @@ class JaxMeshDevice(ArrayMemory):
                 Write(BucketRange(piece.numel, piece.offset), tensor.array.shape, piece.numel == tensor.array.size)
             )
         what = f"bucket {bucket.index}: gathering of parameters"
-        with meeting(self.ranks[0], what):
+        with self._meeting(what):
             # It may share the staging memory; nothing reads it any more when the results are there.
             stacked = self.axis.stack(list(shards.reshape(len(self.ranks), -1)))
             places = self._places(tuple(piece.start for piece in pieces))
@@ -199,7 +200,7 @@ class JaxMeshDevice(ArrayMemory):
         """Return the event of parameters that are being written."""
 
         def finish() -> None:
-            with meeting(self.ranks[0], what):
+            with self._meeting(what):
                 # A later bucket may have continued a partial value: that was donated, so wait for its successor.
                 jax.block_until_ready([t.array if t.partial is None else t.partial for t in written])
 

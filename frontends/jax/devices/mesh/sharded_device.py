@@ -14,7 +14,6 @@ from offload_core.layout.partition import Bucket
 
 from ...tree.memory_kinds import in_host_memory
 from ..device import read
-from ..launch import meeting
 from . import programs
 from .axis import MeshAxis
 from .device import JaxMeshDevice
@@ -55,7 +54,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         valid = min(stop, array.size // self.world_size) - start
         at = self._places((start,))
         assert isinstance(array.sharding, NamedSharding)
-        with meeting(self.ranks[0], what):
+        with self._meeting(what):
             shards = self._cut(array, at, array.sharding.spec, valid, bucket.shard_numel)
         if gradient.used is not None:
             gradient.used(bucket.padded_numel)
@@ -73,7 +72,7 @@ class ShardedMeshDevice(JaxMeshDevice):
         valid = min(bucket.shard_numel, layout.local_numel - bucket.shard_start)
         assert isinstance(tensor.array.sharding, NamedSharding)
         spec = tensor.array.sharding.spec
-        with meeting(self.ranks[0], what):
+        with self._meeting(what):
             stacked = self.axis.stack(list(local))
             at = self._places((bucket.shard_start,))
             result = self._write(stacked, tensor.partial, at, spec, valid, layout.local_shape)
