@@ -85,7 +85,7 @@ def offload_core(settings: Settings, **fields: Any) -> Train:
         start = time.perf_counter()
         loss, grads = jax.block_until_ready(value_and_grad(offloaded.params, windows))
         after_grads = time.perf_counter()
-        jax.block_until_ready(offloaded.update(grads, donate=True))
+        jax.block_until_ready(offloaded.update(grads, donate=True, donate_params=True))
         parts = {"forward and backward": after_grads - start, "step": time.perf_counter() - after_grads}
         return loss, {phase: 1e3 * seconds for phase, seconds in parts.items()}
 
