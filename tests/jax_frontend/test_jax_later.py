@@ -214,3 +214,28 @@ def _live_bytes():
     """Of all arrays of JAX on devices, memory that several share counted once."""
     arrays = [array for array in jax.live_arrays() if not array.is_deleted() and array.sharding.memory_kind == "device"]
     return sum({array.unsafe_buffer_pointer(): array.nbytes for array in arrays}.values())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"gradient_accumulation_steps": 3}, {"schedule": "delayed", "delay_warmup_steps": 0}],
+    ids=["sums", "one step late"],
+)
+def test_gradients_that_are_read_later_are_deleted_later(fields, make):
+    offloaded, twin = make(tree_of(0), **fields), make(tree_of(0), **fields)
+    given = []
+    for step in range(6):
+        gradients = tree_of(step + 1)
+        given.append(gradients)
+        if step == 4:
+            gradients = {**gradients, "v": None}  # the one before may not have been read
+        offloaded.update(gradients, donate=True)
+        expected = twin.update(_copy(step, gradients))
+        assert_same(offloaded.params, expected)
+    offloaded.flush()
+    assert all(array.is_deleted() for gradients in given for array in gradients.values() if array is not given[4]["v"])
+    assert_same(offloaded.params, twin.flush())
+
+
+def _copy(step, gradients):
+    return {name: None if gradients[name] is None else array for name, array in tree_of(step + 1).items()}

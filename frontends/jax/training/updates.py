@@ -28,6 +28,9 @@ _RELEASED = (
 )
 
 
+_NOTHING: tuple[frozenset[int], Sequence[Any]] = (frozenset(), ())
+
+
 class UpdateArguments(NamedTuple):
     """The arguments of an update, after all checks."""
 
@@ -64,6 +67,8 @@ class TreeUpdates:
             self._constant = _of_each_group(hyper(**config.values(0, group)) for group, hyper in self._groups)
         self._targets: list[Any] = []
         """The tensors to which the core writes the next parameters; empty when the leaves are made of them."""
+        self._unread: tuple[frozenset[int], Sequence[Any]] = _NOTHING
+        """Donated gradients that may not have been read yet: the core's parameters, and the arrays."""
         self._donates = False
         """True if the present leaves are deleted when others are made of the targets."""
         self._followed = self._parameters.publications
@@ -144,13 +149,27 @@ class TreeUpdates:
                 divisor = float(self._config.gradient_accumulation_steps)
                 self.report = core.step(StepArguments(given.hypers, self._targets, divisor))
                 self._parameters.finish()
-            if given.donated:
-                delete(given.donated)
+            self._delete_read(given)
         except BaseException:
             with suppress(StateError):  # a core that has lost a rank may refuse even that
                 self._gradients.drop()
             raise
         self.follow()
+
+    def _delete_read(self, given: UpdateArguments) -> None:
+        """Delete donated gradients that have been read. Kernels read them in place, after ``update`` has returned if
+        the update is a later one or goes on."""
+        params, unread = self._unread
+        may_be_read = self.report is not None and self.report.skipped == "accumulating"
+        if may_be_read and not params <= given.gradients.keys():  # a bucket waits for its last gradients to be read
+            self._unread = (params | given.gradients.keys(), (*unread, *given.donated))
+            return
+        delete(unread)
+        if may_be_read or self._config.schedule == "delayed":
+            self._unread = (frozenset(given.gradients), tuple(given.donated))
+        else:
+            self._unread = _NOTHING
+            delete(given.donated)
 
     def _new_targets(self, *, donate: bool = False) -> list[Any]:
         """Return tensors for the next parameters."""
@@ -241,7 +260,9 @@ class TreeUpdates:
         """Bring the leaves to the values of their master weights."""
         self.follow()
         self._targets = self._new_targets()
-        self._parameters.flush(self._targets)
+        self._parameters.flush(self._targets)  # all updates have ended
+        self._unread, (_, unread) = _NOTHING, self._unread
+        delete(unread)
         self.follow()
 
 
