@@ -177,9 +177,10 @@ class TreeUpdates:
         return self._placement.targets(trained, [self._present(leaf.position) for leaf in trained], donate=donate)
 
     def _present(self, position: int) -> jax.Array:
-        """Return the present leaf. If an update that broke off, or the user, has deleted it, replace it by zeros."""
+        """Return the present leaf. If it is released, replace it by zeros; and so if an update that broke off, or the
+        user, has deleted an array of several devices, because it has no parts then."""
         leaf = self._tree.leaves[position]
-        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        if isinstance(leaf, jax.Array) and leaf.is_deleted() and len(leaf.sharding.device_set) > 1:
             leaf = Absent.of(leaf)
         if isinstance(leaf, Absent):
             self._tree.leaves[position] = leaf = leaf.empty()

@@ -26,8 +26,8 @@ class MeshParameter:
     """True if the next value is written over the present one, or replaces it, so that the two never exist together."""
 
     def donating(self) -> Self:
-        """Return the parameter, whose next value is to be written over the present one."""
-        return replace(self, partial=self.array, donated=True)
+        """Return the parameter, whose next value is to be written over the present one, if that was not deleted."""
+        return self if self.array.is_deleted() else replace(self, partial=self.array, donated=True)
 
     @property
     def dtype(self) -> ElementType:
