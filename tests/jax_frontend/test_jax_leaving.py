@@ -155,6 +155,35 @@ def test_devices_without_host_memory_are_refused_and_keep_gradients(on_accelerat
     assert where == ({"device"}, {"device"})
 
 
+@pytest.mark.parametrize("fields", [{}, {"offload_param": "cpu"}], ids=["parameters on the device", "on the host"])
+def test_scaled_losses_aux_and_frozen_leaves_are_as_without(fields, on_accelerator):
+    params = {**jax.tree.map(lambda leaf: leaf.astype(jnp.float16), stacked()), "frozen": jnp.ones(WIDTH)}
+
+    def loss(params, tokens):
+        return gathering(params, tokens) * params["frozen"].sum(), {"tokens": tokens.sum()}
+
+    def run(of_grad, **fields):
+        fields |= {"initial_loss_scale": 256.0, "trainable": {"emb": True, "layers": True, "frozen": False}}
+        offloaded = wrap(params, lr=1e-2, **fields)
+        (value, aux), grads = offloaded.value_and_grad(loss, has_aux=True, **of_grad)(offloaded.params, TOKENS)
+        assert grads.scale == 256
+        assert kinds(grads.tree) == ({"device"} if of_grad.get("keep_gradients") else {"pinned_host"})
+        return value, aux, offloaded.update(grads)
+
+    assert_same_tree(run({"gathers": True}, **fields), run({"keep_gradients": True, "gathers": True}))
+
+
+def test_parameters_that_were_given_away_are_named(on_accelerator):
+    offloaded = wrap(stacked(), lr=1e-2)
+    before, grad_fn = offloaded.params, offloaded.value_and_grad(plain)
+    _, grads = grad_fn(before, TOKENS)
+    offloaded.update(grads, donate_params=True)
+    with pytest.raises(
+        ParameterError, match=r"params\['emb'\] was donated or deleted; expected offloaded.params, read"
+    ):
+        grad_fn(before, TOKENS)
+
+
 # --- parameters that are written over ---------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from offload_core.errors import ParameterError
 
 from ..placement.functions import Asked, Compute
 from ..placement.placement import Placement
-from ..tree.trees import Static
+from ..tree.trees import Static, of_params
 from ..tree.wrapped_tree import WrappedTree
 from .gradients import RankGradients, ScaledGradients
 from .loss_scale import DeviceScale
@@ -40,6 +40,12 @@ def value_and_grad(
     def call(params: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         leaves, treedef = tree.leaves_like(params, ParameterError, "value_and_grad: params")
         trained = [leaves[i] for i in positions]
+        for leaf, array in zip(tree.trained, trained, strict=True):
+            if isinstance(array, jax.Array) and array.is_deleted():
+                raise ParameterError(
+                    f"value_and_grad: {of_params(leaf.path)} was donated or deleted; expected offloaded.params, read "
+                    "after the last update (update(donate_params=True) deletes the arrays of before)"
+                )
         static, traced = Static.split(treedef, [None if i in is_trained else leaf for i, leaf in enumerate(leaves)])
         scale = loss_scale.read() if loss_scale else None
         factor = np.float32(scale) if isinstance(scale, float) else scale
