@@ -78,6 +78,9 @@ class AsPlaced(ABC):
         self._arrays.check(path, array)
         return array
 
+    def sharding(self, leaf: Any, *, trained: bool) -> None:
+        return None
+
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
         shards = local_shards(_sharding_of(value), tuple(value.shape), position)
         params = range(first_param, first_param + len(shards))

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
@@ -35,6 +35,11 @@ class Placement(Protocol):
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         """Return the leaf where parameters lie; raise :class:`ParameterError` if it cannot lie there."""
+        ...
+
+    def sharding(self, leaf: Any, *, trained: bool) -> Sharding | None:
+        """Return where a leaf of this form is put by :meth:`place` (:meth:`pass_through` if it is not trained). None:
+        it stays where it is."""
         ...
 
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
