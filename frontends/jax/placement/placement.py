@@ -148,7 +148,8 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     if config.offload_param == "nvme":
         raise ConfigError(
             "offload_param='nvme' in JAX, whose arrays lie in memory; expected offload_param='cpu' or None, beside "
-            "offload_optimizer='nvme'"
+            "offload_optimizer='nvme', which has 12 of a bf16 parameter's 14 bytes on disk (docs/jax.md, Parameters on "
+            "disk)"
         )
     new = jax.device_put(np.float32(0))  # lies where JAX puts NumPy's arrays
     arrays = [leaf if isinstance(leaf, jax.Array) else new for leaf in leaves]
