@@ -18,14 +18,16 @@ from jax.sharding import Mesh, Sharding
 from offload_core.config.options import ConfigLike
 from offload_core.engine import FLOATING, Names, WeightFiles, translation
 from offload_core.errors import ConfigError, ParameterError
+from offload_core.ranks.consistency import combine, fingerprint
 from offload_core.support.checks import kind_of, some_of
 
 from .devices.context import refuse_jit, without_context_mesh
 from .optax_bridge.words import JaxSettings, resolved
+from .placement.as_placed import processes_of
 from .placement.placement import placement_for
 from .tree.memory_kinds import in_device_memory
 from .tree.shards import Box, local_shards, of_parts
-from .tree.trees import Mask, dotted_names, flatten, form, is_array, mask_leaves, of_params
+from .tree.trees import Mask, dotted_names, flatten, form, is_array, mask_leaves, of_params, to_numpy
 
 Form = jax.ShapeDtypeStruct
 
@@ -60,7 +62,7 @@ def init(
         names: from the dotted paths of the tree (``h.0.w``) to the names in ``weights``: a function, or a mapping of
             the paths whose names differ.
         config: the configuration for ``wrap``, which says where arrays lie on ``mesh``; None: that of ``stage=3``.
-        mesh, axis: as in ``wrap``. Arrays lie on the mesh as ``wrap`` would put them, and ``wrap`` moves none.
+        mesh, axis: as in ``wrap``. Arrays lie on the mesh as ``wrap`` would put them, and ``wrap`` moves no shard.
         shardings: in place of ``mesh``: shardings, as ``out_shardings`` of ``jax.jit``, in the structure of the tree or
             a prefix of it; or a function from the tree of forms to them. ``wrap`` takes arrays as they lie. With
             neither, arrays lie on JAX's default device.
@@ -69,7 +71,8 @@ def init(
 
     Raises:
         ConfigError: ``shardings`` beside ``mesh``; or as in ``wrap``.
-        ParameterError: ``fun`` is no function; ``weights`` lacks an array, or has another shape or element type.
+        ParameterError: ``fun`` is no function; ``weights`` lacks an array, or has another shape or element type; in all
+            processes: their arguments differ.
         CheckpointError: a file of ``weights`` is missing, damaged or cannot be read.
         StateError: under jit.
     """
@@ -95,6 +98,7 @@ def init(
     else:
         places = _as_given(shardings, tree)
     forms = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Form)}
+    _check_alike(args, [place for place in places if place is not None])
     if weights is not None:
         files = WeightFiles(weights)
         for i, name in _found(tree, forms, files, names, computes_keys=program is not None).items():
@@ -125,6 +129,21 @@ def _traced(fun: Any, args: Sequence[Any]) -> tuple[list[Any], Any, ClosedJaxpr]
     leaves, structure = returned
     each = iter(forms)
     return [next(each) if is_array(leaf) else leaf for leaf in leaves], structure, program
+
+
+def _check_alike(args: Sequence[Any], places: Sequence[Sharding]) -> None:
+    """Raise :class:`ParameterError` in all processes if their arguments differ: each would compute parts of another
+    model."""
+    if all(place.is_fully_addressable for place in places):
+        return
+    values = [to_numpy(value) for value in jax.tree.leaves(args) if getattr(value, "is_fully_addressable", True)]
+    words = [fingerprint(f"{np.shape(value)} {np.asarray(value).tobytes().hex()}") for value in values]
+    alike = combine(processes_of(places[0]), "the arguments of init()", same=[fingerprint(str(words))]).alike
+    if not alike.all():
+        raise ParameterError(
+            "init: the arguments are not the same in all processes; expected the same, such as one key: they compute "
+            "one model together"
+        )
 
 
 # --- where arrays lie ----------------------------------------------------------------------------------

@@ -97,6 +97,11 @@ def test_arrays_lie_as_shardings_say_or_on_the_default_device(shape):
     on_one = init(model, jax.random.key(3), shardings=None)
     assert_made(on_one)
     assert not on_one["embed"].committed
+    in_host_memory = init(model, jax.random.key(3), stage=3, offload_param="cpu")
+    assert_made(in_host_memory)
+    offloaded = wrap(in_host_memory, stage=3, offload_param="cpu")
+    for params in (in_host_memory, offloaded.params):
+        assert (params["embed"].sharding.memory_kind, params["table"].sharding.memory_kind) == ("pinned_host", "device")
 
 
 @processes(1, 2)
@@ -174,6 +179,14 @@ def test_generators_draw_in_shards_what_they_draw_as_one(impl):
     assert_made(init(drawn_model, jax.random.key(3), mesh=mesh_of(8), param_persistence_threshold=1), drawn_model)
 
 
+@processes(2)
+def test_processes_with_other_keys_are_told_so():
+    mesh = mesh_of(4)
+    for fields in ({"mesh": mesh}, {"shardings": NamedSharding(mesh, P())}):
+        with refuses(ParameterError, "the arguments are not the same in all processes", "one key"):
+            init(model, jax.random.key(jax.process_index()), **fields)
+
+
 def test_leaves_are_computed_together_up_to_the_bytes_of_the_largest():
     forms = {i: jax.ShapeDtypeStruct((n,), jnp.float32) for i, n in enumerate((3, 10, 4, 6, 1, 2))}
     here, there = (NamedSharding(mesh_of(n), P()) for n in (2, 4))
@@ -209,8 +222,6 @@ def test_an_error_names_the_leaf_and_the_way_on(tmp_path):
         init(model, key, shardings=P())
     with refuses(ParameterError, "structure of shardings differs"):
         init(model, key, shardings={"w": NamedSharding(mesh, P())})
-    with refuses(ConfigError, "offload_param", "mesh"):
-        init(model, key, stage=3, offload_param="cpu")
     with pytest.raises(StateError, match=r"init\(\) under jit"):
         jax.jit(lambda: init(lambda: jnp.ones(3)))()
 
