@@ -18,7 +18,8 @@ from jax.sharding import Mesh, Sharding
 from offload_core.config.options import ConfigLike
 from offload_core.engine import FLOATING, Names, WeightFiles, translation
 from offload_core.errors import ConfigError, ParameterError
-from offload_core.ranks.consistency import combine, fingerprint
+from offload_core.ranks.collectives import Collectives, SingleRank
+from offload_core.ranks.consistency import combine, fingerprint, heard_by_all
 from offload_core.support.checks import kind_of, some_of
 
 from .devices.context import refuse_jit, without_context_mesh
@@ -71,9 +72,9 @@ def init(
 
     Raises:
         ConfigError: ``shardings`` beside ``mesh``; or as in ``wrap``.
-        ParameterError: ``fun`` is no function; ``weights`` lacks an array, or has another shape or element type; in all
-            processes: their arguments differ.
-        CheckpointError: a file of ``weights`` is missing, damaged or cannot be read.
+        ParameterError: ``fun`` is no function; in all processes: their arguments differ, or ``weights`` lacks an array,
+            or has another shape or element type.
+        CheckpointError: in all processes: a file of ``weights`` is missing, damaged or cannot be read.
         StateError: under jit.
     """
     refuse_jit("init()", "it puts arrays into memory")
@@ -98,11 +99,14 @@ def init(
     else:
         places = _as_given(shardings, tree)
     forms = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Form)}
-    _check_alike(args, [place for place in places if place is not None])
+    given = [place for place in places if place is not None]
+    processes = processes_of(max(given, key=lambda place: len(place.device_set))) if given else SingleRank()
+    _check_alike(args, processes)
     if weights is not None:
-        files = WeightFiles(weights)
-        for i, name in _found(tree, forms, files, names, computes_keys=program is not None).items():
-            leaves[i] = _read(files, name, forms[i], places[i])
+        with heard_by_all(processes, "init() from files"):
+            files = WeightFiles(weights)
+            for i, name in _found(tree, forms, files, names, computes_keys=program is not None).items():
+                leaves[i] = _read(files, name, forms[i], places[i])
     if program is not None:
         left = [i for i in forms if isinstance(leaves[i], Form)]
         for group in _groups(left, forms, places):
@@ -131,15 +135,14 @@ def _traced(fun: Any, args: Sequence[Any]) -> tuple[list[Any], Any, ClosedJaxpr]
     return [next(each) if is_array(leaf) else leaf for leaf in leaves], structure, program
 
 
-def _check_alike(args: Sequence[Any], places: Sequence[Sharding]) -> None:
+def _check_alike(args: Sequence[Any], processes: Collectives) -> None:
     """Raise :class:`ParameterError` in all processes if their arguments differ: each would compute parts of another
     model."""
-    if all(place.is_fully_addressable for place in places):
+    if processes.world_size == 1:
         return
     values = [to_numpy(value) for value in jax.tree.leaves(args) if getattr(value, "is_fully_addressable", True)]
     words = [fingerprint(f"{np.shape(value)} {np.asarray(value).tobytes().hex()}") for value in values]
-    alike = combine(processes_of(places[0]), "the arguments of init()", same=[fingerprint(str(words))]).alike
-    if not alike.all():
+    if not combine(processes, "the arguments of init()", same=[fingerprint(str(words))]).alike.all():
         raise ParameterError(
             "init: the arguments are not the same in all processes; expected the same, such as one key: they compute "
             "one model together"

@@ -180,8 +180,14 @@ def test_generators_draw_in_shards_what_they_draw_as_one(impl):
 
 
 @processes(2)
-def test_processes_with_other_keys_are_told_so():
+def test_what_is_wrong_in_one_process_is_an_error_in_both(folder):
     mesh = mesh_of(4)
+    weights = folder / f"weights {jax.process_index()}"
+    weights.mkdir()
+    if jax.process_index() == 0:
+        safetensors.numpy.save_file({"w": np.ones((4, 8), np.float32)}, weights / "model.safetensors")
+    with refuses(CheckpointError, "weights 1", "holds neither"):
+        init(lambda: {"w": jnp.ones((4, 8))}, weights=weights, mesh=mesh)
     for fields in ({"mesh": mesh}, {"shardings": NamedSharding(mesh, P())}):
         with refuses(ParameterError, "the arguments are not the same in all processes", "one key"):
             init(model, jax.random.key(jax.process_index()), **fields)
