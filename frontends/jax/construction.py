@@ -65,8 +65,9 @@ def init(
         config: the configuration for ``wrap``, which says where arrays lie on ``mesh``; None: that of ``stage=3``.
         mesh, axis: as in ``wrap``. Arrays lie on the mesh as ``wrap`` would put them, and ``wrap`` moves no shard.
         shardings: in place of ``mesh``: shardings, as ``out_shardings`` of ``jax.jit``, in the structure of the tree or
-            a prefix of it; or a function from the tree of forms to them. ``wrap`` takes arrays as they lie. With
-            neither, arrays lie on JAX's default device.
+            a prefix of it; or a function from the tree of forms to them. ``wrap`` takes arrays as they lie; for its
+            ``offload_param="cpu"`` give ``sharding.with_memory_kind("pinned_host")``. With neither, arrays lie on JAX's
+            default device.
         trainable: as in ``wrap``. Leaves that are not trained are replicated on ``mesh``.
         overrides: fields of ``OffloadConfig``.
 

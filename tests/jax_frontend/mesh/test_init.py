@@ -94,6 +94,11 @@ def test_arrays_lie_as_shardings_say_or_on_the_default_device(shape):
     assert_made(params)
     assert params["embed"].addressable_data(0).shape == (96, 4)
     assert wrap(params).params["head"].sharding == params["head"].sharding
+    host = NamedSharding(mesh, P("data"), memory_kind="pinned_host")
+    params = {"w": init(lambda: jnp.ones((8, 4)), shardings=host)}
+    offloaded = wrap(params, offload_param="cpu")
+    assert addresses(offloaded.params) == addresses(params)
+    assert offloaded.params["w"].sharding == host
     on_one = init(model, jax.random.key(3), shardings=None)
     assert_made(on_one)
     assert not on_one["embed"].committed
