@@ -19,10 +19,12 @@ from .checkpoint.export import MAX_SHARD_BYTES, Weight, export_weights
 from .checkpoint.loading import Target, load_values
 from .checkpoint.on_signal import SaveOnSignal
 from .checkpoint.reader import Checkpoint, Loaded, Opened, Want
+from .checkpoint.safetensors import FLOATING
 from .checkpoint.saved_weights import SavedWeights
 from .checkpoint.shard_writer import Source
 from .checkpoint.stateful import DeferredLoad, RandomState, TrainingRun, run_deferred
 from .checkpoint.values import ArrayType, encode
+from .checkpoint.weight_files import WeightFiles
 from .config.options import OffloadConfig
 from .device.protocols import Device, GatheringDevice
 from .device.trace import COMPUTE
@@ -49,6 +51,7 @@ from .support.launchers import local_processes
 from .support.where import told
 
 __all__ = [
+    "FLOATING",
     "MAX_SHARD_BYTES",
     "ArrayType",
     "Checkpoint",
@@ -75,6 +78,7 @@ __all__ = [
     "TrainingRun",
     "Want",
     "Weight",
+    "WeightFiles",
     "begins",
     "changes",
     "consistent",

@@ -3,6 +3,7 @@
 from offload_core.config.options import OffloadConfig
 from offload_core.engine import StepReport
 
+from .construction import init
 from .devices.launch import initialize
 from .devices.mesh.gather import gather_params, gathered
 from .offloaded import OffloadedParams, wrap
@@ -16,6 +17,7 @@ __all__ = [
     "StepReport",
     "gather_params",
     "gathered",
+    "init",
     "initialize",
     "wrap",
 ]

@@ -18,9 +18,9 @@ from ..ranks.consistency import together
 from ..support import checks
 from ..support.disks import names_to_disk, to_disk
 from .safetensors import plan_file
+from .weight_files import INDEX
 
 MAX_SHARD_BYTES = 5 * 10**9
-_INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.tmp)?")
 _METADATA = {"format": "pt"}  # transformers refuses a file without it
 
@@ -91,7 +91,7 @@ def export_weights(
             for weight in shard:
                 on_rank_0(_FileWriter.write, weight.read(rank == 0))
         if len(shards) > 1:
-            on_rank_0(_FileWriter.begin, _INDEX, _index(shards))
+            on_rank_0(_FileWriter.begin, INDEX, _index(shards))
         on_rank_0(_FileWriter.commit)
     except BaseException:
         if writer is not None:
@@ -172,11 +172,11 @@ class _FileWriter:
 
     def commit(self) -> None:
         self._end()
-        if any((self._folder / name).exists() for name in self._names if name != _INDEX) and _INDEX in self._names:
-            (self._folder / _INDEX).unlink(missing_ok=True)  # an index must not list old and new files
+        if any((self._folder / name).exists() for name in self._names if name != INDEX) and INDEX in self._names:
+            (self._folder / INDEX).unlink(missing_ok=True)  # an index must not list old and new files
         for name in self._names:
             self.path = self._folder / name
-            if name == _INDEX:
+            if name == INDEX:
                 names_to_disk(self._folder)
             os.replace(_temporary(self.path), self.path)
         names_to_disk(self._folder)

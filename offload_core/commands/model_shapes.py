@@ -3,14 +3,13 @@ header of safetensors files, from a Hugging Face configuration, or, if only a co
 size.
 """
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ..checkpoint.safetensors import NOT_AS_WRITTEN, read_header
+from ..checkpoint.safetensors import read_header
+from ..checkpoint.weight_files import INDEX, files_of, json_object
 from ..config.matrices import chosen
 from ..config.options import OffloadConfig
 from ..dtypes import BY_NUMPY, ElementType
@@ -18,18 +17,14 @@ from ..errors import CheckpointError
 from ..layout.partition import ParamSpec
 from ..layout.regions import InMemory
 from ..plans.prediction import Blocks
-from ..support.checks import shown
-from ..support.files import read_regular
 from .hugging_face import configured_shapes
 
 GPT2_VOCABULARY = 50304  # 50257 padded to a multiple of 64; bytes use the first 256
-INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 LEAST = 1_000_000
 """The fewest parameters that :func:`gpt_of` takes."""
 MOST = 10**12
 """The most parameters that a plan takes."""
-_LONGEST_JSON = 2**28
 _HEAD = 128
 """Elements of an attention head, for models of which only a count is known."""
 
@@ -130,9 +125,9 @@ def shapes_of(path: Path) -> Stored:
             return _stored_shapes(path, stored)
     if path.suffix != ".json":
         return _stored_shapes(path, [path])
-    content = _json_of(path)
+    content = json_object(path, f"no index of safetensors files and no {CONFIG}")
     if "weight_map" in content:
-        return _stored_shapes(path, _files_of(path, content))
+        return _stored_shapes(path, files_of(path, content))
     if "model_type" not in content:
         raise CheckpointError(f"{path}: no index of safetensors files (weight_map) and no {CONFIG} (model_type)")
     return configured_shapes(path, content)
@@ -145,27 +140,6 @@ def _stored_shapes(path: Path, files: Sequence[Path]) -> Stored:
         raise CheckpointError(f"{path}: holds no float32, bfloat16 or float16 tensor")
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return shapes, {name: BY_NUMPY[tensor.dtype] for name, tensor in tensors.items()}, None
-
-
-def _json_of(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(read_regular(path, most_bytes=_LONGEST_JSON))
-        if not isinstance(content, dict):
-            raise TypeError(f"got {shown(content)}")
-        return content
-    except NOT_AS_WRITTEN as error:
-        raise CheckpointError(f"{path}: no index of safetensors files and no {CONFIG} ({error!r})") from None
-
-
-def _files_of(index: Path, content: dict[str, Any]) -> list[Path]:
-    try:
-        names = sorted(set(content["weight_map"].values()))
-        elsewhere = [name for name in names if Path(name).name != name]
-        if elsewhere:
-            raise ValueError(f"{shown(elsewhere[0])} is not in its folder")
-        return [index.parent / name for name in names]
-    except NOT_AS_WRITTEN as error:
-        raise CheckpointError(f"{index}: no index of safetensors files ({error!r})") from None
 
 
 def specs_of(

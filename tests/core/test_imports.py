@@ -18,7 +18,7 @@ ROOMS = {
         errors dtypes support native rules deepspeed config layout memory ranks device disk states plans step stage3
         checkpoint engine commands testing lr_schedules memory_report pipeline step_log __main__""",
     "frontends.torch": "internals params ranks stage3 training optim weights layerwise engine integrations deepspeed",
-    "frontends.jax": "tree devices placement training optax_bridge files offloaded",
+    "frontends.jax": "tree devices placement training optax_bridge files construction offloaded",
     "bench": """record markdown plots fits peers headers harness train disk_demo screens losses phases parts formats
         optimizers gpu report run""",
 }

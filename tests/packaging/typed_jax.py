@@ -6,7 +6,7 @@ from typing import Any, assert_type
 import jax
 import jax.numpy as jnp
 
-from frontends.jax import OffloadConfig, OffloadedParams, StepReport, gathered, wrap
+from frontends.jax import OffloadConfig, OffloadedParams, StepReport, gathered, init, wrap
 
 
 def loss_of(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
@@ -36,5 +36,7 @@ def train(params: dict[str, jax.Array], batches: list[jax.Array], folder: Path) 
     assert_type(offloaded.memory_report().host_bytes, int)
     assert_type(offloaded.to_pytree(), dict[str, Any])
     gathered(loss_of)(params, batches[0])
+    init(loss_of, params, batches[0], weights=folder, names={"w": "v"}, stage=3)
+    init(loss_of, params, axis=3)  # type: ignore[arg-type]
     offloaded.save_checkpoint(folder, wait=False)
     offloaded.save_checkpoint(3)  # type: ignore[arg-type]

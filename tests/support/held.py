@@ -38,9 +38,9 @@ def await_end_on_disk(before):
     assert not on_disk() - before
 
 
-def growth_of(step, steps=STEPS):
+def growth_of(step, steps=STEPS, warm_up=WARM_UP):
     """Return the growth of each value of ``held()`` over these many calls, after a warm-up."""
-    for _ in range(WARM_UP):
+    for _ in range(warm_up):
         step()
     before = held()
     for _ in range(steps):

@@ -78,6 +78,9 @@ class AsPlaced(ABC):
         self._arrays.check(path, array)
         return array
 
+    def sharding(self, leaf: Any, *, trained: bool) -> jax.sharding.Sharding | None:
+        return None
+
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
         shards = local_shards(_sharding_of(value), tuple(value.shape), position)
         params = range(first_param, first_param + len(shards))
@@ -262,6 +265,9 @@ class InHostMemory(OnHosts):
         array = super().place(path, leaf)
         return jax.device_put(array, beside_its_device(array.sharding))
 
+    def sharding(self, leaf: Any, *, trained: bool) -> jax.sharding.Sharding | None:
+        return beside_its_device(_sharding_of(leaf)) if trained else None
+
     def cast(self, leaf: Leaf, array: jax.Array) -> jax.Array:
         if array.dtype == leaf.dtype and not array.weak_type:
             return array
@@ -414,6 +420,11 @@ def _names(devices: Iterable[jax.Device]) -> str:
     found = sorted(devices, key=lambda device: device.id)
     one = ", ".join(str(device) for device in found[:4])
     return one if len(found) <= 4 else f"{one}, … ({len(found)} devices)"
+
+
+def processes_of(sharding: jax.sharding.Sharding) -> Collectives:
+    """Return the collectives between the processes that hold parts of an array."""
+    return _processes(_in_order(sharding))
 
 
 def _processes(devices: Sequence[jax.Device]) -> Collectives:

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
@@ -62,6 +63,12 @@ class OnMesh:
         if self.device.collectives.world_size > 1 and getattr(leaf, "is_fully_addressable", True):
             leaf = self._mesh_device.of_rank_0(path, self._axis.replicate(leaf))  # each process has one of its own
         return self._axis.put(leaf, self._axis.cut_along(dim), self._memory_kind)
+
+    def sharding(self, leaf: Any, *, trained: bool) -> NamedSharding:
+        dim = self._dim_of(leaf) if trained else None
+        if dim is None:
+            return NamedSharding(self._axis.mesh, REPLICATED)
+        return NamedSharding(self._axis.mesh, self._axis.cut_along(dim), memory_kind=self._memory_kind)
 
     def _dim_of(self, leaf: Any) -> int | None:
         """Return the dimension along which a parameter is cut, before :meth:`place` or after it; None: it is not cut.

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
@@ -35,6 +35,11 @@ class Placement(Protocol):
 
     def place(self, path: str, leaf: Any) -> jax.Array:
         """Return the leaf where parameters lie; raise :class:`ParameterError` if it cannot lie there."""
+        ...
+
+    def sharding(self, leaf: Any, *, trained: bool) -> Sharding | None:
+        """Return where a leaf of this form is put by :meth:`place` (:meth:`pass_through` if it is not trained). None:
+        it stays where it is."""
         ...
 
     def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
@@ -143,7 +148,8 @@ def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, le
     if config.offload_param == "nvme":
         raise ConfigError(
             "offload_param='nvme' in JAX, whose arrays lie in memory; expected offload_param='cpu' or None, beside "
-            "offload_optimizer='nvme'"
+            "offload_optimizer='nvme', which has 12 of a bf16 parameter's 14 bytes on disk (docs/jax.md, Parameters on "
+            "disk)"
         )
     new = jax.device_put(np.float32(0))  # lies where JAX puts NumPy's arrays
     arrays = [leaf if isinstance(leaf, jax.Array) else new for leaf in leaves]

@@ -1,5 +1,6 @@
 """Pytrees as users give them: leaves are parameters, other arrays or neither, and have a form in NumPy."""
 
+import functools
 import sys
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -215,8 +216,14 @@ def numpy_shape(leaf: Any) -> tuple[int, ...]:
 
 def numpy_form(leaf: Any) -> tuple[tuple[int, ...], np.dtype]:
     """Return the shape and element type of ``to_numpy(leaf)``."""
-    of = jax.eval_shape(jax.random.key_data, leaf) if is_key(leaf) else leaf
+    of = _key_data(leaf.shape, leaf.dtype) if is_key(leaf) else leaf
     return of.shape, np.dtype(of.dtype)
+
+
+@functools.cache
+def _key_data(shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+    """Return the form of the data of such keys. JAX would trace it anew for each call, and keep each trace."""
+    return jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
 
 
 def from_numpy(value: Any, like: Any) -> Any:
