@@ -75,6 +75,7 @@ WAYS = {
 }
 
 
+@pytest.mark.draws(2)
 @pytest.mark.parametrize(("loss", "of_grad", "fields", "where"), WAYS.values(), ids=WAYS)
 def test_gradients_leave_and_the_bits_stay(loss, of_grad, fields, where, on_accelerator):
     expected = trained(stacked(), TOKENS, plain, {"keep_gradients": True})
@@ -83,6 +84,7 @@ def test_gradients_leave_and_the_bits_stay(loss, of_grad, fields, where, on_acce
     assert_same_tree(got[:2], expected[:2])
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, {"offload_param": "cpu"}], ids=["parameters on devices", "on the host"])
 def test_shards_of_a_mesh_leave_from_each_device(fields, on_accelerator):
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
@@ -155,6 +157,7 @@ def test_devices_without_host_memory_are_refused_and_keep_gradients(on_accelerat
     assert where == ({"device"}, {"device"})
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, {"offload_param": "cpu"}], ids=["parameters on the device", "on the host"])
 def test_scaled_losses_aux_and_frozen_leaves_are_as_without(fields, on_accelerator):
     params = {**jax.tree.map(lambda leaf: leaf.astype(jnp.float16), stacked()), "frozen": jnp.ones(WIDTH)}
@@ -187,6 +190,7 @@ def test_parameters_that_were_given_away_are_named(on_accelerator):
 # --- parameters that are written over ---------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("where", ["host", "device", "mesh", "stage 3"])
 def test_parameters_that_are_written_over_have_the_bits_of_new_ones(where, monkeypatch):
     fields = {"mesh": jax.make_mesh((2,), ("dp",))} if where in ("mesh", "stage 3") else {}

@@ -60,6 +60,7 @@ def _wrap(where, **fields):
     return wrap(params, lr=1e-2, reduce_bucket_size=32, **fields)
 
 
+@pytest.mark.draws(2)
 def test_what_comes_back_has_the_bits_of_before(make, tmp_path):
     offloaded, twin = make(), make()
     for i in range(2):
@@ -93,6 +94,7 @@ def test_the_arrays_that_the_program_holds_stay_its_own(make_on_device):
     assert offloaded.release() == 0  # already
 
 
+@pytest.mark.draws(1)
 def test_what_needs_the_parameters_is_refused_meanwhile(make, tmp_path):
     offloaded, twin = make(), make()
     grads, saved = grads_of(1), twin.to_pytree()
@@ -157,6 +159,7 @@ def test_a_delay_ends_with_a_release(make_on_device):
 # --- weights for an inference engine ----------------------------------------------------------------------------
 
 
+@pytest.mark.draws(1)
 def test_weights_are_the_masters_in_the_type_that_is_asked_for(make):
     offloaded = make()
     offloaded.update(grads_of(1))

@@ -41,7 +41,7 @@ def value_and_grad(
         leaves, treedef = tree.leaves_like(params, ParameterError, "value_and_grad: params")
         trained = [leaves[i] for i in positions]
         for leaf, array in zip(tree.trained, trained, strict=True):
-            if isinstance(array, jax.Array) and array.is_deleted():
+            if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer) and array.is_deleted():
                 raise ParameterError(
                     f"value_and_grad: {of_params(leaf.path)} was donated or deleted; expected offloaded.params, read "
                     "after the last update (update(donate_params=True) deletes the arrays of before)"
