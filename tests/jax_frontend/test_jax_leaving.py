@@ -11,8 +11,10 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from frontends.jax import gather_params, gathered, wrap
-from frontends.jax.placement import placement
+from frontends.jax.placement import functions, placement
+from frontends.jax.training.differentiate import differentiated
 from frontends.jax.tree import memory_kinds
+from frontends.jax.tree.trees import Static
 from offload_core.errors import ConfigError, ParameterError
 from tests.support.jax_models import assert_same_tree
 
@@ -106,37 +108,26 @@ def test_a_scan_that_gathers_copies_each_layer_in_its_body(on_accelerator):
     """And each copy from the host waits for the layer before: else XLA brings all parameters at once."""
     offloaded = wrap(stacked(), lr=1e-2, offload_param="cpu")
     grad_fn = offloaded.value_and_grad(gathering)
-    jaxpr = jax.make_jaxpr(lambda params, x: grad_fn(params, x))
-    traced = str(jaxpr(offloaded.params, TOKENS))  # under a user's jit the arrays are what they are
-    assert "optimization_barrier" in traced
-    compiled = offloaded._placement
-    programs = []
-    compile_ = compiled._arrays.compile
-    compiled._arrays.compile = lambda compute, program, leave: (
-        programs.append(program) or compile_(compute, program, leave)
-    )
-    offloaded.value_and_grad(gathering)
-    scans = []
-
-    def program(params, tokens):
-        from frontends.jax.tree.trees import Static
-
-        leaves, treedef = jax.tree.flatten(params)
-        static, arrays = Static.split(treedef, [None] * len(leaves))
-        return programs[0](leaves, arrays, static, None, (tokens,), {})
+    in_a_jit_of_the_users = jax.make_jaxpr(lambda params, x: grad_fn(params, x))(offloaded.params, TOKENS)
+    assert "optimization_barrier" in str(in_a_jit_of_the_users)
+    leaves, treedef = jax.tree.flatten(offloaded.params)
+    static, arrays = Static.split(treedef, [None] * len(leaves))
+    program = functions.gathering(differentiated(gathering, range(len(leaves)), has_aux=False), [True] * len(leaves))
+    traced = jax.make_jaxpr(lambda leaves, x: program(leaves, arrays, static, None, (x,), {}))(leaves, TOKENS)
+    copies = []
 
     def search(jaxpr, inside):
         for equation in jaxpr.eqns:
             if equation.primitive.name == "device_put":
-                scans.append((inside, str(equation.params["devices"][0])))
+                copies.append((inside, str(equation.params["devices"][0])))
             for value in equation.params.values():
                 for inner in jax.tree.leaves(value, is_leaf=lambda v: hasattr(v, "eqns") or hasattr(v, "jaxpr")):
                     of = getattr(inner, "jaxpr", inner)
                     if hasattr(of, "eqns"):
                         search(of, inside or equation.primitive.name == "scan")
 
-    search(jax.make_jaxpr(program)(offloaded.params, TOKENS).jaxpr, False)
-    in_scans = [to for inside, to in scans if inside]
+    search(traced.jaxpr, False)
+    in_scans = [to for inside, to in copies if inside]
     assert in_scans.count("MemorySpace.Host") == 2  # the gradients of w and b
     assert in_scans.count("MemorySpace.Device") == 4  # w and b, forward and again in backward
 
