@@ -289,9 +289,10 @@ OC_FUNCTION void muon(float g, element *x, const oc_rounded_scalars *s, int rule
     const float *k = s->values;
     float *m = x->moments;
     m[0] = lerp(m[0], g, k[MUON_ONE_MINUS_MOMENTUM]);
-    if (rule == OC_MUON)
-        x->master = fmaf(m[1], k[MUON_STEP_SIZE], x->master * k[MUON_DECAY]);
-    else
+    if (rule == OC_MUON) {
+        float step = fmaf(m[1], k[MUON_STEP_SIZE], x->master * k[MUON_DECAY]);
+        x->master = k[MUON_ADDS] != 0 ? x->master + step : step;
+    } else
         x->master = k[MUON_NESTEROV] != 0 ? lerp(g, m[0], k[MUON_MOMENTUM]) : m[0];
 }
 

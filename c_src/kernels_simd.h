@@ -67,7 +67,7 @@ INLINE void from_lanes(const lanes *padded, void *array, int dtype, int64_t i, i
 typedef struct {
     v32 grad_scale, values[OC_SCALARS]; /* the rounded scalars, which the rule may replace */
     int n_moments, scaled, reads_master;
-    int on[3]; /* the rule's own switches */
+    int on[4]; /* the rule's own switches */
 } rule_constants;
 
 #include "rule_adagrad.h"

@@ -4,7 +4,7 @@
  * orthogonalizes it. The second pass has the result as its second moment, and leaves that as it is.
  */
 
-enum { MUON_IS_NESTEROV, MUON_GRADIENT_IS_SMALL, MUON_MOMENTUM_IS_SMALL };
+enum { MUON_IS_NESTEROV, MUON_GRADIENT_IS_SMALL, MUON_MOMENTUM_IS_SMALL, MUON_IS_SUM };
 
 INLINE void muon_constants(rule_constants *c, const oc_rounded_scalars *s, int rule) {
     const float of_gradient = s->values[MUON_ONE_MINUS_MOMENTUM], of_momentum = s->values[MUON_MOMENTUM];
@@ -13,6 +13,7 @@ INLINE void muon_constants(rule_constants *c, const oc_rounded_scalars *s, int r
     c->on[MUON_IS_NESTEROV] = s->values[MUON_NESTEROV] != 0;
     c->on[MUON_GRADIENT_IS_SMALL] = of_gradient < 0.5f;
     c->on[MUON_MOMENTUM_IS_SMALL] = of_momentum < 0.5f;
+    c->on[MUON_IS_SUM] = s->values[MUON_ADDS] != 0;
     if (!c->on[MUON_GRADIENT_IS_SMALL])
         c->values[MUON_ONE_MINUS_MOMENTUM] = v_set(of_gradient - 1);
     if (!c->on[MUON_MOMENTUM_IS_SMALL])
@@ -30,5 +31,8 @@ INLINE v32 muon_moments(v32 g, v32 p, v32 *m, const rule_constants *c, int rule)
 
 INLINE v32 muon_master(v32 p, const v32 *m, v32 direction, const rule_constants *c, int rule) {
     const v32 *k = c->values;
-    return rule == OC_MUON ? v_fma(m[1], k[MUON_STEP_SIZE], v_mul(p, k[MUON_DECAY])) : direction;
+    if (rule != OC_MUON)
+        return direction;
+    v32 step = v_fma(m[1], k[MUON_STEP_SIZE], v_mul(p, k[MUON_DECAY]));
+    return c->on[MUON_IS_SUM] ? v_add(p, step) : step;
 }

@@ -56,8 +56,9 @@ enum {
     MUON_MOMENTUM,
     MUON_ONE_MINUS_MOMENTUM,
     MUON_NESTEROV,  /* 1 or 0 */
-    MUON_DECAY,     /* 1 - lr * weight_decay; 1: none */
+    MUON_DECAY,     /* torch: 1 - lr * weight_decay; optax: -lr * weight_decay */
     MUON_STEP_SIZE, /* -lr, adjusted to the shape of the matrix */
+    MUON_ADDS,      /* optax: 1, the step is a number that is added to the parameter; torch: 0 */
 };
 
 /* For each rule: the name of its functions, its number of moments, the scalar that is 0 if it has none of them (or

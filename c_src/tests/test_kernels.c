@@ -379,7 +379,8 @@ static oc_scalars muon_scalars(unsigned options, int rule) {
     s.values[MUON_MOMENTUM] = options >> 3 & 1 ? 0.3 : 0.95; /* below and above one half, where a lerp has two forms */
     s.values[MUON_ONE_MINUS_MOMENTUM] = 1 - s.values[MUON_MOMENTUM];
     s.values[MUON_NESTEROV] = options >> 1 & 1;
-    s.values[MUON_DECAY] = options >> 4 & 1 ? 0.999 : 1;
+    s.values[MUON_ADDS] = options >> 2 & 1;
+    s.values[MUON_DECAY] = (options >> 4 & 1 ? 0.999 : 1) - s.values[MUON_ADDS];
     s.values[MUON_STEP_SIZE] = -1e-3;
     return s;
 }

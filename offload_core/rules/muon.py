@@ -126,12 +126,14 @@ class Muon(Rule):
 
     def values(self, hyper: MuonHyper, t: int, matrix: Matrix | None) -> tuple[float, ...]:
         assert matrix is not None
+        adds = self.op_order == "optax"  # whose new parameters are the old ones plus an update
         return (
             hyper.momentum,
             1 - hyper.momentum,
             float(hyper.nesterov),
-            1 - hyper.lr * hyper.weight_decay,
+            (0 if adds else 1) - hyper.lr * hyper.weight_decay,
             -hyper.lr * _adjustment(hyper.adjust_lr_fn, matrix),
+            float(adds),
         )
 
 

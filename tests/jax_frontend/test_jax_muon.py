@@ -70,7 +70,8 @@ def by_definition(param, gradients, *, decay=0.1):
     shape = param.shape
     master, momentum = np.asarray(param).reshape(-1), np.zeros(param.size, np.float32)
     for gradient in gradients:
-        settings = {"lr": 0.02, "weight_decay": decay, "adjustment": max(1, shape[0] / shape[1]) ** 0.5}
+        adjustment = max(1, shape[0] / shape[1]) ** 0.5
+        settings = {"lr": 0.02, "weight_decay": decay, "adjustment": adjustment, "adds": True}
         given = np.asarray(gradient).reshape(-1), master, (momentum, np.zeros_like(master))
         direction, _ = First(**settings).arrays(*given, "muon")
         made = iterated(direction.astype(BFLOAT16.numpy), shape)

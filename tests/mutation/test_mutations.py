@@ -268,6 +268,7 @@ MUTANTS = [
         ("the direction has one form", "c->on[MUON_MOMENTUM_IS_SMALL] ? g : *m", "*m"),
         ("Nesterov's direction is plain", "if (!c->on[MUON_IS_NESTEROV])", "if (1)"),
         ("no decay", "v_mul(p, k[MUON_DECAY])", "p"),
+        ("optax: the step is the parameter", "c->on[MUON_IS_SUM] ? v_add(p, step) : step", "step"),
         (
             "the step is two roundings",
             "v_fma(m[1], k[MUON_STEP_SIZE], v_mul(p, k[MUON_DECAY]))",
@@ -390,7 +391,7 @@ COUNTS = {
     "rule_sgd.h": 8,
     "rule_lion.h": 4,
     "rule_adagrad.h": 6,
-    "rule_muon.h": 5,
+    "rule_muon.h": 6,
     "rules.h": 2,
     "kernels_formats.h": 24,
     "formats.h": 5,

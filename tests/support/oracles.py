@@ -242,17 +242,20 @@ class Muon(Step):
     adjustment: float = 1.0
     grad_scale: float = 1.0
     step: int = 1
+    adds: bool = False
+    """True in optax's order of operations: the step is a number that is added to the parameter."""
     family = "muon"
     n_moments = 2
     signs = (True, True)
 
     def values(self, order: str) -> list[float]:
-        decay, step_size = 1 - self.lr * self.weight_decay, -self.lr * self.adjustment
-        return [self.momentum, 1 - self.momentum, self.nesterov, decay, step_size]
+        decay, step_size = (not self.adds) - self.lr * self.weight_decay, -self.lr * self.adjustment
+        return [self.momentum, 1 - self.momentum, self.nesterov, decay, step_size, self.adds]
 
     def arrays(self, g: np.ndarray, p: np.ndarray, moments: Arrays, order: str) -> tuple[np.ndarray, Arrays]:
-        _, rest, _, decay, step_size = map(np.float32, self.values(order))
-        return fma(moments[1], step_size, p * decay), (_lerp(moments[0], g, rest), *moments[1:])
+        _, rest, _, decay, step_size, _ = map(np.float32, self.values(order))
+        step = fma(moments[1], step_size, p * decay)
+        return (p + step if self.adds else step), (_lerp(moments[0], g, rest), *moments[1:])
 
 
 class MuonDirection(Muon):
@@ -366,7 +369,11 @@ def _sample() -> list[Callable[[], None]]:
         return (scale * rng.standard_normal(n)).astype(np.float32).astype(dtype.numpy)
 
     lions = (Lion(grad_scale=0.3), Lion(weight_decay=0.0), Lion(beta1=0.0, beta2=0.5))
-    muons = ({"grad_scale": 0.3}, {"momentum": 0.3, "adjustment": 1.5}, {"nesterov": False, "weight_decay": 0.0})
+    muons = (
+        {"grad_scale": 0.3, "adds": True},
+        {"momentum": 0.3, "adjustment": 1.5},
+        {"nesterov": False, "weight_decay": 0.0},
+    )
     adagrads = (Adagrad(grad_scale=0.3, lr_decay=0.1, step=3), Adagrad(weight_decay=0.0, eps=0.0), Adagrad(eps=1e-2))
     checks: list[Callable[[], None]] = []
 

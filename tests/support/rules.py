@@ -224,6 +224,7 @@ _MUONS = {
     "weight_decay": _DECAYS,
     "nesterov": st.booleans(),
     "adjustment": st.sampled_from([1.0, 0.2 * 2**0.5]),
+    "adds": st.booleans(),
     **_EVERY,
 }
 DRAWN = {
@@ -268,7 +269,9 @@ def updated(rule: Rule, hyper: Hyper, before: State, grad_scale: float, step: in
     matrix = matrix_of(rule, before.master.size)
     assert matrix is not None
     given = {name: getattr(hyper, name) for name in ("lr", "momentum", "weight_decay", "nesterov")}
-    own = {**given, "adjustment": math.sqrt(max(1, matrix[0] / matrix[1])), "grad_scale": grad_scale, "step": step}
+    adds = rule.op_order == "optax"
+    scale = math.sqrt(max(1, matrix[0] / matrix[1]))
+    own = {**given, "adjustment": scale, "grad_scale": grad_scale, "step": step, "adds": adds}
     both = replace(before, moments=(*before.moments, np.zeros_like(before.master)))
     first = oracles.update(both, MuonDirection(**own), rule="direction_muon", param_dtype=BFLOAT16)
     made = newton_schulz(first.param.reshape(matrix), rule.device_kernel).reshape(-1).astype(np.float32)
