@@ -115,11 +115,12 @@ class OffloadedParams:
         check_start(self._placement.device.collectives, self.config)
         if self._placement.device.collectives.world_size == 1:
             warn_if_launched("frontends.jax.initialize() first of all, and wrap(params, mesh=mesh) on all devices")
-        rules = LeafRules(self.config, {paths[i]: np.shape(leaves[i]) for i in positions}, self._placement.device)
+        rules = LeafRules(self.config, {paths[i]: np.shape(leaves[i]) for i in positions})
         specs: list[CoreParam] = []
         for i in positions:
             dtype = target or BY_NUMPY[np.dtype(leaves[i].dtype)]
-            tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs)))
+            matrix = rules.matrix(paths[i])
+            tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs), matrix))
             parts = self._placement.specs(tree.trained[-1], dtype)
             specs += rules.of(tree.trained[-1], parts, decayed=bool(decayed[i]))
         scaler = LossScaler.of(self.config, [s.dtype for s in specs])

@@ -7,6 +7,7 @@ holds its own shards of that parameter's buckets, end to end.
 """
 
 import hashlib
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -48,6 +49,11 @@ class ParamSpec:
     matrix: Matrix | None = None
     """The shape of the matrices that it consists of, which no bucket cuts; None: its rule updates any run of elements
     alone."""
+    cut_at: int | None = None
+    """Buckets cut it only at multiples of so many elements; None: at multiples of a whole matrix."""
+    together: int | None = None
+    """The number of the array of which it is a part, with a part of each matrix: ``cut_at`` elements. A bucket holds
+    all parts that this process has of a matrix, and no other array; None: it has whole matrices."""
     finalized_with: int | None = None
     """The number of a leaf module; None: there is none. The parameter's gradient may come on some ranks only, or
     earlier on some. It waits until ``Gradients.finalize`` names the parameters of that module."""
@@ -104,6 +110,8 @@ class Bucket:
     """The update rule of its parameters."""
     matrix: Matrix | None = None
     """The shape of the matrices that its pieces consist of; None: they may be cut anywhere."""
+    together: int | None = None
+    """``ParamSpec.together`` of its parameters."""
 
     @property
     def padded_numel(self) -> int:
@@ -255,35 +263,63 @@ def build_buckets(
     buckets: list[Bucket] = []
     filling: dict[Key, list[Piece]] = {}
 
-    def close(key: Key, dtype: ElementType) -> None:
-        pieces = filling.pop(key)
+    def close(key: Key, dtype: ElementType, pieces: list[Piece], together: int | None = None) -> None:
         numel = pieces[-1].offset + pieces[-1].numel
         shard_numel = round_up(numel, unit) // world_size
         index = first_bucket + len(buckets)
         group, _, partitioned, place, rule, matrix = key
         buckets.append(
-            Bucket(index, group, dtype, tuple(pieces), shard_numel, world_size, partitioned, place, rule, matrix)
+            Bucket(
+                index, group, dtype, tuple(pieces), shard_numel, world_size, partitioned, place, rule, matrix, together
+            )
         )
 
     for local, spec in reversed(list(enumerate(params))):
         key = (spec.group, spec.dtype.name, spec.partitioned, spec.place, spec.rule, spec.matrix)
+        if spec.together is not None:
+            if local == 0 or params[local - 1].together != spec.together:  # the first of its array's parts
+                parts = list(itertools.takewhile(lambda other: other.together == spec.together, params[local:]))
+                for pieces in _parts_of_matrices(parts, first_param + local, capacity, block):
+                    close(key, spec.dtype, pieces, spec.together)
+            continue
         start = 0
         while start < spec.numel:
             pieces = filling.setdefault(key, [])
             offset = round_up(pieces[-1].offset + pieces[-1].numel, block) if pieces else 0
             room, rest = max(capacity - offset, 0), spec.numel - start
             if spec.matrix is not None and rest > room:  # begin a bucket; end it after a matrix and whole shards
-                least = math.lcm(math.prod(spec.matrix), unit)
+                least = math.lcm(spec.cut_at or math.prod(spec.matrix), unit)
                 room = 0 if pieces else max(room // least, 1) * least
             if not room:
-                close(key, spec.dtype)
+                close(key, spec.dtype, filling.pop(key))
                 continue
             numel = min(rest, room)
             pieces.append(Piece(first_param + local, start, numel, offset))
             start += numel
             if round_up(offset + numel, block) >= capacity or (spec.partitioned and start == spec.numel):
-                close(key, spec.dtype)
+                close(key, spec.dtype, filling.pop(key))
     by_name = {spec.dtype.name: spec.dtype for spec in params}
     for key in list(filling):
-        close(key, by_name[key[1]])
+        close(key, by_name[key[1]], filling.pop(key))
     return buckets
+
+
+def _parts_of_matrices(parts: Sequence[ParamSpec], first_param: int, capacity: int, block: int) -> list[list[Piece]]:
+    """Cut the parts of an array into buckets that each hold all parts of some matrices. A bucket has ``capacity``
+    elements of whole matrices at most, or one matrix, so that all processes cut alike."""
+    matrix, step = parts[0].matrix, 1
+    assert matrix is not None
+    for part in parts:
+        assert part.cut_at is not None
+        step = math.lcm(step, block // math.gcd(block, part.cut_at))
+    n = round_up(max(capacity // math.prod(matrix), 1), step)
+    found = []
+    for first in range(0, max(part.numel // (part.cut_at or 1) for part in parts), n):
+        pieces, offset = [], 0
+        for param, part in enumerate(parts, first_param):
+            assert part.cut_at is not None
+            start, stop = first * part.cut_at, min((first + n) * part.cut_at, part.numel)
+            pieces.append(Piece(param, start, stop - start, offset))
+            offset = round_up(offset + stop - start, block)
+        found.append(pieces)
+    return found

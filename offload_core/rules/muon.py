@@ -109,8 +109,7 @@ class Muon(Rule):
         if not in_order:
             raise ParameterError(
                 f"parameter {name!r} of shape {tuple(shape)} is not one contiguous array in row order, which "
-                "optimizer='muon' needs; expected a contiguous tensor (torch) or an array that is not sharded (JAX) in "
-                f"wrap(), or {instead}"
+                f"optimizer='muon' needs; expected a contiguous tensor in wrap(), or {instead}"
             )
         return shape[-2], shape[-1]
 

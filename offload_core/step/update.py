@@ -397,8 +397,9 @@ class Updates:
         """
         owing = [bucket for bucket in self._buckets.all if not self._has_updated(bucket)]
         device = self._buckets.device
-        among_processes = device.world_size > len(device.ranks)
-        if among_processes and any(bucket.matrices is not None and bucket.direction is None for bucket in owing):
+        among_ranks, among_processes = device.world_size > len(device.ranks), device.collectives.world_size > 1
+        exchanged = [b for b in owing if among_ranks or (among_processes and b.layout.together is not None)]
+        if any(bucket.matrices is not None and bucket.direction is None for bucket in exchanged):
             for bucket in owing:
                 bucket.release_direction()
             raise StateError("other ranks do not come to exchange its matrices again")

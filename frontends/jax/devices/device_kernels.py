@@ -25,7 +25,7 @@ def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], ja
     with jax.transfer_guard("allow"):
         made = [
             start_to_host(
-                _compute(jax.device_put(matrix.reshape(matrices.shape), device_of(row.owner)), matrices.kernel)
+                compute(jax.device_put(matrix.reshape(matrices.shape), device_of(row.owner)), matrices.kernel)
             )
             for matrix, row in zip(matrices.in_(host), matrices.rows, strict=True)
         ]
@@ -38,7 +38,8 @@ def computed(matrices: Matrices, host: np.ndarray, device_of: Callable[[int], ja
 
 
 @partial(jax.jit, static_argnums=1)
-def _compute(matrix: jax.Array, kernel: DeviceKernel) -> jax.Array:
+def compute(matrix: jax.Array, kernel: DeviceKernel) -> jax.Array:
+    """Compute with a matrix on its device. One program for all ways to it, so that all have the same bits."""
     assert isinstance(kernel, NewtonSchulz)
     return newton_schulz(matrix, kernel)
 

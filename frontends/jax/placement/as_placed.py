@@ -13,7 +13,6 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from offload_core.device.host_ranks import HostRanks
 from offload_core.device.protocols import Device
 from offload_core.dtypes import BY_NUMPY, ElementType
 from offload_core.errors import ConfigError, GradientError, ParameterError
@@ -21,10 +20,12 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.memory.host_memory import HostMemory
 from offload_core.memory.plan import HOST, ArrayBytes
 from offload_core.ranks.collectives import Collectives, SingleRank, merged
+from offload_core.rules import Matrix
 
-from ..devices.device import JaxDevice, ParameterBuffers
+from ..devices.device import ParameterBuffers
 from ..devices.mesh.axis import MeshAxis
-from ..devices.mesh.places import Places
+from ..devices.mesh.cut_matrices import CutMatrices
+from ..devices.mesh.places import HostParts, Places
 from ..devices.mesh.processes import JaxProcesses
 from ..devices.mesh.tensors import HostGradient, MeshParameter, delete
 from ..tree.memory_kinds import (
@@ -63,6 +64,7 @@ class AsPlaced(ABC):
         if not here:
             raise ConfigError("params: no device of this process holds a part of them, expected one in each process")
         processes = _processes(everywhere)
+        self.cut_matrices = CutMatrices()
         self.device = self._device(processes)
         self.alone = processes.world_size == 1
         self._arrays = OneDevice() if len(everywhere) == 1 else SeveralDevices(everywhere, processes)
@@ -81,15 +83,32 @@ class AsPlaced(ABC):
     def sharding(self, leaf: Any, *, trained: bool) -> jax.sharding.Sharding | None:
         return None
 
-    def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
-        shards = local_shards(_sharding_of(value), tuple(value.shape), position)
-        params = range(first_param, first_param + len(shards))
-        return Leaf(position, path, tuple(value.shape), dtype.numpy, params, shards=shards)
+    def leaf(
+        self, position: int, path: str, value: Any, dtype: ElementType, first_param: int, matrix: Matrix | None
+    ) -> Leaf:
+        shape, sharding = tuple(value.shape), _sharding_of(value)
+        shards = local_shards(sharding, shape, position)
+        leaf = Leaf(
+            position, path, shape, dtype.numpy, range(first_param, first_param + len(shards)), matrix, shards=shards
+        )
+        if matrix is not None and sharding.shard_shape(shape)[-2:] != matrix:
+            self.cut_matrices.add(leaf, sharding)
+            self.alone = False  # its exchanges must not cross those of the program
+        return leaf
 
     def specs(self, leaf: Leaf, dtype: ElementType) -> list[ParamSpec]:
+        cut = self.cut_matrices.of.get(leaf.position)
         return [
             ParamSpec(
-                leaf.path, shard.numel, dtype, elements=shard, place=self._place(shard.primary), counted=shard.counted
+                leaf.path,
+                shard.numel,
+                dtype,
+                elements=shard,
+                place=self._place(shard.primary) if cut is None else 0,
+                counted=shard.counted,
+                matrix=leaf.matrix,
+                cut_at=None if cut is None else cut.part_numel,
+                together=None if cut is None else leaf.position,
             )
             for shard in leaf.shards
         ]
@@ -225,7 +244,7 @@ class OnHosts(AsPlaced):
     on_host = True
 
     def _device(self, processes: Collectives) -> Device:
-        return HostRanks(JaxDevice(), processes=processes)
+        return HostParts(self.cut_matrices, processes)
 
     def _place(self, device: jax.Device) -> int:
         return 0
@@ -296,7 +315,7 @@ class OnDevices(AsPlaced):
     on_host = False
 
     def _device(self, processes: Collectives) -> Device:
-        self._ranks = Places(self._places, processes, threads=self._threads)
+        self._ranks = Places(self._places, processes, self.cut_matrices, threads=self._threads)
         return self._ranks
 
     def _leaves(self, leaf: Leaf, asked: Asked) -> bool:

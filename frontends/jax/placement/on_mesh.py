@@ -7,6 +7,7 @@ to other ranks.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ from jax.sharding import NamedSharding
 from offload_core.config.options import OffloadConfig
 from offload_core.device.protocols import Device
 from offload_core.dtypes import BY_NUMPY, FLOAT32, ElementType
-from offload_core.layout.partition import ParamSpec, round_up, shard_unit
+from offload_core.layout.partition import ParamSpec, cut, round_up, shard_unit
 from offload_core.layout.regions import InMemory
 from offload_core.memory.plan import SHARDS, ArrayBytes
 from offload_core.ranks.collectives import merged
+from offload_core.rules import Matrix
 
 from ..devices.mesh.axis import REPLICATED, MeshAxis
 from ..devices.mesh.device import JaxMeshDevice
@@ -50,7 +52,7 @@ class OnMesh:
         if self._memory_kind is not None:
             check_host_memory([axis.devices[rank] for rank in axis.ranks])
         kind = ShardedMeshDevice if config.stage == 3 else JaxMeshDevice
-        self._mesh_device = kind(axis, native=config.reduction == "native", threads=config.threads)
+        self._mesh_device: JaxMeshDevice = kind(axis, native=config.reduction == "native", threads=config.threads)
         self.device: Device = self._mesh_device
         self.compile = RankFunctions(axis, config, self._memory_kind).compile
 
@@ -86,19 +88,37 @@ class OnMesh:
         dims = range(1, leaf.ndim) if leaf.ndim > 1 else range(leaf.ndim)
         return next((dim for dim in dims if leaf.shape[dim] % self._axis.world_size == 0), None)
 
-    def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
+    def leaf(
+        self, position: int, path: str, value: Any, dtype: ElementType, first_param: int, matrix: Matrix | None
+    ) -> Leaf:
         dim, layout = self._dim_of(value), None
         if dim is not None:
             n, unit = self._axis.world_size, shard_unit(self._config.state_block)
             bucket_numel = round_up(self._config.reduce_bucket_size, unit * n) // n
             layout = ShardLayout(value.shape, dim, n, bucket_numel, unit)
-        params = range(first_param, first_param + 1)
-        return Leaf(position, path, tuple(value.shape), dtype.numpy, params, layout=layout)
+        leaf = Leaf(
+            position, path, tuple(value.shape), dtype.numpy, range(first_param, first_param + 1), matrix, layout
+        )
+        if layout is not None and matrix is not None:
+            buckets = cut(self._config, self.specs(leaf, dtype), world_size=layout.world_size)
+            leaf = replace(leaf, layout=replace(layout, starts=tuple(bucket.shard_start for bucket in buckets)))
+        if leaf.layout is not None:
+            assert isinstance(self._mesh_device, ShardedMeshDevice)
+            self._mesh_device.layouts[first_param] = leaf.layout
+        return leaf
 
     def specs(self, leaf: Leaf, dtype: ElementType) -> list[ParamSpec]:
         elements = leaf.layout or InMemory(leaf.shape)
         numel = math.prod(leaf.shape) if leaf.layout is None else leaf.layout.numel
-        return [ParamSpec(leaf.path, numel, dtype, elements=elements, partitioned=leaf.layout is not None)]
+        cut_at = None
+        if leaf.layout is not None and leaf.matrix is not None and leaf.layout.dim < len(leaf.shape) - 2:
+            cut_at = leaf.layout.world_size * math.prod(leaf.matrix)  # each rank has whole matrices
+        partitioned = leaf.layout is not None
+        return [
+            ParamSpec(
+                leaf.path, numel, dtype, elements=elements, partitioned=partitioned, matrix=leaf.matrix, cut_at=cut_at
+            )
+        ]
 
     def held(self, leaves: Sequence[Leaf], specs: Sequence[ParamSpec]) -> list[ArrayBytes]:
         found, n_ranks = [], len(self._axis.ranks)

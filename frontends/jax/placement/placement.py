@@ -15,6 +15,7 @@ from offload_core.layout.partition import ParamSpec
 from offload_core.memory.numa import bind_threads_near
 from offload_core.memory.pinning import DRIVERS
 from offload_core.memory.plan import ArrayBytes
+from offload_core.rules import Matrix
 
 from ..devices.device import ArrayMemory
 from ..devices.mesh.axis import MeshAxis
@@ -42,7 +43,9 @@ class Placement(Protocol):
         it stays where it is."""
         ...
 
-    def leaf(self, position: int, path: str, value: Any, dtype: ElementType, first_param: int) -> Leaf:
+    def leaf(
+        self, position: int, path: str, value: Any, dtype: ElementType, first_param: int, matrix: Matrix | None
+    ) -> Leaf:
         """Return a parameter of this value, before :meth:`place` or after it, that is trained in this element type."""
         ...
 

@@ -1,5 +1,6 @@
 """The slice of a parameter that each rank has, and its elements' places in the core's order, in integers and NumPy."""
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ class ShardLayout:
     """Elements of one rank's shard of a full bucket."""
     unit: int = ALIGNMENT
     """Shards are whole multiples of so many elements."""
+    starts: tuple[int, ...] = ()
+    """Where buckets that cut no matrix begin in a rank's padded slice; empty: each ``bucket_numel`` elements."""
 
     @property
     def local_shape(self) -> tuple[int, ...]:
@@ -49,8 +52,8 @@ class ShardLayout:
 
     def _buckets(self) -> list[tuple[int, int]]:
         """Return the begin and end of each bucket's shard in a rank's padded slice."""
-        starts = range(0, self.padded_numel, self.bucket_numel)
-        return [(start, min(start + self.bucket_numel, self.padded_numel)) for start in starts]
+        starts = self.starts or range(0, self.padded_numel, self.bucket_numel)
+        return list(itertools.pairwise((*starts, self.padded_numel)))
 
     def from_core(self, flat: np.ndarray) -> np.ndarray:
         """Return the parameter, given its elements in the core's order."""

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from offload_core.errors import OffloadError, ParameterError, StateError
+from offload_core.rules import Matrix
 
 from .shard_layout import ShardLayout
 from .shards import ArrayShard
@@ -24,6 +25,8 @@ class Leaf:
     dtype: Any
     params: range
     """The numbers of the core's parameters that make up this parameter."""
+    matrix: Matrix | None = None
+    """The shape of the matrices that its rule needs whole; None: it needs none."""
     layout: ShardLayout | None = None
     """The cut over ranks (stage 3 on a mesh axis); None: it has none."""
     shards: tuple[ArrayShard, ...] = ()

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from offload_core.device.events import Done, Event, Waiting, traced
 from offload_core.device.exchange_sizes import MeshSizes
@@ -33,6 +34,7 @@ from ..launch import meetings
 from ..runs import split_places
 from . import programs
 from .axis import REPLICATED, Ranks
+from .matrices import MatrixExchange
 from .processes import JaxProcesses
 from .programs import BucketRange, Write
 from .tensors import MeshGradient, MeshParameter
@@ -74,6 +76,8 @@ class JaxMeshDevice(ArrayMemory):
         self._reduce_mean = axis.compile(programs.reduce_mean(axis), static_argnums=(2, 3, 4))
         self._gather = axis.compile(programs.gather_and_write(axis), static_argnums=3, donate_argnums=1)
         self._of_rank_0 = axis.across(_of_rank_0, REPLICATED)
+        if axis.world_size > 1:
+            self.matrices = MatrixExchange(axis.mesh)
 
     # --- parameters ----------------------------------------------------------------------------------
 
@@ -207,8 +211,39 @@ class JaxMeshDevice(ArrayMemory):
         return Waiting(finish)
 
     def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray, staging: Lease) -> Event:
-        start = partial(computed, matrices, shards, self.axis.devices.__getitem__)
+        start = partial(self._transform, bucket, matrices, shards)
         return traced(self.trace, MATRICES, bucket.index, shards.nbytes, start)
+
+    def _transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray) -> Event:
+        if len(self.ranks) == self.world_size:
+            return computed(matrices, shards, self.axis.devices.__getitem__)
+        parts = dict(zip(self._own_devices(), shards.reshape(len(self.ranks), -1), strict=True))
+        self._count_sent(2 * bucket.shard_numel * shards.itemsize)
+        return self._exchange(bucket, matrices, (bucket.padded_numel,), self.axis.split, parts)
+
+    def _exchange(
+        self,
+        bucket: Bucket,
+        matrices: Matrices,
+        shape: Sequence[int],
+        spec: PartitionSpec,
+        parts: Mapping[jax.Device, np.ndarray],
+    ) -> Event:
+        """Compute with matrices of which each rank has parts, and put the results in their place in ``parts``."""
+        if not matrices.rows:
+            return Done()
+        what = f"bucket {bucket.index}: exchange of matrices"
+        results = self.matrices.start(matrices, shape, spec, parts, what)
+
+        def finish() -> None:
+            with meeting(self.ranks[0], what):
+                for device, part in parts.items():
+                    part.view(np.uint16)[...] = np.asarray(results[device])
+
+        return Waiting(finish)
+
+    def _own_devices(self) -> list[jax.Device]:
+        return [self.axis.devices[rank] for rank in self.ranks]
 
     def _count_sent(self, shard_bytes: int) -> None:
         """Count that each of this process's ranks sent a shard of this size to every other rank."""

@@ -1,6 +1,7 @@
 """The core's ``Device`` on a mesh axis in stage 3: each rank holds a slice of each large parameter."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -8,12 +9,14 @@ from jax.sharding import NamedSharding
 
 from offload_core.device.events import Done, Event
 from offload_core.device.host import fill
-from offload_core.device.protocols import Copy
+from offload_core.device.protocols import Copy, Matrices, OneMatrix
 from offload_core.dtypes import ElementType
 from offload_core.layout.partition import Bucket
 
 from ...tree.memory_kinds import in_host_memory
+from ...tree.shard_layout import ShardLayout
 from ..device import read
+from ..device_kernels import computed
 from . import programs
 from .axis import MeshAxis
 from .device import JaxMeshDevice
@@ -27,6 +30,8 @@ class ShardedMeshDevice(JaxMeshDevice):
 
     def __init__(self, axis: MeshAxis, *, native: bool = False, threads: int = 1) -> None:
         super().__init__(axis, native=native, threads=threads)
+        self.layouts: dict[int, ShardLayout] = {}
+        """The layout of each sharded parameter, by the core's number."""
         self._cut = axis.compile(programs.cut_from_slice(axis), static_argnums=(2, 3, 4))
         self._write = axis.compile(programs.write_to_slice(axis), static_argnums=(3, 4, 5), donate_argnums=1)
 
@@ -42,6 +47,30 @@ class ShardedMeshDevice(JaxMeshDevice):
                 offset += stop - start
         fill(host, runs)
         return Done()
+
+    def _transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray) -> Event:
+        if not bucket.partitioned or not matrices.rows:
+            return super()._transform(bucket, matrices, shards)
+        param, (rows, columns), n = matrices.rows[0].param, matrices.shape, self.world_size
+        layout, numel = self.layouts[param], rows * columns
+        valid = min(bucket.shard_numel, layout.local_numel - bucket.shard_start)
+        local = [shard[:valid] for shard in shards.reshape(len(self.ranks), -1)]
+        dim = layout.dim - len(layout.shape)
+        if dim < -2:  # each rank has whole matrices
+            own = [
+                OneMatrix(param, i * bucket.shard_numel + offset, rank)
+                for i, rank in enumerate(self.ranks)
+                for offset in range(0, valid, numel)
+            ]
+            return computed(replace(matrices, rows=tuple(own)), shards, self.axis.devices.__getitem__)
+        count = n * valid // numel
+        owned = zip(range(count), matrices.rows, strict=False)  # padding may count as one more
+        own = [OneMatrix(param, i * numel, row.owner) for i, row in owned]
+        shape = (count, rows // n, columns) if dim == -2 else (count, rows, columns // n)
+        parts = dict(zip(self._own_devices(), [part.reshape(shape) for part in local], strict=True))
+        self._count_sent(2 * valid * shards.itemsize)
+        spec = self.axis.cut_along(3 + dim)
+        return self._exchange(bucket, replace(matrices, rows=tuple(own)), (count, rows, columns), spec, parts)
 
     def _reduce(
         self, bucket: Bucket, comm_dtype: ElementType, gradients: Mapping[int, MeshGradient], out: np.ndarray
