@@ -51,6 +51,8 @@ class CutMatrices:
         self.of: dict[int, _CutLeaf] = {}
         """By their places among the tree's leaves, which are also the core's ``Bucket.together``."""
         self._loads: dict[int, int] = {}
+        self.sent_bytes = 0
+        """As ``Device.sent_bytes``: the bytes that reach this process's devices, and go back."""
 
     def add(self, leaf: Leaf, sharding: jax.sharding.Sharding) -> None:
         """Add a parameter. All processes add the same ones in the same order.
@@ -101,6 +103,7 @@ class CutMatrices:
             parts |= dict.fromkeys(shard.devices, run.reshape(sharding.shard_shape(shape)))
         numel = math.prod(matrices.shape)
         rows = tuple(OneMatrix(leaf.params[0], i * numel, cut.owners[first + i]) for i in range(count))
+        self.sent_bytes += sum(2 * (numel * count - part.size) * part.itemsize for part in parts.values())
         exchange = cut.exchange.start(replace(matrices, rows=rows), shape, PartitionSpec(*spec), parts, what)
 
         def finish() -> None:

@@ -1,0 +1,74 @@
+"""Muon on matrices that are cut over devices and processes: the bits of whole matrices on one device."""
+
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from frontends.jax import wrap
+from frontends.jax.placement import placement
+from tests.support.jax_meshes import arrays_of, assert_holds, processes
+
+SETTINGS = {"optimizer": "muon", "lr": 0.02, "reduce_bucket_size": 600, "gradient_clipping": 0.5}
+SHAPES = {
+    "embed": (20, 24),
+    "up": (24, 48),
+    "down": (48, 16),
+    "layers": {"w": (4, 16, 8), "v": (4, 8, 16), "bias": (4, 8)},
+    "head": (16, 8),
+}
+tree_of = partial(arrays_of, SHAPES, scale=0.1)
+CUTS = {
+    "columns": {"up": P(None, "tp"), "w": P(None, None, "dp")},
+    "rows and columns": {"up": P("dp", "tp"), "down": P("tp", "dp"), "w": P(None, "tp", "dp"), "embed": P("tp")},
+    "stacks": {"w": P("dp"), "v": P("dp", "tp", None), "down": P(("tp", "dp"))},
+}
+
+
+def placed(tree, mesh, specs):
+    def put(path, value):
+        sharding = NamedSharding(mesh, specs.get(path[-1].key, P()))
+        return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def trained(offloaded, n=3):
+    for i in range(n):
+        offloaded.update(tree_of(i))
+    return offloaded.params
+
+
+def on_one_device():
+    with jax.default_device(jax.local_devices()[0]):
+        return trained(wrap(tree_of(100), **SETTINGS))
+
+
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
+@pytest.mark.draws(2)
+@processes(1, 2)
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("specs", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize("memory", ["the host's", "its own"])
+def test_matrices_that_are_cut_as_they_were_placed(specs, types, memory, monkeypatch):
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(types, types), devices=jax.devices()[:4])
+    if memory == "its own":
+        monkeypatch.setattr(placement, "on_cpu", lambda array: False)
+    offloaded = wrap(placed(tree_of(100), mesh, specs), **SETTINGS)
+    assert_holds(trained(offloaded), on_one_device())
+    assert offloaded.sent_bytes > 0
+
+
+@pytest.mark.long("two processes, each of which compiles its programs with XLA")
+@pytest.mark.draws(2)
+@processes(1, 2)
+@pytest.mark.parametrize("specs", [{}, {"w": P("dp"), "up": P("dp")}, {"v": P(None, "dp")}], ids=str)
+@pytest.mark.parametrize("stage", [2, 3])
+def test_matrices_on_a_mesh_axis_in_any_stage(specs, stage):
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    fields = {"stage": stage, "param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
+    params = placed(tree_of(100), mesh, specs) if stage == 3 else tree_of(100)
+    assert_holds(trained(wrap(params, mesh=mesh, **SETTINGS, **fields)), on_one_device())
