@@ -37,7 +37,7 @@ from .placement.placement import placement_for
 from .training.differentiate import value_and_grad
 from .training.loss_scale import DeviceScale
 from .training.updates import TreeUpdates
-from .tree.trees import Mask, check_nnx, mask_leaves, parameter_positions
+from .tree.trees import Mask, check_nnx, mask_leaves, of_params, parameter_positions
 from .tree.wrapped_tree import WrappedTree
 
 
@@ -694,16 +694,19 @@ class OffloadedParams:
 
         Args:
             learning_rate: a rate or a schedule for the updates of this transformation, in place of ``lr``. With
-                ``optax.inject_hyperparams(offloaded.as_optax)(learning_rate=...)`` it is in the optax state.
+                ``optax.inject_hyperparams(offloaded.as_optax)(learning_rate=...)`` it is in the optax state. With
+                ``optimizer="muon"`` it is Muon's. AdamW keeps its own rate, if it has one.
 
         Raises:
             ConfigError: with ``offload_param``: optax cannot compute with parameters in host memory. With
-                ``optimizer="muon"``, whose sums are rounded once.
+                ``op_order="torch"`` and float32 parameters, whose new values are not always sums of float32.
         """
-        if len(self.config.groups()) > 1:
+        wide = next((leaf.path for leaf in self._tree.trained if leaf.dtype == np.float32), None)
+        if self.config.op_order == "torch" and wide is not None:
             raise ConfigError(
-                f"as_optax() with optimizer={self.config.optimizer!r}: its new parameters are not always the old ones "
-                "plus numbers of float32; expected offloaded.update(grads) in the loop instead"
+                f"as_optax() with op_order='torch': {of_params(wide)} is float32, and its new values are not always "
+                "the old ones plus numbers of float32; expected op_order='optax', the default, or "
+                "offloaded.update(grads) in the loop"
             )
         if self.config.offload_param is not None:
             raise ConfigError(

@@ -1,6 +1,6 @@
 """The states of a wrapped tree's parameters, as trees of its structure."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,11 +12,10 @@ from offload_core.dtypes import BY_NUMPY
 from offload_core.engine import Engine, LossScaler
 from offload_core.errors import ParameterError, StateError
 from offload_core.rules import MASTER, STATE_NAMES, Rule
-from offload_core.support.checks import checked_count
+from offload_core.support.checks import checked_count, some_of
 from offload_core.support.threads import uninterrupted
 
-from ..optax_bridge.rule_words import WORDS
-from ..optax_bridge.state import state_of, states_of
+from ..optax_bridge.state import RuleStates, state_of, states_of
 from ..placement.placement import Placement
 from ..tree.memory_kinds import in_host_memory, lies_as
 from ..tree.trees import check_form, from_numpy, is_array, is_key, numpy_shape, of_params, to_numpy
@@ -53,18 +52,14 @@ class TreeStates:
         """The shapes of the leaves that have this state, by position."""
         return {leaf.position: leaf.shape for leaf in self._tree.trained if name in self._states_of(leaf)}
 
-    @property
-    def _rule(self) -> Rule:
-        """The one rule of all leaves, as optax's states need it.
+    def _rule_of(self, leaf: Leaf) -> Rule:
+        return self._states.rule(leaf.params[0])
 
-        Raises:
-            StateError: there are several.
-        """
-        rules = dict.fromkeys(self._states.rule(leaf.params[0]) for leaf in self._tree.trained)
-        if len(rules) > 1 or next(iter(rules)).name not in WORDS:
-            names = " and ".join(sorted({rule.name for rule in rules}))
-            raise StateError(f"optax has no state for {names} as they are here; expected to_pytree() and load_pytree()")
-        return next(iter(rules))
+    @property
+    def _rules(self) -> list[Rule]:
+        """The rules of all leaves, Muon's before AdamW's."""
+        rules = dict.fromkeys(map(self._rule_of, self._tree.trained))
+        return sorted(rules, key=lambda rule: rule.device_kernel is None)
 
     # --- read ----------------------------------------------------------------------------------------
 
@@ -87,16 +82,43 @@ class TreeStates:
 
     def to_optax(self, config: OffloadConfig, *, masked: bool, count: int) -> Any:
         """As ``OffloadedParams.to_optax_state``."""
-        steps = [int(self._states.step_count(leaf.params[0])) for leaf in self._tree.trained]
+        rules, trained = self._rules, self._tree.trained
+        states = {}
+        for rule in rules:
+            own = [leaf for leaf in trained if self._rule_of(leaf) == rule]
+            steps = self._common_steps(own)
+            trees = self._trees([state.name for state in rule.states], self._whole_states)
+            states[rule.name] = RuleStates(steps, trees if len(rules) == 1 else self._masked(trees, own))
+        matrices = self._tree.of({leaf.position: leaf.matrix is not None for leaf in trained})
+        like = self._tree.of({leaf.position: jax.ShapeDtypeStruct(leaf.shape, np.float32) for leaf in trained})
+        return state_of(config, masked=masked, count=count, states=states, matrices=matrices, like=like)
+
+    def _common_steps(self, leaves: Sequence[Leaf]) -> int:
+        """Return the number of updates that each of these leaves has had.
+
+        Raises:
+            StateError: it is not the same.
+        """
+        steps = [int(self._states.step_count(leaf.params[0])) for leaf in leaves]
         other = next((i for i, step in enumerate(steps) if step != steps[0]), None)
         if other is not None:
-            names = [self._tree.trained[i].path for i in (0, other)]
+            names = [leaves[i].path for i in (0, other)]
             raise StateError(
                 f"to_optax_state: {names[0]} has had {steps[0]} updates and {names[1]} {steps[other]}; expected the "
                 "same of all parameters, as optax counts them together: a gradient was None; use to_pytree()"
             )
-        states = self._trees([state.name for state in self._rule.states], self._whole_states)
-        return state_of(config, masked=masked, steps=steps[0], count=count, states=states)
+        return steps[0]
+
+    def _masked(self, trees: Mapping[str, Any], own: Sequence[Leaf]) -> dict[str, Any]:
+        """Return trees of states with ``optax.MaskedNode`` in place of the trained leaves that are not these."""
+        import optax
+
+        others = {leaf.position for leaf in self._tree.trained} - {leaf.position for leaf in own}
+        found = {}
+        for name, tree in trees.items():
+            leaves = dict(enumerate(jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)))
+            found[name] = self._tree.of({i: optax.MaskedNode() if i in others else leaves[i] for i in leaves})
+        return found
 
     def whole_leaf(self, position: int, *, master: bool, wanted: bool) -> np.ndarray | None:
         """A leaf, or with ``master`` its master weights if it has any; None where this process does not want it.
@@ -188,18 +210,39 @@ class TreeStates:
 
     def load_optax(self, state: Any, flush: Callable[[], Any]) -> None:
         """As ``OffloadedParams.load_optax_state``."""
-        given, steps, count = states_of(state, self._rule)
-        states = {name: self._leaves_of(given, name, self._shapes, "load_optax_state") for name in given}
-        self._checked("load_optax_state", states, [steps, count])
+        rules = self._rules
+        given, count = states_of(state, rules, self._config)
+        if len(rules) > 1:
+            self._check_choice(given["muon"].trees)
+        states = {
+            name: self._leaves_of(of_rule.trees, name, self._shapes_with(name), "load_optax_state")
+            for of_rule in given.values()
+            for name in of_rule.trees
+        }
+        self._checked("load_optax_state", states, [count, *(of_rule.steps for of_rule in given.values())])
+        steps = {i: given[self._rule_of(leaf).name].steps for i, leaf in self._trained.items()}
         self._core.check_readable()  # the master weights stay
         self._gradients.drop()
         flush()
 
         def take_over() -> None:
-            self._restore(states, dict.fromkeys(self._shapes, steps))
+            self._restore(states, steps)
             self._core.update_count = count
 
         self._replace(take_over)
+
+    def _check_choice(self, trees: Mapping[str, Any]) -> None:
+        """Raise :class:`StateError` unless Muon updates the same leaves in optax as here."""
+        [tree] = trees.values()
+        leaves, _ = self._tree.leaves_like(tree, StateError, "load_optax_state: mu")
+        others = [leaf for leaf in self._tree.trained if (leaves[leaf.position] is None) != (leaf.matrix is None)]
+        if others:
+            names = some_of([leaf.path for leaf in others])
+            there, here = ("AdamW", "Muon") if others[0].matrix else ("Muon", "AdamW")
+            raise StateError(
+                f"load_optax_state: in optax {there} updates {others[0].path}, and here {here}; expected the same "
+                f"choice in both, by wrap(..., muon_params=[...]) or muon_weight_dimension_numbers, of {names}"
+            )
 
     def load_params(self, params: Any) -> None:
         """As ``OffloadedParams.load_params``."""

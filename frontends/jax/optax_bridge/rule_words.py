@@ -4,8 +4,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+
 from offload_core.config.options import OffloadConfig
-from offload_core.rules import Rule
+from offload_core.errors import StateError
+from offload_core.rules import RULES, Rule
 from offload_core.rules.adam import Adam
 
 from ..devices.numbers import bias_corrections
@@ -15,17 +18,24 @@ from ..devices.numbers import bias_corrections
 class OptaxWords:
     """A rule in optax's words."""
 
-    node: str
+    node_name: str
     """The name of the part of optax's state that holds the rule's states."""
     whose: str
     """The transformation whose state has this part."""
     fields: Mapping[str, str]
     """The names of the rule's states in that part, by our names."""
-    transformation: Callable[[OffloadConfig, Mapping[str, Any], Any, Any], Any]
+    transformation: Callable[..., Any]
     """``transformation(config, values, lr, mask)``: optax's own, with these hyperparameters. ``lr`` may be a schedule,
-    ``mask`` says which parameters weight decay applies to."""
+    ``mask`` says which parameters weight decay applies to. Muon's also takes the leaves that are its own."""
     in_xlas_numbers: Callable[[Rule], Rule] = lambda rule: rule
     """Return the rule with scalars as eager optax computes them."""
+
+    @property
+    def node(self) -> Any:
+        """The type of that part."""
+        import optax.contrib
+
+        return getattr(optax if hasattr(optax, self.node_name) else optax.contrib, self.node_name)
 
 
 def _adamw(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any) -> Any:
@@ -36,6 +46,40 @@ def _adamw(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any)
     if config.adam_mode == "adamw":
         return optax.adamw(lr, **terms, weight_decay=values["weight_decay"], mask=mask)
     return optax.chain(optax.add_decayed_weights(values["weight_decay"], mask), optax.adam(lr, **terms))
+
+
+def _muon(config: OffloadConfig, values: Mapping[str, Any], lr: Any, mask: Any, matrices: Any) -> Any:
+    """As ``OptaxWords.transformation``, also with AdamW's settings.
+
+    Args:
+        matrices: a tree of booleans: True for the leaves that Muon updates.
+    """
+    import optax.contrib
+
+    if not hasattr(optax.contrib, "MuonDimensionNumbers"):
+        raise StateError(
+            f"optax {optax.__version__} cannot say which parameters Muon updates; expected a later one, which has "
+            "optax.contrib.MuonDimensionNumbers"
+        )
+    own, group = config.adamw_group(), config.values(0, config.groups()[1])
+    adam = {**vars(RULES["adamw"].hyper()), **group}
+    dimensions = optax.contrib.MuonDimensionNumbers(-2, -1)  # one object: a tree's leaves, as optax takes them
+    return optax.contrib.muon(
+        lr,
+        values["ns_coefficients"],
+        values["ns_steps"],
+        values["momentum"],
+        values["eps"],
+        values["weight_decay"],
+        mask,
+        nesterov=values["nesterov"],
+        adam_b1=adam["betas"][0],
+        adam_b2=adam["betas"][1],
+        adam_eps_root=adam["eps_root"],
+        adam_weight_decay=adam["weight_decay"],
+        adam_learning_rate=own.get("lr"),
+        muon_weight_dimension_numbers=jax.tree.map(lambda is_matrix: dimensions if is_matrix else None, matrices),
+    )
 
 
 def _adam_in_xlas_numbers(rule: Rule) -> Rule:
@@ -76,5 +120,6 @@ WORDS: dict[str, OptaxWords] = {
     "sgd": OptaxWords("TraceState", "optax.sgd with a momentum", {"momentum_buffer": "trace"}, _sgd),
     "lion": OptaxWords("ScaleByLionState", "optax.lion", {"exp_avg": "mu"}, _lion),
     "adagrad": OptaxWords("ScaleByRssState", "optax.adagrad", {"sum": "sum_of_squares"}, _adagrad),
+    "muon": OptaxWords("MuonState", "optax.contrib.muon", {"momentum_buffer": "mu"}, _muon),
 }
 """By the value of ``OffloadConfig.optimizer``."""

@@ -1,7 +1,7 @@
 """One update of a wrapped tree: its gradients go to the core, and the parameters that it writes become leaves."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -123,7 +123,7 @@ class TreeUpdates:
             count = number(updates)
             for group, hyper in self._groups:
                 values = self._config.values(count, group)
-                if learning_rate is not None:
+                if learning_rate is not None and self._follows_rate(group):
                     values["lr"] = float(learning_rate(count) if callable(learning_rate) else learning_rate)
                 hypers.append(hyper(**values))
         try:
@@ -132,6 +132,11 @@ class TreeUpdates:
         except ConfigError as error:
             raise ConfigError(f"update {updates}: {error}") from None
         return _of_each_group(hypers)
+
+    def _follows_rate(self, group: Mapping[str, Any]) -> bool:
+        """True if a rate in place of the configuration's is also this group's."""
+        shared = self._config.adjust_lr_fn == "match_rms_adamw" and "lr" not in (self._config.adamw or {})
+        return shared or "lr" not in group
 
     def take(self, given: UpdateArguments) -> None:
         """Take gradients, and at the accumulation boundary update the tree's leaves."""
