@@ -500,6 +500,9 @@ class OffloadedParams:
         """The states as those of ``optax.adamw`` with these settings (``optax.adam`` after ``add_decayed_weights`` with
         ``adam_mode="adam"``), in NumPy arrays: on fp32 parameters eager optax goes on with the same bits.
 
+        With ``optimizer="muon"`` they are those of ``optax.contrib.muon``. Its momentum is the same average, so that
+        these values are exact, but its update is another one (docs/numerics.md#muon).
+
         The parameters that belong to it are ``to_pytree()["master"]``. A leaf that is not trained is None in ``mu`` and
         ``nu``, as in the gradients of :meth:`value_and_grad`. With several processes all must call this. It begins with
         :meth:`flush`.
@@ -512,13 +515,15 @@ class OffloadedParams:
 
     @public("load_optax_state()")
     def load_optax_state(self, state: Any) -> None:
-        """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam.
+        """Load the moments, in fp32, and the count of the state of ``optax.adamw``, or of any chain with one Adam. With
+        ``optimizer="muon"`` it is the state of ``optax.contrib.muon``.
 
         The parameters stay: to go on from optax, wrap the parameters that belong to the state. Gradients that wait for
         an update are forgotten.
 
         Raises:
-            StateError: it has no Adam, or several, or its moments do not fit; nothing has changed.
+            StateError: it has no Adam, or several, or its moments do not fit, or Muon updates other leaves in optax or
+                iterates with other coefficients; nothing has changed.
         """
         self._parameters.check_present()
         self._state_lock.change("load_optax_state()", self._states.load_optax, state, self._updates.flush)

@@ -17,8 +17,12 @@ _HEAD = re.compile(
     r"(.*_)?(head|outputs?|classifier|score|logits)|fc_out|output_(layer|projection)|seq_relationship|bbox_predictor"
 )
 _PLACE = re.compile(r"(.*_)?(wpe|pe|pos|pos[a-z]*|patch|times?|timesteps?|[a-z]*norm|ln)(_.*)?")
+_CONVOLUTION = re.compile(r"(.*_)?conv[a-z]*(_.*)?")
 _LAYER = re.compile(r"(.*_)?(layers?|blocks?|attention|attn)")
 
+
+_HIDDEN = frozenset({"hidden", "mlp", "ffn"})
+"""Modules that are none of a model's ends."""
 
 _LARGE, _FAR = 1000, 4
 """A dimension of at least ``_LARGE`` elements that is ``_FAR`` times as large as all others is a vocabulary's."""
@@ -78,22 +82,36 @@ def hidden_matrices(
         for name in free
         if name in stacked or (name not in layers and is_matrix(shapes[name], stacks=stacks) and not is_head(name))
     }
-    if not any(len(shapes[name]) > 2 for name in found):
-        unclear = [n for n in shapes if n in free - layers and is_matrix(shapes[n], stacks=True) and len(shapes[n]) > 2]
-        _refuse([n for n in unclear if not _is_one_kernel(n, shapes)], shapes, found, _STACKS)
+    if not stacks:
+        own = {name: tuple(shapes[name][1:]) if name in layers else tuple(shapes[name]) for name in shapes}
+        maybe = [n for n in shapes if n in free - found and len(own[n]) == 3 and is_matrix(own[n], stacks=True)]
+        _refuse([n for n in maybe if not _is_one_kernel(n, own)], shapes, found, _STACKS)
     matrices = {name: shapes[name] for name in shapes if name not in tables | layers and len(shapes[name]) > 1}
     widths = {min(shapes[name]) for name in shapes if name not in free and len(shapes[name]) == 2}
     size = _rows(shapes) if vocabulary is None else vocabulary
     root = _common(map(_parts, shapes))
     doubtful = [
-        n for n in shapes if n in found - layers and _is_vocabularys(n, matrices, found, size, widths, root=root)
+        n
+        for n in shapes
+        if n in found - layers
+        and (
+            _is_vocabularys(n, matrices, found, size, widths, root=root)
+            or (not stacks and _is_of_a_table(n, matrices, shapes, root=root))
+        )
     ]
     _refuse(doubtful, shapes, found, _HEADS)
+    if not stacks and not any(is_head(name) and len(shapes[name]) > 1 for name in shapes):
+        _refuse([n for n in shapes if n in found - layers and _may_be_last(n, shapes, root=root)], shapes, found, _LAST)
     return found
 
 
 _STACKS = "arrays of three dimensions may be stacks of matrices, and AdamW would update all of these"
 _HEADS = "a dimension is as large as a vocabulary, as embeddings and heads have it, and Muon would update"
+
+_LAST = (
+    "no parameter has the name of a head, and a dimension of these may be the model's outputs, since no other matrix "
+    "has it, and Muon would update"
+)
 
 
 def _refuse(unclear: Sequence[str], shapes: Mapping[str, Sequence[int]], found: Collection[str], why: str) -> None:
@@ -105,7 +123,7 @@ def _refuse(unclear: Sequence[str], shapes: Mapping[str, Sequence[int]], found: 
         rest = [name for name in shapes if name in found and name not in unclear]
         raise ConfigError(
             f"optimizer='muon': {why}: {which}{more}; expected muon_params=[...] with the name, or its last parts, of "
-            "each parameter that Muon is to update (the last two dimensions are a matrix, one before them counts "
+            "each parameter that Muon is to update (the last two dimensions are a matrix, those before them count "
             f"matrices). The others that it would update: {some_of(rest) or 'none'}"
         )
 
@@ -131,7 +149,14 @@ def _of_layers(shapes: Mapping[str, Sequence[int]]) -> set[str]:
 
 
 def _is_one_kernel(name: str, shapes: Mapping[str, Sequence[int]]) -> bool:
-    """True if a parameter of three dimensions has a bias beside it that has its last ones: a stack's has its first."""
+    """True if a parameter of three dimensions is by its name of a convolution, or has a bias beside it that has its
+    last ones: a stack's has its first.
+
+    Args:
+        shapes: of layers that are stacked, those of one layer.
+    """
+    if any(map(_CONVOLUTION.fullmatch, map(_spelled, _parts(name)))):
+        return True
     module, shape = _parts(name)[:-1], tuple(shapes[name])
     beside = [tuple(own) for other, own in shapes.items() if is_table(other) and _parts(other)[:-1] == module]
     return any(own and own == shape[-len(own) :] for own in beside)
@@ -184,7 +209,7 @@ def _is_vocabularys(
     if not (far or (size is not None and _is_near(n, size))) or n in widths:
         return False
     path = _parts(name)[root:]
-    if any(part.isdigit() or _LAYER.fullmatch(_spelled(part)) for part in path[:-2]):
+    if _is_in_a_layer(path):
         return False
     for other, own in matrices.items():
         others = _parts(other)[root:]
@@ -193,6 +218,40 @@ def _is_vocabularys(
         if ends == (n, n) or (is_beside and ends[shape[0] == n] == n and not (far and ends == shape[::-1])):
             return False
     return True
+
+
+def _is_in_a_layer(path: Sequence[str]) -> bool:
+    """True if these parts of a name lead through one of the model's layers to a module there."""
+    return any(part.isdigit() or _LAYER.fullmatch(_spelled(part)) for part in path[:-2])
+
+
+def _is_of_a_table(
+    name: str, matrices: Mapping[str, Sequence[int]], shapes: Mapping[str, Sequence[int]], *, root: int
+) -> bool:
+    """True if a matrix has the dimensions of an embedding that has fewer rows than columns, in either order, and no
+    other matrix has so many rows or columns."""
+    shape, path = tuple(matrices[name][-2:]), _parts(name)[root:]
+    if _is_in_a_layer(path):
+        return False
+    for table, of_table in shapes.items():
+        if len(of_table) == 2 and of_table[0] < of_table[1] and is_table(table) and not _is_place(table):
+            alike = (tuple(of_table), tuple(of_table[::-1]))
+            others = [tuple(own[-2:]) for other, own in matrices.items() if other != name]
+            if shape in alike and not any(of_table[0] in ends for ends in others if ends not in alike):
+                return True
+    return False
+
+
+def _may_be_last(name: str, shapes: Mapping[str, Sequence[int]], *, root: int) -> bool:
+    """True if a matrix outside of layers has a dimension that no other matrix has, and no bias says that it is one of
+    inputs."""
+    shape, path = tuple(shapes[name]), _parts(name)
+    if len(shape) != 2 or shape[0] == shape[1] or _is_in_a_layer(path[root:]) or _HIDDEN.intersection(path):
+        return False
+    others = {n for other, own in shapes.items() if other != name and len(own) > 1 for n in own}
+    biases = {own[0] for other, own in shapes.items() if len(own) == 1 and _parts(other)[:-1] == path[:-1]}
+    ends = [n for n in shape if n not in others]
+    return any(not biases or n in biases for n in ends)
 
 
 def _common(paths: Iterable[Sequence[str]]) -> int:
@@ -233,8 +292,9 @@ def is_head(name: str) -> bool:
 
 
 def _parts(name: str) -> list[str]:
-    """The parts of a path: ``"hidden.w"``, ``"['hidden']['w']"`` and ``"hidden/w"`` have the same."""
-    return re.findall(r"[^][.'\"/]+", name)
+    """The parts of a path: ``"hidden.w"``, ``"['hidden']['w']"``, ``"hidden/w"`` and flax.nnx's
+    ``"['hidden']['w'].value"`` have the same."""
+    return re.findall(r"[^][.'\"/]+", name.removesuffix(".value") if name.endswith("'].value") else name)
 
 
 def _spelled(part: str) -> str:

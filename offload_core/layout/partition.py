@@ -278,8 +278,8 @@ def build_buckets(
         key = (spec.group, spec.dtype.name, spec.partitioned, spec.place, spec.rule, spec.matrix)
         if spec.together is not None:
             if local == 0 or params[local - 1].together != spec.together:  # the first of its array's parts
-                parts = list(itertools.takewhile(lambda other: other.together == spec.together, params[local:]))
-                for pieces in _parts_of_matrices(parts, first_param + local, capacity, block):
+                _, parts = next(itertools.groupby(params[local:], key=lambda other: other.together))
+                for pieces in _parts_of_matrices([*parts], first_param + local, capacity, block):
                     close(key, spec.dtype, pieces, spec.together)
             continue
         start = 0

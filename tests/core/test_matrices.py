@@ -83,6 +83,12 @@ def test_a_model_has_its_hidden_matrices_chosen_or_an_error():
 BLOCK = {"ln.scale": (6, 32), "qkv.kernel": (6, 32, 96), "qkv.bias": (6, 96), "fc.kernel": (6, 32, 128)}
 SCANNED = {f"layers.{name}": shape for name, shape in BLOCK.items()}
 HEADS_OF_ATTENTION = {"attn.query.kernel": (32, 4, 8), "attn.query.bias": (4, 8), "conv.kernel": (3, 32, 32)}
+NNX = {
+    "['blocks'][0]['attn']['query']['kernel'].value": (32, 4, 8),
+    "['blocks'][0]['attn']['query']['bias'].value": (4, 8),
+    "['blocks'][0]['fc']['kernel'].value": (32, 128),
+    "['blocks'][0]['fc']['bias'].value": (128,),
+}
 CLEAR = {
     "a scanned stack": ({"embed": (300, 32), **SCANNED}, ["layers.fc.kernel", "layers.qkv.kernel"]),
     "one layer in it": (
@@ -98,7 +104,26 @@ CLEAR = {
         ["mlp.kernel"],
     ),
     "layers by number": ({"wte": (300, 100), "h.0.qkv.w": (300, 100), "h.0.o.w": (100, 100)}, ["h.0.o.w", "h.0.qkv.w"]),
-    "large inputs": ({"fc_0.w": (784, 128), "fc_1.w": (128, 64), "fc_2.w": (64, 10)}, ["fc_0.w", "fc_1.w", "fc_2.w"]),
+    "large inputs": (
+        {"fc_0.w": (784, 128), "fc_0.b": (128,), "fc_1.w": (128, 64), "fc_1.b": (64,), "head.w": (64, 10)},
+        ["fc_0.w", "fc_1.w"],
+    ),
+    "nnx, with attention by heads": (
+        {"['wte']['embedding'].value": (65, 32), "['lm_head']['kernel'].value": (32, 65), **NNX},
+        ["['blocks'][0]['fc']['kernel'].value"],
+    ),
+    "nnx, scanned": (
+        {
+            "['wte']['embedding'].value": (65, 32),
+            "['conv']['kernel'].value": (3, 32, 32),
+            **{name.replace("[0]", ""): (6, *shape) for name, shape in NNX.items()},
+        },
+        ["['blocks']['fc']['kernel'].value"],
+    ),
+    "equinox, tied": (
+        {".emb.weight": (65, 384), ".blocks[0].mlp.up.weight": (384, 65), ".blocks[0].attn.q.weight": (384, 384)},
+        [".blocks[0].attn.q.weight", ".blocks[0].mlp.up.weight"],
+    ),
 }
 UNCLEAR = {
     "an untied head": ({"embed": (300, 32), **SCANNED, "logits_dense": (32, 300)}, ["logits_dense"]),
@@ -109,6 +134,23 @@ UNCLEAR = {
     ),
     "a stack alone": ({"embed": (300, 32), "layers.w": (6, 32, 32)}, ["layers.w"]),
     "experts": ({"embed": (300, 32), "up": (8, 32, 64), "router": (32, 8), "down": (8, 64, 32)}, ["up", "down"]),
+    "experts beside a stack": ({"embed": (300, 32), **SCANNED, "moe.up": (8, 32, 64)}, ["moe.up"]),
+    "experts in a stack": ({"embed": (300, 32), **SCANNED, "layers.moe.up": (6, 8, 32, 64)}, ["layers.moe.up"]),
+    "attention by heads without biases": (
+        {"embed": (300, 32), **SCANNED, "layers.attn.query.kernel": (6, 32, 4, 8)},
+        ["layers.attn.query.kernel"],
+    ),
+    "a head of a small vocabulary": ({".emb.weight": (65, 384), **SCANNED, ".out.weight": (65, 384)}, [".out.weight"]),
+    "ends of no name": ({"fc_0.w": (784, 128), "fc_1.w": (128, 64), "fc_2.w": (64, 10)}, ["fc_0.w", "fc_2.w"]),
+    "an end with a bias": (
+        {
+            ".layers[0].weight": (64, 784),
+            ".layers[0].bias": (64,),
+            ".layers[1].weight": (9, 64),
+            ".layers[1].bias": (9,),
+        },
+        [".layers[1].weight"],
+    ),
 }
 
 

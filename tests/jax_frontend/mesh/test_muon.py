@@ -3,7 +3,6 @@
 from functools import partial
 
 import jax
-import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P

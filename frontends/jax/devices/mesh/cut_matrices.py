@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from offload_core.device.events import Done, Event, Waiting
 from offload_core.device.protocols import Matrices, OneMatrix
@@ -66,6 +66,7 @@ class CutMatrices:
                 "jax.device_put(array, NamedSharding(mesh, spec))"
             )
         assert leaf.matrix is not None
+        assert isinstance(sharding.mesh, Mesh)
         exchange = MatrixExchange(sharding.mesh)
         owners = []
         for _ in range(math.prod(leaf.shape[:-2])):
@@ -95,7 +96,8 @@ class CutMatrices:
             first, count = bucket.pieces[0].start // cut.part_numel, bucket.pieces[0].numel // cut.part_numel
             shape, spec = (count, *leaf.shape[-2:]), (None, *cut.spec[-2:])
         sharding = NamedSharding(cut.exchange.mesh, PartitionSpec(*spec))
-        runs, parts = [], {}
+        runs: list[tuple[np.ndarray, jax.Device]] = []
+        parts: dict[jax.Device, np.ndarray] = {}
         for piece in bucket.pieces:
             run = shards[piece.offset : piece.offset + piece.numel]
             shard = self.shard_of(bucket, piece)

@@ -33,7 +33,7 @@ from ..device_kernels import computed
 from ..launch import meetings
 from ..runs import split_places
 from . import programs
-from .axis import REPLICATED, Ranks
+from .axis import REPLICATED, MeshAxis, Ranks
 from .matrices import MatrixExchange
 from .processes import JaxProcesses
 from .programs import BucketRange, Write
@@ -76,7 +76,7 @@ class JaxMeshDevice(ArrayMemory):
         self._reduce_mean = axis.compile(programs.reduce_mean(axis), static_argnums=(2, 3, 4))
         self._gather = axis.compile(programs.gather_and_write(axis), static_argnums=3, donate_argnums=1)
         self._of_rank_0 = axis.across(_of_rank_0, REPLICATED)
-        if axis.world_size > 1:
+        if isinstance(axis, MeshAxis):
             self.matrices = MatrixExchange(axis.mesh)
 
     # --- parameters ----------------------------------------------------------------------------------
