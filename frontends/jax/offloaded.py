@@ -123,6 +123,11 @@ class OffloadedParams:
             tree.trained.append(self._placement.leaf(i, paths[i], leaves[i], dtype, len(specs), matrix))
             parts = self._placement.specs(tree.trained[-1], dtype)
             specs += rules.of(tree.trained[-1], parts, decayed=bool(decayed[i]))
+        if self.config.schedule == "delayed" and self._placement.exchanges_matrices:
+            raise ConfigError(
+                f"schedule='delayed' with optimizer={self.config.optimizer!r}, and matrices of which several devices "
+                "hold parts: their exchange would cross the program's own; expected schedule='overlap'"
+            )
         scaler = LossScaler.of(self.config, [s.dtype for s in specs])
         # Gradients come to the core all at once. Parameters in JAX's host memory are device parameters to it.
         config = replace(self.config, update_in_backward=False, offload_param=None)

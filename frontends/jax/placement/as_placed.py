@@ -53,6 +53,7 @@ class AsPlaced(ABC):
     """
 
     per_rank = False
+    exchanges_matrices = False
     on_host: bool
 
     def __init__(self, leaves: Sequence[Any], threads: int) -> None:
@@ -93,7 +94,7 @@ class AsPlaced(ABC):
         )
         if matrix is not None and sharding.shard_shape(shape)[-2:] != matrix:
             self.cut_matrices.add(leaf, sharding)
-            self.alone = False  # its exchanges must not cross those of the program
+            self.alone, self.exchanges_matrices = False, True  # exchanges must not cross those of the program
         return leaf
 
     def specs(self, leaf: Leaf, dtype: ElementType) -> list[ParamSpec]:

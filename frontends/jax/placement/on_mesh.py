@@ -42,6 +42,7 @@ class OnMesh:
 
     alone = False
     per_rank = True
+    exchanges_matrices = False
 
     def __init__(self, axis: MeshAxis, config: OffloadConfig) -> None:
         self.on_host = axis.devices[0].platform == "cpu"
@@ -102,6 +103,9 @@ class OnMesh:
         if layout is not None and matrix is not None:
             buckets = cut(self._config, self.specs(leaf, dtype), world_size=layout.world_size)
             leaf = replace(leaf, layout=replace(layout, starts=tuple(bucket.shard_start for bucket in buckets)))
+        if matrix is not None:
+            is_cut = leaf.layout is not None and leaf.layout.dim >= len(leaf.shape) - 2
+            self.exchanges_matrices |= is_cut or self.device.collectives.world_size > 1
         if leaf.layout is not None:
             assert isinstance(self._mesh_device, ShardedMeshDevice)
             self._mesh_device.layouts[first_param] = leaf.layout

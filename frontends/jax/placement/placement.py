@@ -144,6 +144,8 @@ class Placement(Protocol):
     """True if the gradients of :meth:`compile` are each rank's own (:class:`RankGradients`)."""
     alone: bool
     """True if an update exchanges nothing with other ranks and processes."""
+    exchanges_matrices: bool
+    """True if an update of its leaves exchanges matrices between devices by a program of XLA's."""
 
 
 def placement_for(config: OffloadConfig, mesh: Mesh | None, axis: str | None, leaves: Sequence[Any]) -> Placement:

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from frontends.jax import wrap
 from frontends.jax.placement import placement
+from offload_core.errors import ConfigError
 from tests.support.jax_meshes import arrays_of, assert_holds, processes
 
 SETTINGS = {"optimizer": "muon", "lr": 0.02, "reduce_bucket_size": 600, "gradient_clipping": 0.5}
@@ -71,3 +72,14 @@ def test_matrices_on_a_mesh_axis_in_any_stage(specs, stage):
     fields = {"stage": stage, "param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
     params = placed(tree_of(100), mesh, specs) if stage == 3 else tree_of(100)
     assert_holds(trained(wrap(params, mesh=mesh, **SETTINGS, **fields)), on_one_device())
+
+
+def test_an_exchange_in_another_thread_is_refused():
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4])
+    line = jax.make_mesh((4,), ("dp",), devices=jax.devices()[:4])
+    for params, fields in (
+        (placed(tree_of(100), mesh, {"up": P("dp")}), {}),
+        (tree_of(100), {"mesh": line, "stage": 3, "param_persistence_threshold": 0}),
+    ):
+        with pytest.raises(ConfigError, match=r"'delayed' with optimizer='muon'.* expected schedule='overlap'"):
+            wrap(params, **SETTINGS, **fields, schedule="delayed")
