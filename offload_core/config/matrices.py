@@ -82,7 +82,7 @@ def hidden_matrices(
         for name in free
         if name in stacked or (name not in layers and is_matrix(shapes[name], stacks=stacks) and not is_head(name))
     }
-    if not stacks:
+    if not stacks or not any(len(shapes[name]) > 2 for name in found):
         own = {name: tuple(shapes[name][1:]) if name in layers else tuple(shapes[name]) for name in shapes}
         maybe = [n for n in shapes if n in free - found and len(own[n]) == 3 and is_matrix(own[n], stacks=True)]
         _refuse([n for n in maybe if not _is_one_kernel(n, own)], shapes, found, _STACKS)

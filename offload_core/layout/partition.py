@@ -306,20 +306,18 @@ def build_buckets(
 
 def _parts_of_matrices(parts: Sequence[ParamSpec], first_param: int, capacity: int, block: int) -> list[list[Piece]]:
     """Cut the parts of an array into buckets that each hold all parts of some matrices. A bucket has ``capacity``
-    elements of whole matrices at most, or one matrix, so that all processes cut alike."""
-    matrix, step = parts[0].matrix, 1
+    elements of whole matrices at most, or one matrix, so that all processes cut alike. Several parts are not cut: each
+    must be one run of the process's memory."""
+    matrix = parts[0].matrix
     assert matrix is not None
-    for part in parts:
-        assert part.cut_at is not None
-        step = math.lcm(step, block // math.gcd(block, part.cut_at))
-    n = round_up(max(capacity // math.prod(matrix), 1), step)
-    found = []
-    for first in range(0, max(part.numel // (part.cut_at or 1) for part in parts), n):
-        pieces, offset = [], 0
+    if len(parts) > 1:
+        pieces: list[Piece] = []
         for param, part in enumerate(parts, first_param):
-            assert part.cut_at is not None
-            start, stop = first * part.cut_at, min((first + n) * part.cut_at, part.numel)
-            pieces.append(Piece(param, start, stop - start, offset))
-            offset = round_up(offset + stop - start, block)
-        found.append(pieces)
-    return found
+            offset = round_up(pieces[-1].offset + pieces[-1].numel, block) if pieces else 0
+            pieces.append(Piece(param, 0, part.numel, offset))
+        return [pieces]
+    [part], unit = parts, shard_unit(block)
+    assert part.cut_at is not None
+    step = unit // math.gcd(unit, part.cut_at)
+    numel = round_up(max(capacity // math.prod(matrix), 1), step) * part.cut_at
+    return [[Piece(first_param, start, min(numel, part.numel - start), 0)] for start in range(0, part.numel, numel)]

@@ -3,6 +3,7 @@
 from functools import partial
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -10,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from frontends.jax import wrap
 from frontends.jax.placement import placement
 from offload_core.errors import ConfigError
-from tests.support.jax_meshes import arrays_of, assert_holds, processes
+from tests.support.jax_meshes import arrays_of, assert_holds, assert_same_tree, processes
 
-SETTINGS = {"optimizer": "muon", "lr": 0.02, "reduce_bucket_size": 600, "gradient_clipping": 0.5}
+SETTINGS = {"optimizer": "muon", "lr": 0.02, "reduce_bucket_size": 300, "gradient_clipping": 0.5}
 SHAPES = {
     "embed": (20, 24),
     "up": (24, 48),
@@ -24,6 +25,7 @@ tree_of = partial(arrays_of, SHAPES, scale=0.1)
 CUTS = {
     "columns": {"up": P(None, "tp"), "w": P(None, None, "dp")},
     "rows and columns": {"up": P("dp", "tp"), "down": P("tp", "dp"), "w": P(None, "tp", "dp"), "embed": P("tp")},
+    "one part a process": {"up": P("dp"), "w": P(None, "dp"), "v": P(None, None, "dp")},
     "stacks": {"w": P("dp"), "v": P("dp", "tp", None), "down": P(("tp", "dp"))},
 }
 
@@ -72,6 +74,30 @@ def test_matrices_on_a_mesh_axis_in_any_stage(specs, stage):
     fields = {"stage": stage, "param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
     params = placed(tree_of(100), mesh, specs) if stage == 3 else tree_of(100)
     assert_holds(trained(wrap(params, mesh=mesh, **SETTINGS, **fields)), on_one_device())
+
+
+@pytest.mark.parametrize("way", ["as placed", "stage 3"])
+def test_states_of_cut_matrices_go_everywhere(way, tmp_path):
+    """Through checkpoints, trees and optax, to one device and back."""
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), devices=jax.devices()[:4])
+    line = jax.make_mesh((4,), ("dp",), devices=jax.devices()[:4])
+
+    def cut(params):
+        if way == "stage 3":
+            return wrap(params, mesh=line, stage=3, param_persistence_threshold=0, **SETTINGS)
+        return wrap(placed(params, mesh, CUTS["rows and columns"]), **SETTINGS)
+
+    first = wrap(tree_of(100), **SETTINGS)
+    trained(first, 2)
+    resumed, from_optax = cut(tree_of(5)), cut(jax.tree.map(np.asarray, first.params))
+    resumed.load_checkpoint(first.save_checkpoint(tmp_path / "one"))
+    from_optax.load_optax_state(resumed.to_optax_state())
+    back, loaded = wrap(tree_of(6), **SETTINGS), cut(tree_of(7))
+    back.load_checkpoint(resumed.save_checkpoint(tmp_path / "cut"))
+    loaded.load_pytree(resumed.to_pytree(sharded=True))
+    expected = trained(first, 2)
+    for each in (resumed, from_optax, back, loaded):
+        assert_same_tree(trained(each, 2), expected)
 
 
 def test_an_exchange_in_another_thread_is_refused():

@@ -32,6 +32,8 @@ class _CutLeaf:
     """Matrices of a part."""
     owners: Sequence[int]
     """The number of the device that computes with each matrix."""
+    is_one_part: bool
+    """True if each process has one part."""
 
     @property
     def cuts_stack(self) -> bool:
@@ -39,9 +41,10 @@ class _CutLeaf:
 
     @property
     def part_numel(self) -> int:
-        """Elements between which a bucket may cut each part: those of one matrix; all, if the stack is cut, too."""
+        """Elements of a part between which buckets may cut it: those of one matrix. All of them if the stack is cut,
+        too, or a process has several parts."""
         numel = self.leaf.shards[0].numel
-        return numel if self.cuts_stack else numel // self.stack
+        return numel if self.cuts_stack or not self.is_one_part else numel // self.stack
 
 
 class CutMatrices:
@@ -75,7 +78,9 @@ class CutMatrices:
             owners.append(owner)
         spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
         stack = math.prod(sharding.shard_shape(leaf.shape)[:-2])
-        self.of[leaf.position] = _CutLeaf(leaf, exchange, spec, stack, owners)
+        parts = {(device.process_index, str(i)) for device, i in sharding.devices_indices_map(leaf.shape).items()}
+        is_one_part = len(parts) == len({process for process, _ in parts})
+        self.of[leaf.position] = _CutLeaf(leaf, exchange, spec, stack, owners, is_one_part)
 
     def shard_of(self, bucket: Bucket, piece: Piece) -> ArrayShard:
         """Return the part of an array that a piece is a run of."""
@@ -93,7 +98,8 @@ class CutMatrices:
         if cut.cuts_stack:
             first, count, shape, spec = 0, len(cut.owners), leaf.shape, cut.spec
         else:
-            first, count = bucket.pieces[0].start // cut.part_numel, bucket.pieces[0].numel // cut.part_numel
+            numel = leaf.shards[0].numel // cut.stack
+            first, count = bucket.pieces[0].start // numel, bucket.pieces[0].numel // numel
             shape, spec = (count, *leaf.shape[-2:]), (None, *cut.spec[-2:])
         sharding = NamedSharding(cut.exchange.mesh, PartitionSpec(*spec))
         runs: list[tuple[np.ndarray, jax.Device]] = []
