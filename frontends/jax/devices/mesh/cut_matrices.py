@@ -1,15 +1,17 @@
 """Parameters that were placed so that several devices hold parts of each of their matrices."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from offload_core.device.events import Done, Event, Waiting
+from offload_core.device.events import Done, Event, Waiting, traced
 from offload_core.device.protocols import Matrices, OneMatrix
+from offload_core.device.trace import MATRICES, Trace
 from offload_core.errors import ParameterError
 from offload_core.layout.partition import Bucket, Piece
 from offload_core.support.checks import kind_of
@@ -78,7 +80,8 @@ class CutMatrices:
             owners.append(owner)
         spec = (*sharding.spec, *[None] * (len(leaf.shape) - len(sharding.spec)))
         stack = math.prod(sharding.shard_shape(leaf.shape)[:-2])
-        parts = {(device.process_index, str(i)) for device, i in sharding.devices_indices_map(leaf.shape).items()}
+        indices: Mapping[jax.Device, Any] = sharding.devices_indices_map(leaf.shape)
+        parts = {(device.process_index, str(index)) for device, index in indices.items()}
         is_one_part = len(parts) == len({process for process, _ in parts})
         self.of[leaf.position] = _CutLeaf(leaf, exchange, spec, stack, owners, is_one_part)
 
@@ -88,8 +91,11 @@ class CutMatrices:
         leaf = self.of[bucket.together].leaf
         return leaf.shards[leaf.params.index(piece.param)]
 
-    def transform(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray) -> Event:
+    def start(self, trace: Trace, bucket: Bucket, matrices: Matrices, shards: np.ndarray) -> Event:
         """As ``Device.transform``, for a bucket of one of these parameters."""
+        return traced(trace, MATRICES, bucket.index, shards.nbytes, lambda: self._start(bucket, matrices, shards))
+
+    def _start(self, bucket: Bucket, matrices: Matrices, shards: np.ndarray) -> Event:
         if not matrices.rows:
             return Done()
         assert bucket.together is not None
