@@ -1,7 +1,7 @@
 """Parameters as they were placed: on one device, or sharded over any axes of any mesh.
 
 Each part of a parameter is a parameter to the core: the process that holds it updates it, and sends it to all of its
-devices that hold it. Nothing is exchanged but the norm.
+devices that hold it. Nothing is exchanged but the norm, and with Muon the matrices that are cut.
 """
 
 from abc import ABC, abstractmethod
