@@ -130,7 +130,7 @@ def test_states_go_through_a_tree_and_a_checkpoint(tmp_path):
         assert_same_tree(trained(each, 2, 10), expected)
 
 
-@pytest.mark.draws(2)
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("fields", [{}, {"lr": 5.0, "weight_decay": 0.3}, {"param_dtype": "bfloat16"}], ids=str)
 def test_an_optax_loop_has_the_bits_of_update(fields):
     """Large steps bring many elements close to zero, where not every number is a sum of two others."""
@@ -159,6 +159,7 @@ def test_a_rate_of_an_optax_loop_is_muons():
         assert_same_tree(given.params, expected.params)
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("rate", [0.02, optax.linear_schedule(0.02, 0.01, 9)], ids=["a number", "a schedule"])
 def test_states_go_to_optax_and_come_back(rate):
     fields = {**SETTINGS, "lr": rate}

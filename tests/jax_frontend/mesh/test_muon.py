@@ -50,7 +50,7 @@ def on_one_device():
 
 
 @pytest.mark.long("two processes, each of which compiles its programs with XLA")
-@pytest.mark.draws(2)
+@pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("specs", CUTS.values(), ids=CUTS)
@@ -65,7 +65,7 @@ def test_matrices_that_are_cut_as_they_were_placed(specs, types, memory, monkeyp
 
 
 @pytest.mark.long("two processes, each of which compiles its programs with XLA")
-@pytest.mark.draws(2)
+@pytest.mark.draws(1)
 @processes(1, 2)
 @pytest.mark.parametrize("specs", [{}, {"w": P("dp"), "up": P("dp")}, {"v": P(None, "dp")}], ids=str)
 @pytest.mark.parametrize("stage", [2, 3])
@@ -76,6 +76,7 @@ def test_matrices_on_a_mesh_axis_in_any_stage(specs, stage):
     assert_holds(trained(wrap(params, mesh=mesh, **SETTINGS, **fields)), on_one_device())
 
 
+@pytest.mark.draws(1)
 @pytest.mark.parametrize("way", ["as placed", "stage 3"])
 def test_states_of_cut_matrices_go_everywhere(way, tmp_path):
     """Through checkpoints, trees and optax, to one device and back."""
