@@ -18,7 +18,6 @@ from offload_core.support.checks import kind_of
 
 from ...tree.shards import ArrayShard
 from ...tree.wrapped_tree import Leaf
-from ..launch import meeting
 from .matrices import MatrixExchange
 
 
@@ -121,7 +120,7 @@ class CutMatrices:
         exchange = cut.exchange.start(replace(matrices, rows=rows), shape, PartitionSpec(*spec), parts, what)
 
         def finish() -> None:
-            with meeting(0, what):
+            with cut.exchange.meeting(what):
                 for run, device in runs:
                     run[...] = np.asarray(exchange[device]).reshape(-1)
 

@@ -236,7 +236,7 @@ class JaxMeshDevice(ArrayMemory):
         results = self.matrices.start(matrices, shape, spec, parts, what)
 
         def finish() -> None:
-            with meeting(self.ranks[0], what):
+            with self._meeting(what):
                 for device, part in parts.items():
                     part.view(np.uint16)[...] = np.asarray(results[device])
 

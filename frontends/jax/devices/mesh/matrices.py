@@ -18,7 +18,7 @@ from offload_core.dtypes import BFLOAT16
 from ...tree.memory_kinds import start_to_host
 from ...tree.shards import on_devices
 from ..device_kernels import compute
-from ..launch import meeting
+from ..launch import meetings
 from ..runs import cut_run, split_places, write_run
 
 
@@ -31,6 +31,8 @@ class MatrixExchange:
     def __init__(self, mesh: Mesh) -> None:
         self.mesh = Mesh(mesh.devices, mesh.axis_names)  # its axes are Auto, also if the given ones are Explicit
         self.devices: list[jax.Device] = list(mesh.devices.flat)
+        mine = [device.process_index == jax.process_index() for device in self.devices]
+        self.meeting = meetings(mine.index(True), alone=all(mine))
 
     def start(
         self,
@@ -53,7 +55,7 @@ class MatrixExchange:
             what: names the exchange in errors.
         """
         mine = jax.process_index()
-        with jax.transfer_guard("allow"), meeting(self.devices.index(next(iter(parts))), what):
+        with jax.transfer_guard("allow"), self.meeting(what):
             bits = [jax.device_put(part.view(np.uint16), device) for device, part in parts.items()]
             sharding = NamedSharding(self.mesh, spec)
             given = jax.make_array_from_single_device_arrays(tuple(shape), sharding, bits)
