@@ -11,23 +11,19 @@ from jax.sharding import PartitionSpec as P
 from frontends.jax import wrap
 from frontends.jax.placement import placement
 from offload_core.errors import ConfigError
-from tests.support.jax_meshes import arrays_of, assert_holds, assert_same_tree, processes
+from tests.support.jax_meshes import arrays_of, assert_holds, assert_same_tree, processes, slow
 
 SETTINGS = {"optimizer": "muon", "lr": 0.02, "reduce_bucket_size": 300, "gradient_clipping": 0.5}
-SHAPES = {
-    "embed": (20, 24),
-    "up": (24, 48),
-    "down": (48, 16),
-    "layers": {"w": (4, 16, 8), "v": (4, 8, 16), "bias": (4, 8)},
-    "head": (16, 8),
-}
+SHAPES = {"embed": (20, 24), "up": (24, 48), "layers": {"w": (4, 16, 8), "bias": (4, 8)}, "head": (16, 8)}
 tree_of = partial(arrays_of, SHAPES, scale=0.1)
 CUTS = {
-    "columns": {"up": P(None, "tp"), "w": P(None, None, "dp")},
-    "rows and columns": {"up": P("dp", "tp"), "down": P("tp", "dp"), "w": P(None, "tp", "dp"), "embed": P("tp")},
-    "one part a process": {"up": P("dp"), "w": P(None, "dp"), "v": P(None, None, "dp")},
-    "stacks": {"w": P("dp"), "v": P("dp", "tp", None), "down": P(("tp", "dp"))},
+    "columns": {"up": P(None, "tp"), "w": P(None, None, "dp"), "embed": P("tp")},
+    "rows and columns": {"up": P("dp", "tp"), "w": P(None, "tp", "dp")},
+    "stacks": {"w": P("dp"), "up": P(("tp", "dp"))},
+    "stacks and rows": {"w": P("dp", "tp")},
+    "one part a process": {"up": P("dp"), "w": P(None, "dp")},
 }
+HOSTS, OWN = "the host's", "its own"
 
 
 def placed(tree, mesh, specs):
@@ -38,7 +34,7 @@ def placed(tree, mesh, specs):
     return jax.tree_util.tree_map_with_path(put, tree)
 
 
-def trained(offloaded, n=3):
+def trained(offloaded, n=2):
     for i in range(n):
         offloaded.update(tree_of(i))
     return offloaded.params
@@ -49,27 +45,38 @@ def on_one_device():
         return trained(wrap(tree_of(100), **SETTINGS))
 
 
-@pytest.mark.long("two processes, each of which compiles its programs with XLA")
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.draws(1)
 @processes(1, 2)
-@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("specs", CUTS.values(), ids=CUTS)
-@pytest.mark.parametrize("memory", ["the host's", "its own"])
-def test_matrices_that_are_cut_as_they_were_placed(specs, types, memory, monkeypatch):
+@pytest.mark.parametrize(
+    ("memory", "types", "specs"),
+    [
+        (HOSTS, AxisType.Auto, "rows and columns"),
+        (HOSTS, AxisType.Explicit, "one part a process"),
+        (OWN, AxisType.Auto, "columns"),
+        (OWN, AxisType.Explicit, "stacks and rows"),
+        slow(HOSTS, AxisType.Auto, "stacks"),
+        slow(HOSTS, AxisType.Explicit, "columns"),
+        slow(OWN, AxisType.Auto, "rows and columns"),
+        slow(OWN, AxisType.Explicit, "one part a process"),
+    ],
+)
+def test_matrices_that_are_cut_as_they_were_placed(memory, types, specs, monkeypatch):
     mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(types, types), devices=jax.devices()[:4])
-    if memory == "its own":
+    if memory == OWN:
         monkeypatch.setattr(placement, "on_cpu", lambda array: False)
-    offloaded = wrap(placed(tree_of(100), mesh, specs), **SETTINGS)
+    offloaded = wrap(placed(tree_of(100), mesh, CUTS[specs]), **SETTINGS)
     assert_holds(trained(offloaded), on_one_device())
     assert offloaded.sent_bytes > 0
 
 
-@pytest.mark.long("two processes, each of which compiles its programs with XLA")
+@pytest.mark.long("XLA compiles the programs of each mesh and sharding")
 @pytest.mark.draws(1)
 @processes(1, 2)
-@pytest.mark.parametrize("specs", [{}, {"w": P("dp"), "up": P("dp")}, {"v": P(None, "dp")}], ids=str)
-@pytest.mark.parametrize("stage", [2, 3])
-def test_matrices_on_a_mesh_axis_in_any_stage(specs, stage):
+@pytest.mark.parametrize(
+    ("stage", "specs"), [(2, {}), (3, {}), (3, {"w": P("dp"), "up": P("dp")}), slow(3, {"w": P(None, "dp")})], ids=str
+)
+def test_matrices_on_a_mesh_axis_in_any_stage(stage, specs):
     mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     fields = {"stage": stage, "param_persistence_threshold": 0} if stage == 3 else {"stage": stage}
     params = placed(tree_of(100), mesh, specs) if stage == 3 else tree_of(100)
