@@ -83,6 +83,7 @@ def test_matrices_on_a_mesh_axis_in_any_stage(stage, specs):
     assert_holds(trained(wrap(params, mesh=mesh, **SETTINGS, **fields)), on_one_device())
 
 
+@pytest.mark.long("XLA compiles the programs of a mesh and of one device")
 @pytest.mark.draws(1)
 @pytest.mark.parametrize("way", ["as placed", "stage 3"])
 def test_states_of_cut_matrices_go_everywhere(way, tmp_path):
