@@ -31,7 +31,7 @@ def test_no_law_was_dropped(request):
     for law in request.session.genitems(request.node.getparent(pytest.Package)):
         params = law.callspec.params if hasattr(law, "callspec") else {}
         laws.add((law.path.name, law.originalname, params.get("processes", 1)))
-    assert Counter(processes for _, _, processes in laws) == {1: 92, 2: 43}
+    assert Counter(processes for _, _, processes in laws) == {1: 102, 2: 47}
 
 
 @pytest.mark.slow
