@@ -69,8 +69,9 @@ class TreeUpdates:
         """The tensors to which the core writes the next parameters; empty when the leaves are made of them."""
         self._unread: tuple[frozenset[int], Sequence[Any]] = _NOTHING
         """Donated gradients that may not have been read yet: the core's parameters, and the arrays."""
-        self._donates = False
-        """True if the present leaves are deleted when others are made of the targets."""
+        self._written_over: Mapping[int, jax.Array] = {}
+        """The leaves that are deleted when others are made of the targets, by position. The present ones may be the
+        others already, after an interrupt."""
         self._followed = self._parameters.publications
         """The number of the core's last publication of which leaves were made."""
 
@@ -178,8 +179,10 @@ class TreeUpdates:
 
     def _new_targets(self, *, donate: bool = False) -> list[Any]:
         """Return tensors for the next parameters."""
-        trained, self._donates = self._tree.trained, donate
-        return self._placement.targets(trained, [self._present(leaf.position) for leaf in trained], donate=donate)
+        trained = self._tree.trained
+        arrays = [self._present(leaf.position) for leaf in trained]
+        self._written_over = dict(zip(self._tree.positions, arrays, strict=True)) if donate else {}
+        return self._placement.targets(trained, arrays, donate=donate)
 
     def _present(self, position: int) -> jax.Array:
         """Return the present leaf. If it is released, replace it by zeros; and so if an update that broke off, or the
@@ -206,12 +209,12 @@ class TreeUpdates:
             leaves, published = self._tree.leaves, self._parameters.written
             for leaf in self._tree.trained:
                 if all(published.get(i, False) for i in leaf.params):
-                    targets, before = [self._targets[i] for i in leaf.params], leaves[leaf.position]
-                    leaves[leaf.position] = self._placement.written(leaf, targets, before)
-                    if self._donates:
-                        delete([before])
+                    targets = [self._targets[i] for i in leaf.params]
+                    leaves[leaf.position] = self._placement.written(leaf, targets, leaves[leaf.position])
+                    if leaf.position in self._written_over:
+                        delete([self._written_over[leaf.position]])
             self._followed = publications
-        self._targets = []
+        self._targets, self._written_over = [], {}
 
     def release(self, *, donate: bool) -> int:
         """As ``OffloadedParams.release``."""

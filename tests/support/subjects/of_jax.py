@@ -10,10 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from frontends.jax import ScaledGradients, wrap
+from frontends.jax.placement import placement
 from offload_core.checkpoint.manifest import read_manifest, write_manifest
 from offload_core.errors import CheckpointError, GradientError, ParameterError, StateError
 from offload_core.support.checkpoint_folder import MANIFEST
@@ -60,15 +62,30 @@ class Tree(Run):
     Args:
         ranks: devices of the mesh; None: no mesh.
         wait: False has updates return before they have ended.
+        own_memory: True takes the device for one whose memory is not the host's.
+        donate: True has updates delete gradients, and write parameters over those of before.
     """
 
-    def __init__(self, seed: int, *, ranks: int | None = None, wait: bool = True, **fields: Any) -> None:
-        self.fields = {"ranks": ranks, "wait": wait, **fields}
+    def __init__(
+        self,
+        seed: int,
+        *,
+        ranks: int | None = None,
+        wait: bool = True,
+        own_memory: bool = False,
+        donate: bool = False,
+        **fields: Any,
+    ) -> None:
+        self.fields = {"ranks": ranks, "wait": wait, "own_memory": own_memory, "donate": donate, **fields}
+        self.donate = donate
         self.wait, self.loader = wait, Loader(seed)
         self.mesh = None if ranks is None else jax.make_mesh((ranks,), ("dp",), devices=jax.devices("cpu")[:ranks])
         tree = {"model": trained(seed), "more": {} if ranks else untrained(seed)}
         given = {"lr": lambda count: 0.1 / (1 + count), "reduce_bucket_size": 64, "num_threads": 1, **fields}
-        self.offloaded = wrap(tree, **given, mesh=self.mesh, trainable={"model": True, "more": False})
+        with pytest.MonkeyPatch.context() as patch:
+            if own_memory:
+                patch.setattr(placement, "on_cpu", lambda array: False)
+            self.offloaded = wrap(tree, **given, mesh=self.mesh, trainable={"model": True, "more": False})
         self.scaled = self.offloaded.value_and_grad(lambda params, x: loss_of(params["model"], x))
 
     def another(self, steps: int = 3) -> "Tree":
@@ -94,7 +111,7 @@ class Tree(Run):
     def step(self, number: int | None = None) -> None:
         for micro_step in range(self.fields.get("gradient_accumulation_steps", 1)):
             gradients = self.gradients(None if number is None else 100 * number + micro_step)
-            self.offloaded.update(gradients, wait=self.wait)
+            self.offloaded.update(gradients, wait=self.wait, donate=self.donate, donate_params=self.donate)
         self.loader.at += 1
 
     def values(self) -> dict[str, Any]:

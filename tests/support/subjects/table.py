@@ -186,6 +186,8 @@ def _of_jax() -> Iterator[Subject]:
             }
             for stage in (2, 3)
         },
+        "own memory": {"own_memory": True, **bf16},
+        "own memory, given away": {"own_memory": True, "donate": True, **bf16},
         "mesh, stage 3, on disk": {"ranks": 4, "stage": 3, "offload_param": "cpu", **STATES_ON_DISK, **bf16},
     }
     for name, fields in settings.items():
