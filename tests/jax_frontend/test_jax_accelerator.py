@@ -463,7 +463,7 @@ def test_every_copy_is_started_before_the_first_gradient_is_read(fields, device,
     offloaded.update(many_buckets())
     events = recorder.of("copy", "arrived")
     assert events[:6] == [("copy", i) for i in range(6)]
-    assert sorted(events[6:]) == [("arrived", i) for i in range(6)]
+    assert set(events[6:]) == {("arrived", i) for i in range(6)}  # some for each bucket that has a part
 
 
 def test_while_one_buckets_parameters_travel_the_next_is_updated(device, monkeypatch):

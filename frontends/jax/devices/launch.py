@@ -101,13 +101,9 @@ def meetings(rank: int, *, alone: bool) -> Callable[[str], AbstractContextManage
     """Return :func:`meeting` for a rank.
 
     Args:
-        alone: True if no other process takes part, so that none can be lost.
+        alone: True if no other process takes part. Then none is waited for, and an error is one of the devices.
     """
-    return _no_meeting if alone else partial(meeting, rank)
-
-
-def _no_meeting(what: str) -> AbstractContextManager[None]:
-    return nullcontext()
+    return partial(_naming if alone else meeting, rank)
 
 
 @contextmanager
@@ -116,15 +112,22 @@ def meeting(rank: int, what: str) -> Iterator[None]:
 
     After the ``timeout_seconds`` of :func:`initialize` the process prints that error and ends.
     """
-    with EXCHANGES.over(what), nullcontext() if _watch is None else _watch.over(rank, what):
-        try:
-            yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            # Some of JAX's ways of waiting raise gloo's errors as ValueError; those of Python code are others.
-            status = _STATUS.match(str(error))
-            if (isinstance(error, ValueError) and status is None) or (status and status[0] in _OURS):
-                raise
-            raise CollectiveError.of(rank, what, error) from error
+    watched = nullcontext() if _watch is None else _watch.over(rank, what)
+    with EXCHANGES.over(what), watched, _naming(rank, what):
+        yield
+
+
+@contextmanager
+def _naming(rank: int, what: str) -> Iterator[None]:
+    """Raise the errors of an exchange as :class:`CollectiveError`, with its name."""
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        # Some of JAX's ways of waiting raise gloo's errors as ValueError; those of Python code are others.
+        status = _STATUS.match(str(error))
+        if (isinstance(error, ValueError) and status is None) or (status and status[0] in _OURS):
+            raise
+        raise CollectiveError.of(rank, what, error) from error
 
 
 class Watch:
