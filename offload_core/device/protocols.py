@@ -227,7 +227,7 @@ class TensorAccess(Protocol):
         """The tensor's own memory. Only where ``addressable``."""
         ...
 
-    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:  # waits
+    def host_arrays(self, tensors: Sequence[Any]) -> HostArrays:
         """The memory of each of these tensors, which have been computed then. Only where ``addressable``, and for
         gradients where ``sizes.gradients_on_host``."""
         ...
