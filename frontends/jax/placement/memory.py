@@ -41,7 +41,7 @@ def checked_plan(
     n_bytes = len(device.ranks) * sum(array.nbytes for array in others)
     planned.append(PlanRow(NOT_TRAINED, "device", n_bytes, "fewer of them in the tree"))
     there = [] if placement.on_host else [leaves[i] for i in positions if isinstance(leaves[i], jax.Array)]
-    held = sum(_local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
+    held = sum(local_bytes(array) for array in (*there, *others) if not in_host_memory(array))
 
     def plan() -> MemoryPlan:
         made = core.plan_at_once(planned, specs, devices=len(device.ranks), shared=placement.on_host)
@@ -58,10 +58,10 @@ def held_bytes(tree: WrappedTree) -> Counter[tuple[str, str]]:
     for i, leaf in enumerate(tree.leaves):
         if isinstance(leaf, jax.Array):
             what = NOT_TRAINED if i not in layouts else PARAMETERS if layouts[i] is None else SHARDS
-            held["host" if in_host_memory(leaf) else "device", what] += _local_bytes(leaf)
+            held["host" if in_host_memory(leaf) else "device", what] += local_bytes(leaf)
     return held
 
 
-def _local_bytes(array: jax.Array) -> int:
-    """Return the bytes of an array on this process's devices."""
-    return sum(shard.data.nbytes for shard in array.addressable_shards)
+def local_bytes(array: jax.Array) -> int:
+    """Return the bytes of an array on this process's devices; 0 if it was deleted."""
+    return 0 if array.is_deleted() else sum(shard.data.nbytes for shard in array.addressable_shards)

@@ -1,6 +1,5 @@
 """One update of a wrapped tree: its gradients go to the core, and the parameters that it writes become leaves."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from offload_core.support.threads import uninterrupted
 
 from ..devices.mesh.tensors import delete
 from ..devices.numbers import beside_the_accelerator
+from ..placement.memory import local_bytes
 from ..placement.placement import Placement
 from ..tree.trees import summed
 from ..tree.wrapped_tree import Absent, WrappedTree
@@ -185,14 +185,12 @@ class TreeUpdates:
         return self._placement.targets(trained, arrays, donate=donate)
 
     def _present(self, position: int) -> jax.Array:
-        """Return the present leaf. If it is released, replace it by zeros; and so if an update that broke off, or the
-        user, has deleted an array of several devices, because it has no parts then."""
+        """Return the present leaf. If it is released, return zeros in its place; and so if an update that broke off, or
+        the user, has deleted an array of several devices, because it has no parts then."""
         leaf = self._tree.leaves[position]
         if isinstance(leaf, jax.Array) and leaf.is_deleted() and len(leaf.sharding.device_set) > 1:
             leaf = Absent.of(leaf)
-        if isinstance(leaf, Absent):
-            self._tree.leaves[position] = leaf = leaf.empty()
-        return leaf
+        return leaf.empty() if isinstance(leaf, Absent) else leaf
 
     def follow(self) -> None:
         """Make the tree's leaves of the parameters that the core wrote last.
@@ -226,13 +224,13 @@ class TreeUpdates:
         states = parameters.copies_of_states()
         leaves = tree.leaves
         before = {} if self._placement.device.addressable else {i: leaves[i] for i in tree.positions}
+        n_bytes = sum(map(local_bytes, before.values()))
 
         def section() -> None:
             parameters.release(_RELEASED, states)
             leaves[:] = [Absent.of(leaf) if i in before else leaf for i, leaf in enumerate(leaves)]
 
         uninterrupted(section)
-        n_bytes = sum(shard.data.nbytes for array in before.values() for shard in array.addressable_shards)
         if donate:
             delete(before.values())
         return n_bytes
@@ -241,15 +239,14 @@ class TreeUpdates:
         """As ``OffloadedParams.restore``."""
         if not self._parameters.released:
             return
-        before = list(self._tree.leaves)
         try:
             self._parameters.restore_states()
             self._targets = self._new_targets(donate=True)
+        except OffloadError:
+            raise
         except Exception as error:
-            self._tree.leaves[:] = before
-            if isinstance(error, OffloadError):
-                raise
-            needed = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in before if isinstance(leaf, Absent))
+            absent = [leaf for leaf in self._tree.leaves if isinstance(leaf, Absent)]
+            needed = sum(leaf.size * leaf.dtype.itemsize for leaf in absent)
             raise DeviceMemoryError(
                 f"restore(): {format_bytes(needed)} of parameters have no room on the device ({error}); expected room "
                 "for them. All is still released: free memory and call it again"

@@ -1,5 +1,6 @@
 """A pytree as it was wrapped: its structure, its present leaves, and the trained ones among them."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,10 @@ class Absent:
     @classmethod
     def of(cls, array: jax.Array) -> "Absent":
         return cls(array.shape, array.dtype, array.sharding, array.committed)
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
 
     def empty(self) -> jax.Array:
         """Return an array of zeros in this place."""
