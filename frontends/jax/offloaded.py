@@ -166,7 +166,7 @@ class OffloadedParams:
                 "parameters as an argument: jax.jit(lambda params, x: ...)(offloaded.params, x)"
             )
         self._state_lock.change("a read of params", self._updates.follow)
-        self._parameters.check_present()
+        self._updates.check_present()
         return self._tree.now()
 
     @property

@@ -199,3 +199,14 @@ def test_parameters_that_are_written_over_have_the_bits_of_new_ones(where, monke
         assert deleted == [i != 1, i != 1, False]
     offloaded.params["emb"].delete()  # as an update that broke off may leave it
     assert_same_tree(offloaded.load_pytree(twin.to_pytree()), twin.params)
+
+
+def test_a_deleted_parameter_is_never_zeros(on_accelerator):
+    """Of an array on several devices an update that wrote nothing to it once left zeros."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Auto,))
+    place = NamedSharding(mesh, PartitionSpec("x"))
+    params = {name: jax.device_put(jnp.ones(8), place) for name in "ab"}
+    offloaded = wrap(params, lr=1e-2)
+    params["a"].delete()
+    offloaded.update({"a": None, "b": params["b"]})
+    assert offloaded.params["a"].is_deleted()

@@ -27,6 +27,9 @@ _RELEASED = (
     "update() or a load: while they are released, only what reads states works, as saves do"
 )
 
+_NOT_RESTORED = (
+    "restore() broke off, and some parameters have no memory on the device; expected it again: it goes on from there"
+)
 
 _NOTHING: tuple[frozenset[int], Sequence[Any]] = (frozenset(), ())
 
@@ -89,7 +92,7 @@ class TreeUpdates:
         """
         core, placement, trained = self._core, self._placement, self._tree.trained
         self.follow()
-        self._parameters.check_present()
+        self.check_present()
         core.check_readable()  # before the processes meet
         device = core.device
         parameters = [(leaf.path, leaf.dtype) for leaf in trained]
@@ -238,6 +241,7 @@ class TreeUpdates:
     def restore(self) -> None:
         """As ``OffloadedParams.restore``."""
         if not self._parameters.released:
+            self.flush()  # to which it is left if it broke off
             return
         try:
             self._parameters.restore_states()
@@ -257,10 +261,15 @@ class TreeUpdates:
 
     def flush(self) -> None:
         """Bring the leaves to the last update, also those that ``schedule="delayed"`` holds back."""
-        if self._config.schedule == "delayed":
+        self.follow()
+        if self._config.schedule == "delayed" or self._tree.lacks_some:
             self.publish()
-        else:
-            self.follow()
+
+    def check_present(self) -> None:
+        """Raise :class:`StateError` if parameters have no memory on the device."""
+        self._parameters.check_present()
+        if self._tree.lacks_some:
+            raise StateError(_NOT_RESTORED)
 
     def publish(self) -> None:
         """Bring the leaves to the values of their master weights."""

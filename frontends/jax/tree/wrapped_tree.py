@@ -77,6 +77,11 @@ class WrappedTree:
         """The places of the trained leaves."""
         return [leaf.position for leaf in self.trained]
 
+    @property
+    def lacks_some(self) -> bool:
+        """True if parameters are released."""
+        return any(isinstance(self.leaves[leaf.position], Absent) for leaf in self.trained)
+
     def now(self) -> Any:
         """Return the tree with its present leaves."""
         return jax.tree_util.tree_unflatten(self.treedef, self.leaves)
