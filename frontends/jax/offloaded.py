@@ -2,7 +2,7 @@
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Never, Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -134,6 +135,7 @@ class OffloadedParams:
         self._core = Engine(config, self._placement.device, scaler, rules.rules[0])
         self._state_lock, self._parameters = self._core.state_lock, self._core.parameters
         self._planned = checked_plan(self._core, self._placement, leaves, tree.trained, specs)
+        _part(leaves, positions)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
         tensors = self._placement.start(tree.trained, arrays)
         self._state_lock.change("wrap()", self._core.add_parameters, specs, tensors)
@@ -731,3 +733,12 @@ class OffloadedParams:
             return self.count
 
         return transformation(self._tree, self._placement, count, lambda grads: self._update(grads, learning_rate))
+
+
+def _part(leaves: list[Any], positions: Collection[int]) -> None:
+    """Copy trained arrays that are other leaves, too: an update that writes over one would delete the others."""
+    seen = {id(leaf) for i, leaf in enumerate(leaves) if i not in positions}
+    for i in positions:
+        if id(leaves[i]) in seen and isinstance(leaves[i], jax.Array):
+            leaves[i] = jnp.copy(leaves[i])
+        seen.add(id(leaves[i]))

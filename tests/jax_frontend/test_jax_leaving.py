@@ -210,3 +210,22 @@ def test_a_deleted_parameter_is_never_zeros(on_accelerator):
     params["a"].delete()
     offloaded.update({"a": None, "b": params["b"]})
     assert offloaded.params["a"].is_deleted()
+
+
+@pytest.mark.parametrize("where", ["device", "in host memory", "mesh", "no host memory"])
+def test_an_array_that_is_several_leaves_may_be_given_away(where, on_accelerator, monkeypatch):
+    fields = {"mesh": {"mesh": jax.make_mesh((2,), ("dp",))}, "in host memory": {"offload_param": "cpu"}}.get(where, {})
+    if where == "no host memory":
+        monkeypatch.setattr(memory_kinds, "HOST_MEMORY", "far_host")
+    monkeypatch.setattr(memory_kinds, "on_cpu", lambda array: False)
+    array, chosen = jnp.ones((8, 8)), {"a": True, "b": True, "c": True, "frozen": False}
+    offloaded = wrap(dict.fromkeys(chosen, array), lr=1e-2, trainable=chosen, reduce_bucket_size=32, **fields)
+    twin = wrap(dict.fromkeys(chosen, jnp.ones((8, 8))), lr=1e-2, trainable=chosen, reduce_bucket_size=32, **fields)
+    for seed in range(2):
+        gradient = jax.random.normal(jax.random.key(seed), (8, 8))
+        grads = {"a": gradient, "b": gradient, "c": None, "frozen": None}
+        expected = twin.update(grads)
+        assert_same_tree(offloaded.update(grads, donate=True, donate_params=True), expected)
+        assert gradient.is_deleted()
+    offloaded.release(donate=True)
+    assert_same_tree(offloaded.restore(), expected)

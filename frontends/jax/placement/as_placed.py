@@ -33,6 +33,7 @@ from ..tree.memory_kinds import (
     check_host_memory,
     has_host_memory,
     in_device_memory,
+    in_host_memory,
     lies_as,
     start_to_host,
 )
@@ -190,7 +191,7 @@ class AsPlaced(ABC):
         array = self._beside(gradient, like)
         parts = self._arrays.parts(leaf, array)
         copies = list(map(start_to_host, parts))
-        if donate and any(copy is not part for copy, part in zip(copies, parts, strict=True)):
+        if donate and all(map(in_host_memory, copies)) and not any(map(in_host_memory, parts)):
             delete((gradient, array, *parts))  # the copies keep the memory until they have read it
         return copies
 

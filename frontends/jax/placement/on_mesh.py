@@ -189,7 +189,7 @@ class OnMesh:
 
     def written(self, leaf: Leaf, targets: Sequence[Any], like: jax.Array) -> jax.Array:
         [target] = targets
-        if 0 in like.shape:  # it lies in no bucket, and the old array may be donated by now
+        if like.size == 0:  # it lies in no bucket, and the old array may be donated by now
             return self._axis.replicate(np.empty(like.shape, like.dtype))
         # On one device XLA calls a sharding replicated that is cut.
         return target.array if leaf.layout is None else self._put(leaf, target.array)

@@ -1,5 +1,6 @@
 """One update of a wrapped tree: its gradients go to the core, and the parameters that it writes become leaves."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -110,9 +111,11 @@ class TreeUpdates:
         if all(array is None for array in arrays):
             raise GradientError("update: every gradient is None, expected at least one array")
         gradients: dict[int, Any] = {}
+        uses = Counter(map(id, arrays))  # one of several leaves is deleted in the end
         for leaf, array, like in zip(trained, arrays, likes, strict=True):
             if array is not None:
-                parts = placement.as_gradient(leaf, summed(array), like, unreduced=unreduced, donate=donate)
+                gives = donate and uses[id(array)] == 1
+                parts = placement.as_gradient(leaf, summed(array), like, unreduced=unreduced, donate=gives)
                 for i, part in zip(leaf.params, parts, strict=True):
                     self._gradients.check(i, part)
                     gradients[i] = part
