@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any, Never, Unpack
+from typing import Any, Never, TypeVar, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,8 @@ from .training.loss_scale import DeviceScale
 from .training.updates import TreeUpdates
 from .tree.trees import Mask, check_nnx, mask_leaves, of_params, parameter_positions
 from .tree.wrapped_tree import WrappedTree
+
+T = TypeVar("T")
 
 
 def wrap(
@@ -149,7 +151,7 @@ class OffloadedParams:
         self._updates = TreeUpdates(self._core, self._placement, tree, self._loss_scale)
         self._states = TreeStates(self._core, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._core, self._placement, tree)
-        self._weights = NamedWeights(self._core, tree, self._states.whole_leaf)
+        self._weights = NamedWeights(self._core, tree, self._states.whole_leaf, self._between_updates)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._core.__reduce_ex__(protocol)  # it says what to do instead
@@ -398,6 +400,10 @@ class OffloadedParams:
                 into(name, value)
             weights += 1
         return weights
+
+    @public("named_weights()")
+    def _between_updates(self, act: Callable[[], T]) -> T:
+        return act()
 
     @property
     def is_released(self) -> bool:

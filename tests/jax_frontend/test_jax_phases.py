@@ -10,10 +10,12 @@ import torch
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from frontends.jax import wrap
+from frontends.jax.devices.context import LaterUpdate
 from frontends.jax.devices.mesh.device import JaxMeshDevice
 from frontends.jax.placement import placement
 from frontends.jax.tree.wrapped_tree import Absent
 from offload_core.errors import ConfigError, DeviceMemoryError, ParameterError, StateError
+from offload_core.support.threads import Task
 from tests.support.jax_models import assert_same_tree
 
 SHAPES = {"a": (16, 8), "b": (10,), "c": (7, 3), "n": (5,)}
@@ -216,6 +218,17 @@ def test_one_weight_is_in_memory_at_a_time(make_on_device):
         gc.collect()
         assert len(jax.live_arrays()) == before - 1
     assert alive == [1] * 5
+
+
+def test_no_weight_is_read_while_a_thread_updates(make_on_device, monkeypatch):
+    offloaded = make_on_device()
+    weights = offloaded.named_weights(dtype="float32")
+    next(weights)
+    # Its thread has not begun it yet.
+    monkeypatch.setattr(LaterUpdate, "ask", lambda self, act: setattr(self, "_task", Task(act)))
+    offloaded.update(grads_of(1), wait=False)
+    with pytest.raises(StateError, match=r"named_weights\(\): the parameters have changed since it began"):
+        next(weights)
 
 
 def test_weights_since_a_report_are_those_that_changed(make_on_device):

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -36,7 +37,15 @@ class WeightRequest:
 class NamedWeights:
     """Hands out the weights of a tree, and knows which of them have changed since a report."""
 
-    def __init__(self, core: Engine, tree: WrappedTree, whole_leaf: WholeLeaf) -> None:
+    def __init__(
+        self,
+        core: Engine,
+        tree: WrappedTree,
+        whole_leaf: WholeLeaf,
+        between_updates: Callable[[Callable[[], Named]], Named],
+    ) -> None:
+        self._between_updates = between_updates
+        """Calls a function after the update that was asked for and not waited for."""
         self._changes, self._tree, self._whole_leaf = core.changes, tree, whole_leaf
         self._names = dotted_names(tree.now())
         self._params = {leaf.position: list(leaf.params) for leaf in tree.trained}
@@ -62,13 +71,18 @@ class NamedWeights:
         self, positions: list[int], dtype: np.dtype | None, targets: Mapping[str, np.ndarray] | None, device: Any
     ) -> Iterator[Named]:
         began = self._changes.number
-        for i in positions:
+
+        def weight(i: int) -> Named:
             if self._changes.number != began:
                 raise StateError(
                     "named_weights(): the parameters have changed since it began; expected all weights to be taken "
                     "before the next update or load: call it again"
                 )
-            yield self._weight(i, dtype, targets, device)  # not held here: the next one comes when it may be gone
+            return self._weight(i, dtype, targets, device)
+
+        for i in positions:
+            # It is not held here: the next one comes when it may be gone.
+            yield self._between_updates(partial(weight, i))
 
     def _weight(
         self, position: int, dtype: np.dtype | None, targets: Mapping[str, np.ndarray] | None, device: Any
