@@ -163,11 +163,12 @@ def test_a_restore_that_breaks_off_leaves_no_zeros_and_goes_on(where, monkeypatc
                 raise error
             return act(*given)
 
-        with monkeypatch.context() as patch, pytest.raises(error):
+        with monkeypatch.context() as patch:
             patch.setattr(of, name, breaks_off)
-            offloaded.restore()
+            with pytest.raises(error):
+                offloaded.restore()
         assert offloaded.is_released == (error is KeyboardInterrupt)
-        with pytest.raises(StateError, match=r"released, and have no|restore\(\) broke off, and some parameters have no"):
+        with pytest.raises(StateError, match=r"are released|restore\(\) broke off, and some parameters have no"):
             _ = offloaded.params
         if offloaded.is_released:
             assert_same_tree(offloaded.to_pytree(), twin.to_pytree())

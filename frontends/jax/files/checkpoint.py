@@ -30,7 +30,7 @@ from ..devices.device import read
 from ..placement.placement import Placement
 from ..tree.shards import local_shards, on_devices
 from ..tree.trees import dotted_names, from_numpy, is_array, is_key, numpy_form
-from ..tree.wrapped_tree import WrappedTree
+from ..tree.wrapped_tree import Absent, WrappedTree
 
 
 def _is_key_of(kind: str, value: Any) -> bool:
@@ -146,9 +146,14 @@ class TreeCheckpoints:
         return [names[leaf.position] for leaf in self._tree.trained for _ in leaf.params]
 
     def _tensors(self) -> list[Any]:
-        if self._parameters.released:  # a save reads their master weights
-            return [None for leaf in self._tree.trained for _ in leaf.params]
-        return self._placement.start(self._tree.trained, [self._leaves[i] for i in self._trained])
+        found: list[Any] = []
+        for leaf in self._tree.trained:
+            array = self._leaves[leaf.position]
+            if self._parameters.released or isinstance(array, Absent) or array.is_deleted():
+                found += [None for _ in leaf.params]  # master weights are read and written
+            else:
+                found += self._placement.start([leaf], [array])
+        return found
 
     def _target(self, name: str, i: int) -> Target:
         shape, dtype = _form(name, self._leaves[i])
