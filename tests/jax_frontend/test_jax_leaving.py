@@ -138,6 +138,28 @@ def test_a_model_that_does_not_gather_gets_one_error(on_accelerator):
         offloaded.value_and_grad(plain)(offloaded.params, TOKENS)
 
 
+@pytest.mark.parametrize("fields", [{}, {"offload_param": "cpu"}], ids=["parameters on the device", "on the host"])
+def test_a_loop_or_a_branch_that_takes_a_parameter_from_outside_gets_one_error(fields, on_accelerator):
+    offloaded = wrap({"w": jnp.eye(WIDTH)}, lr=1e-2, **fields)
+    product = gathered(lambda params, x: x @ params["w"])
+
+    def looping(params, x):
+        return jax.lax.map(lambda row: product(params, row), x).sum()
+
+    def branching(params, x):
+        return jax.lax.cond(x.sum() > 0, lambda x: product(params, x), lambda x: x, x).sum()
+
+    for loss in (looping, branching):
+        with pytest.raises(ParameterError, match=r"from outside.*expected gather_params\(params\) before that"):
+            offloaded.value_and_grad(loss, gathers=True)(offloaded.params, jnp.ones((2, WIDTH)))
+
+        def gathered_before(params, x, loss=loss):
+            return loss(gather_params(params), x)
+
+        grad_fn = offloaded.value_and_grad(gathered_before, gathers=True)
+        assert grad_fn(offloaded.params, jnp.ones((2, WIDTH)))[0] == 2 * WIDTH
+
+
 def test_devices_without_host_memory_are_refused_and_keep_gradients(on_accelerator, monkeypatch):
     monkeypatch.setattr(memory_kinds, "HOST_MEMORY", "far_host")
     with pytest.raises(

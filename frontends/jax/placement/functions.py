@@ -68,7 +68,17 @@ def gathering(compute: Compute, leave: Sequence[bool]) -> Compute:
             return [DeviceShard(array, tangent, ToHost()) if leaves else tangent for array, tangent, leaves in given]
 
         pairs = zip(trained, leave, strict=True)
-        return compute([host_tangent(array) if leaves else array for array, leaves in pairs], *others, seen=gathered)
+        tangents = [host_tangent(array) if leaves else array for array, leaves in pairs]
+        try:
+            return compute(tangents, *others, seen=gathered)
+        except ValueError as error:
+            if "Expected cotangent type" not in str(error):
+                raise
+            raise ParameterError(
+                "value_and_grad: a parameter that is to be gathered was computed with, or a lax.scan or lax.map takes "
+                "it from outside, or only some branches of a lax.cond do; expected gather_params(params) before that, or "
+                f"the parameter among the arrays that the scan goes over ({error})"
+            ) from error
 
     return of_gathered
 
