@@ -76,8 +76,8 @@ def gathering(compute: Compute, leave: Sequence[bool]) -> Compute:
                 raise
             raise ParameterError(
                 "value_and_grad: a parameter that is to be gathered was computed with, or a lax.scan or lax.map takes "
-                "it from outside, or only some branches of a lax.cond do; expected gather_params(params) before that, or "
-                f"the parameter among the arrays that the scan goes over ({error})"
+                "it from outside, or only some branches of a lax.cond do; expected gather_params(params) before that, "
+                f"or the parameter among the arrays that the scan goes over ({error})"
             ) from error
 
     return of_gathered
