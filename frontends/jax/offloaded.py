@@ -137,7 +137,7 @@ class OffloadedParams:
         self._core = Engine(config, self._placement.device, scaler, rules.rules[0])
         self._state_lock, self._parameters = self._core.state_lock, self._core.parameters
         self._planned = checked_plan(self._core, self._placement, leaves, tree.trained, specs)
-        _part(leaves, positions)
+        _copy_shared(leaves, positions)
         arrays = [self._placement.place(leaf.path, leaves[leaf.position]) for leaf in tree.trained]
         tensors = self._placement.start(tree.trained, arrays)
         self._state_lock.change("wrap()", self._core.add_parameters, specs, tensors)
@@ -226,7 +226,8 @@ class OffloadedParams:
                 stage 3. In a ``lax.scan`` over stacked layers each layer's gradient then leaves the device alone;
                 otherwise the gradient of the whole stack does, in the end.
             keep_gradients: True: gradients stay on the devices, for a program that computes with them before it gives
-                them to :meth:`update`. In host memory JAX does not let them meet arrays of the device.
+                them to :meth:`update`. In host memory JAX does not let them meet arrays of the device. Not with
+                ``offload_param="cpu"``.
 
         Raises (when called):
             ParameterError: the parameters have another structure; no argument is split over the mesh axis.
@@ -741,7 +742,7 @@ class OffloadedParams:
         return transformation(self._tree, self._placement, count, lambda grads: self._update(grads, learning_rate))
 
 
-def _part(leaves: list[Any], positions: Collection[int]) -> None:
+def _copy_shared(leaves: list[Any], positions: Collection[int]) -> None:
     """Copy trained arrays that are other leaves, too: an update that writes over one would delete the others."""
     seen = {id(leaf) for i, leaf in enumerate(leaves) if i not in positions}
     for i in positions:

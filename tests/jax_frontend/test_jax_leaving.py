@@ -134,6 +134,10 @@ def test_a_scan_that_gathers_copies_each_layer_in_its_body(on_accelerator):
 
 def test_a_model_that_does_not_gather_gets_one_error(on_accelerator):
     offloaded = wrap(stacked(), lr=1e-2, offload_param="cpu")
+    with pytest.raises(
+        ConfigError, match="keep_gradients=True with offload_param='cpu'.* expected keep_gradients=False"
+    ):
+        offloaded.value_and_grad(gathering, keep_gradients=True)
     with pytest.raises(ParameterError, match=r"is to be gathered was indexed; expected it to be gathered first"):
         offloaded.value_and_grad(plain)(offloaded.params, TOKENS)
 

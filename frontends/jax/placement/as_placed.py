@@ -307,6 +307,11 @@ class InHostMemory(OnHosts):
         return True
 
     def compile(self, compute: Compute, parameters: Sequence[Leaf], asked: Asked) -> Compiled:
+        if asked.keep_gradients:
+            raise ConfigError(
+                "value_and_grad: keep_gradients=True with offload_param='cpu', where gradients come to host memory as "
+                "the parameters do; expected keep_gradients=False: a jax.jit of your own computes with them on the device"
+            )
         return super().compile(compute, parameters, asked._replace(gathers=True))
 
 
