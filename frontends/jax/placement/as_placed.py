@@ -310,7 +310,7 @@ class InHostMemory(OnHosts):
         if asked.keep_gradients:
             raise ConfigError(
                 "value_and_grad: keep_gradients=True with offload_param='cpu', where gradients come to host memory as "
-                "the parameters do; expected keep_gradients=False: a jax.jit of your own computes with them on the device"
+                "the parameters do; expected keep_gradients=False"
             )
         return super().compile(compute, parameters, asked._replace(gathers=True))
 
