@@ -151,7 +151,7 @@ class OffloadedParams:
         self._updates = TreeUpdates(self._core, self._placement, tree, self._loss_scale)
         self._states = TreeStates(self._core, self._placement, tree)
         self._checkpoints = TreeCheckpoints(self._core, self._placement, tree)
-        self._weights = NamedWeights(self._core, tree, self._states.whole_leaf, self._between_updates)
+        self._weights = NamedWeights(self._core, tree, self._states.whole_leaf)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self._core.__reduce_ex__(protocol)  # it says what to do instead
@@ -392,7 +392,7 @@ class OffloadedParams:
         refuse_jit("named_weights()")
         self._later.wait()
         self._flush_present()
-        given = self._weights.give(WeightRequest(dtype, into, since, device))
+        given = self._weights.give(WeightRequest(dtype, into, since, device), self._between_updates)
         if into is None:
             return given
         weights = 0

@@ -22,6 +22,7 @@ from ..tree.wrapped_tree import WrappedTree
 from .export import WholeLeaf
 
 Named = tuple[str, Any]
+BetweenUpdates = Callable[[Callable[[], Named]], Named]
 
 
 @dataclass(frozen=True)
@@ -37,15 +38,7 @@ class WeightRequest:
 class NamedWeights:
     """Hands out the weights of a tree, and knows which of them have changed since a report."""
 
-    def __init__(
-        self,
-        core: Engine,
-        tree: WrappedTree,
-        whole_leaf: WholeLeaf,
-        between_updates: Callable[[Callable[[], Named]], Named],
-    ) -> None:
-        self._between_updates = between_updates
-        """Calls a function after the update that was asked for and not waited for."""
+    def __init__(self, core: Engine, tree: WrappedTree, whole_leaf: WholeLeaf) -> None:
         self._changes, self._tree, self._whole_leaf = core.changes, tree, whole_leaf
         self._names = dotted_names(tree.now())
         self._params = {leaf.position: list(leaf.params) for leaf in tree.trained}
@@ -54,8 +47,13 @@ class NamedWeights:
         seen to be new."""
         self._look(-1)
 
-    def give(self, asked: WeightRequest) -> Iterator[Named]:
-        """Check the arguments, and return the weights. With several processes all must take all of them."""
+    def give(self, asked: WeightRequest, between_updates: BetweenUpdates) -> Iterator[Named]:
+        """Check the arguments, and return the weights. With several processes all must take all of them.
+
+        Args:
+            between_updates: calls a function after the update that was asked for and not waited for. It is not kept:
+                it belongs to the object that owns this one.
+        """
         leaves = self._tree.leaves
         dtype, number = _element_type(asked.dtype), self._number_of(asked.since)
         self._look(self._changes.number)
@@ -65,10 +63,15 @@ class NamedWeights:
             trained = self._changes.since(number)
             positions = [i for i in positions if self._changed(i, trained, number)]
         device = cpu_device() if asked.device is None else asked.device
-        return self._read(positions, dtype, targets, device)
+        return self._read(positions, dtype, targets, device, between_updates)
 
     def _read(
-        self, positions: list[int], dtype: np.dtype | None, targets: Mapping[str, np.ndarray] | None, device: Any
+        self,
+        positions: list[int],
+        dtype: np.dtype | None,
+        targets: Mapping[str, np.ndarray] | None,
+        device: Any,
+        between_updates: BetweenUpdates,
     ) -> Iterator[Named]:
         began = self._changes.number
 
@@ -82,7 +85,7 @@ class NamedWeights:
 
         for i in positions:
             # It is not held here: the next one comes when it may be gone.
-            yield self._between_updates(partial(weight, i))
+            yield between_updates(partial(weight, i))
 
     def _weight(
         self, position: int, dtype: np.dtype | None, targets: Mapping[str, np.ndarray] | None, device: Any
