@@ -146,7 +146,7 @@ class StateAddresses:
             if moment is None
             else (rows["moments"][:, moment], rows["scales"][:, moment])
         )
-        data[:] = self.of(elements)
+        data[:] = self.data_at + elements * self.format.stored.itemsize
         if self.beside_at:
             beside[:] = self.beside_at + elements // self.format.block
         if self.upper_at:
