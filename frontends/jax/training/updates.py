@@ -176,12 +176,9 @@ class TreeUpdates:
         if may_be_read and not params <= given.gradients.keys():  # a bucket waits for its last gradients to be read
             self._unread = (params | given.gradients.keys(), (*unread, *given.donated))
             return
-        delete(unread)
-        if may_be_read or self._config.schedule == "delayed":
-            self._unread = (frozenset(given.gradients), tuple(given.donated))
-        else:
-            self._unread = _NOTHING
-            delete(given.donated)
+        may_be_read |= self._config.schedule == "delayed"
+        delete(unread if may_be_read else [*unread, *given.donated])
+        self._unread = (frozenset(given.gradients), tuple(given.donated)) if may_be_read else _NOTHING
 
     def _new_targets(self, *, donate: bool = False) -> list[Any]:
         """Return tensors for the next parameters."""
