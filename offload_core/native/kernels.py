@@ -109,12 +109,12 @@ def set_instruction_set(name: str) -> None:
     supported = kernel_info().supported
     if name not in supported:
         raise ConfigError(f"instruction set {name!r}: this processor has {', '.join(supported)}; choose one of them")
-    _check("oc_set_isa", lib.oc_set_isa(INSTRUCTION_SETS[name]))
+    if code := lib.oc_set_isa(INSTRUCTION_SETS[name]):
+        raise _failed("oc_set_isa", code)
 
 
-def _check(function: str, code: int) -> None:
-    if code:
-        raise KernelError(f"{function} failed: {_REASONS.get(code, f'code {code}')}")
+def _failed(function: str, code: int) -> KernelError:
+    return KernelError(f"{function} failed: {_REASONS.get(code, f'code {code}')}")
 
 
 def _pointer(ctype: str, array: np.ndarray) -> Any:
@@ -170,15 +170,9 @@ def update(
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS
     kind = kind_of(grad_dtype, param_dtype, rule, keep_states, master_format, moment_formats)
-    code = lib.oc_update(
-        _pointer("oc_segment *", segments),
-        len(segments),
-        _pointer("oc_scalars *", scalars),
-        len(scalars),
-        kind[0],
-        threads,
-    )
-    _check("oc_update", code)
+    rows, values = ffi.from_buffer("oc_segment[]", segments), ffi.from_buffer("oc_scalars[]", scalars)
+    if code := lib.oc_update(rows, len(rows), values, len(values), kind[0], threads):
+        raise _failed("oc_update", code)
 
 
 class Kernels(Protocol):
@@ -273,7 +267,8 @@ def decode(
     """
     assert out.dtype == np.float32
     state = _state(state_format, data, out.size, scales, high, ties, has_sign)
-    _check("oc_decode", lib.oc_decode(state, _pointer("float *", out), threads))
+    if code := lib.oc_decode(state, _pointer("float *", out), threads):
+        raise _failed("oc_decode", code)
 
 
 def encode(
@@ -290,7 +285,8 @@ def encode(
     """The state = ``values`` (float32), rounded to nearest even. The other arguments are those of ``decode``."""
     assert values.dtype == np.float32
     state = _state(state_format, data, values.size, scales, high, ties, has_sign)
-    _check("oc_encode", lib.oc_encode(state, _pointer("float *", values), threads))
+    if code := lib.oc_encode(state, _pointer("float *", values), threads):
+        raise _failed("oc_encode", code)
 
 
 def sum_squares(spans: np.ndarray, dtype: ElementType, bins: np.ndarray, *, threads: int) -> None:
@@ -298,16 +294,17 @@ def sum_squares(spans: np.ndarray, dtype: ElementType, bins: np.ndarray, *, thre
     assert spans.dtype == SPAN
     assert bins.dtype == np.int64
     assert bins.shape == (NORM_BINS,)
-    code = lib.oc_sum_squares(
-        _pointer("oc_span *", spans), len(spans), dtype.code, _pointer("int64_t *", bins), threads
-    )
-    _check("oc_sum_squares", code)
+    rows, sums = ffi.from_buffer("oc_span[]", spans), ffi.from_buffer("int64_t[]", bins, require_writable=True)
+    if code := lib.oc_sum_squares(rows, len(rows), dtype.code, sums, threads):
+        raise _failed("oc_sum_squares", code)
 
 
 def accumulate(spans: np.ndarray, dtype: ElementType, *, threads: int) -> None:
     """``dst += float32(src)`` for every span; ``dst`` is float32, ``src`` is ``dtype``."""
     assert spans.dtype == SPAN
-    _check("oc_accumulate", lib.oc_accumulate(_pointer("oc_span *", spans), len(spans), dtype.code, threads))
+    rows = ffi.from_buffer("oc_span[]", spans)
+    if code := lib.oc_accumulate(rows, len(rows), dtype.code, threads):
+        raise _failed("oc_accumulate", code)
 
 
 def reduction_of(
@@ -332,27 +329,31 @@ def reduce(
     assert src.size == n_sources * dst.size
     assert dst.dtype == np.float32
     reduction = reduction_of(address(src), n_sources, src_type, address(dst), dst.size, divisor=divisor, add=add)
-    _check("oc_reduce", lib.oc_reduce(reduction, threads))
+    if code := lib.oc_reduce(reduction, threads):
+        raise _failed("oc_reduce", code)
 
 
 def check_update(segments: np.ndarray, scalars: np.ndarray, kind: Any) -> None:
     """Refuse the arguments that :func:`update` refuses. Addresses may be a device's."""
     assert segments.dtype == SEGMENT
     assert scalars.dtype == SCALARS
-    arrays = _pointer("oc_segment *", segments), len(segments), _pointer("oc_scalars *", scalars), len(scalars)
-    _check("oc_update", lib.oc_check_update(*arrays, kind[0]))
+    rows, values = ffi.from_buffer("oc_segment[]", segments), ffi.from_buffer("oc_scalars[]", scalars)
+    if code := lib.oc_check_update(rows, len(rows), values, len(values), kind[0]):
+        raise _failed("oc_update", code)
 
 
 def check_spans(function: str, spans: np.ndarray, src: ElementType, dst: ElementType | None) -> None:
     """Refuse the arguments that this function of spans refuses. Addresses may be a device's."""
     assert spans.dtype == SPAN
-    types = src.code, lib.OC_FLOAT32 if dst is None else dst.code
-    _check(function, lib.oc_check_spans(_pointer("oc_span *", spans), len(spans), *types, dst is not None))
+    rows, types = ffi.from_buffer("oc_span[]", spans), (src.code, lib.OC_FLOAT32 if dst is None else dst.code)
+    if code := lib.oc_check_spans(rows, len(rows), *types, dst is not None):
+        raise _failed(function, code)
 
 
 def check_reduction(reduction: Any) -> None:
     """Refuse the reduction that :func:`reduce` refuses. Addresses may be a device's."""
-    _check("oc_reduce", lib.oc_check_reduction(reduction))
+    if code := lib.oc_check_reduction(reduction):
+        raise _failed("oc_reduce", code)
 
 
 def device_text() -> str:
@@ -369,13 +370,31 @@ def view(address: int, numel: int, dtype: ElementType) -> np.ndarray:
 def cast(spans: np.ndarray, src: ElementType, dst: ElementType, *, threads: int) -> None:
     """``dst = src`` for every span, rounded to nearest even."""
     assert spans.dtype == SPAN
-    _check("oc_cast", lib.oc_cast(_pointer("oc_span *", spans), len(spans), src.code, dst.code, threads))
+    rows = ffi.from_buffer("oc_span[]", spans)
+    if code := lib.oc_cast(rows, len(rows), src.code, dst.code, threads):
+        raise _failed("oc_cast", code)
 
 
 def cast_array(src: np.ndarray, src_type: ElementType, dst: np.ndarray, dst_type: ElementType, threads: int) -> None:
     """``cast`` of one whole array into another of the same length."""
-    assert src.size == dst.size
-    cast(spans_of([(address(src), address(dst), src.size)]), src_type, dst_type, threads=threads)
+    cast_arrays([src], src_type, [dst], dst_type, threads)
+
+
+def cast_arrays(
+    sources: Sequence[np.ndarray],
+    src_type: ElementType,
+    targets: Sequence[np.ndarray],
+    dst_type: ElementType,
+    threads: int,
+) -> None:
+    """``cast`` of whole arrays, each into another of the same length."""
+    rows = np.empty(len(sources), SPAN)
+    for i, (src, dst) in enumerate(zip(sources, targets, strict=True)):
+        assert src.size == dst.size
+        assert src.flags.c_contiguous
+        assert dst.flags.c_contiguous
+        rows[i] = src.ctypes.data, dst.ctypes.data, src.size
+    cast(rows, src_type, dst_type, threads=threads)
 
 
 def bind_workers(cpus: Sequence[int]) -> None:
@@ -384,12 +403,14 @@ def bind_workers(cpus: Sequence[int]) -> None:
     The calling threads are not bound. From now on, a calling thread that may run elsewhere leaves all pieces to the
     workers.
     """
-    _check("oc_bind_workers", lib.oc_bind_workers(ffi.new("int32_t[]", list(cpus)), len(cpus)))
+    if code := lib.oc_bind_workers(ffi.new("int32_t[]", list(cpus)), len(cpus)):
+        raise _failed("oc_bind_workers", code)
 
 
 def first_touch(array: np.ndarray, *, threads: int) -> None:
     """Write one zero to each page of a fresh array, from the pool's threads."""
-    _check("oc_first_touch", lib.oc_first_touch(_pointer("void *", array), array.nbytes, threads))
+    if code := lib.oc_first_touch(_pointer("void *", array), array.nbytes, threads):
+        raise _failed("oc_first_touch", code)
 
 
 def segments_of(rows: Sequence[Mapping[str, int | Sequence[int]]]) -> np.ndarray:

@@ -69,6 +69,15 @@ class Hyper(Protocol):
 class StateMemory(Protocol):
     """A run of a state in memory to which kernels can point: of the host, or of a device."""
 
+    @property
+    def at(self) -> "Pointing":
+        """Points to it."""
+        ...
+
+
+class Pointing(Protocol):
+    """Points kernels to a run of a state."""
+
     def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
         """Have the kernel's rows point to these elements: of the master weight (None), or of the moment of this
         number."""
@@ -168,9 +177,9 @@ class Rule(ABC):
         """
         rows = np.zeros(len(offsets), kernels.SEGMENT)
         for moment, state in enumerate(self.states):
-            states[state.name].point(rows, moment, offsets)
+            states[state.name].at.point(rows, moment, offsets)
         if MASTER in states:
-            states[MASTER].point(rows, None, offsets)
+            states[MASTER].at.point(rows, None, offsets)
         rows["numel"] = numels
         return rows
 

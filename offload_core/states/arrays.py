@@ -118,40 +118,49 @@ class StateRun(ABC):
 
 
 class StateAddresses:
-    """The addresses of a state in the memory of the kernels that update it.
+    """The addresses of a run of a state's elements, in the memory of the kernels that update it.
 
     Args:
-        data_at: the address of the elements in the format's stored type.
+        data_at: the address of the state's elements in the format's stored type.
         beside_at: the address of the bytes that blocks of elements share; 0: the format has none.
         upper_at: the address of the parameter's elements, if they are the upper half of the state; else 0.
+        first: the number of the state's element at which the run begins.
     """
 
-    def __init__(self, format: StateFormat, data_at: int, beside_at: int = 0, upper_at: int = 0) -> None:
+    def __init__(
+        self, format: StateFormat, data_at: int, beside_at: int = 0, upper_at: int = 0, *, first: int = 0
+    ) -> None:
         self.format = format
-        self.data_at, self.beside_at, self.upper_at = data_at, beside_at, upper_at
+        self._data_at, self._beside_at, self._upper_at, self._first = data_at, beside_at, upper_at, first
 
-    def of(self, elements: np.ndarray) -> np.ndarray:
-        """Return the address of each of these elements."""
-        return (self.data_at + elements * self.format.stored.itemsize).astype(np.uintp)
+    def after(self, numel: int) -> "StateAddresses":
+        """Return the addresses of the run without its first ``numel`` elements."""
+        first = self._first + numel
+        return StateAddresses(self.format, self._data_at, self._beside_at, self._upper_at, first=first)
 
-    def point(self, rows: np.ndarray, moment: int | None, elements: np.ndarray) -> None:
+    def of(self, offsets: np.ndarray) -> np.ndarray:
+        """Return the address of each element at these offsets in the run."""
+        return (self._data_at + (self._first + offsets) * self.format.stored.itemsize).astype(np.uintp)
+
+    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
         """Write the addresses of elements to the kernel's ``rows``, one row for each element.
 
         Args:
             moment: the index of this state among the rule's moments; None: this state is the master weight.
-            elements: the numbers of elements at which a block of the format begins.
+            offsets: the offsets in the run of elements at which a block of the format begins.
         """
         data, beside = (
             (rows["master"], rows["ties"])
             if moment is None
             else (rows["moments"][:, moment], rows["scales"][:, moment])
         )
-        data[:] = self.of(elements)
-        if self.beside_at:
-            beside[:] = self.beside_at + elements // self.format.block
-        if self.upper_at:
+        elements = self._first + offsets
+        data[:] = self._data_at + elements * self.format.stored.itemsize
+        if self._beside_at:
+            beside[:] = self._beside_at + elements // self.format.block
+        if self._upper_at:
             assert self.format.upper is not None
-            rows["high"] = self.upper_at + elements * self.format.upper.itemsize
+            rows["high"] = self._upper_at + elements * self.format.upper.itemsize
 
 
 class StateBytes:
@@ -190,7 +199,8 @@ class StateArray(StateRun):
     ) -> None:
         self.format = format
         self._memory = memory
-        self._at = memory.addresses(format) if at is None else at
+        self.at = memory.addresses(format).after(first) if at is None else at
+        """The run's addresses."""
         self._threads = threads
         self._first = first
         self.size = memory.data.size - first if size is None else size
@@ -223,7 +233,8 @@ class StateArray(StateRun):
     def __getitem__(self, run: slice) -> "StateArray":
         start, stop, _ = run.indices(self.size)
         first, size = self._first + start, max(stop - start, 0)
-        return StateArray(self.format, self._memory, threads=self._threads, first=first, size=size, at=self._at)
+        at = self.at.after(start)
+        return StateArray(self.format, self._memory, threads=self._threads, first=first, size=size, at=at)
 
     @property
     def view(self) -> np.ndarray | None:
@@ -233,14 +244,6 @@ class StateArray(StateRun):
     def upper(self) -> np.ndarray | None:
         upper = self._memory.upper
         return None if upper is None else upper[self._first : self._first + self.size]
-
-    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
-        """As :meth:`StateAddresses.point`; ``offsets`` are counted from the beginning of this run."""
-        self._at.point(rows, moment, self._first + offsets)
-
-    def addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Return the address of each element at these offsets in this run."""
-        return self._at.of(self._first + offsets)
 
     @property
     def stored(self) -> list[np.ndarray]:
@@ -290,7 +293,8 @@ class StateArray(StateRun):
     def _arguments(self, start: int, stop: int) -> dict[str, Any]:
         """Return the kernels' arguments for elements ``[start, stop)`` of the state's memory. A block of the format
         begins at ``start``."""
-        part = StateArray(self.format, self._memory, first=start, size=stop - start, at=self._at)
+        at = self.at.after(start - self._first)
+        part = StateArray(self.format, self._memory, first=start, size=stop - start, at=at)
         data, beside = part.stored
         kinds = {"ties": beside} if self.format is SPLIT else {"scales": beside}
         if part.upper is not None:

@@ -179,14 +179,6 @@ class AddressedStates:
     format: StateFormat
     at: StateAddresses
 
-    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
-        """As :meth:`StateAddresses.point`."""
-        self.at.point(rows, moment, offsets)
-
-    def addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Return the address of each element at these offsets."""
-        return self.at.of(offsets)
-
 
 class RunOnDevice(StateRun):
     """A run of a state's elements in the device's memory. Each read makes a copy."""

@@ -12,7 +12,7 @@ from ..config.state_formats import StateFormat
 from ..layout.partition import Bucket
 from ..memory.host_memory import HostMemory
 from ..rules import MASTER
-from .arrays import StateRun
+from .arrays import StateAddresses, StateRun
 
 
 class KernelStates(Protocol):
@@ -21,12 +21,9 @@ class KernelStates(Protocol):
     @property
     def format(self) -> StateFormat: ...
 
-    def point(self, rows: np.ndarray, moment: int | None, offsets: np.ndarray) -> None:
-        """As :meth:`StateAddresses.point`."""
-        ...
-
-    def addresses(self, offsets: np.ndarray) -> np.ndarray:
-        """Return the address of each element at these offsets."""
+    @property
+    def at(self) -> StateAddresses:
+        """The addresses of its elements."""
         ...
 
 

@@ -154,7 +154,8 @@ class Arrivals:
         if without:
             since.round.closed |= without
             since.begun = True
-        for bucket in self._buckets_of(gradients.keys() | without if without else gradients):
+        params = gradients.keys() | without if without else gradients
+        for bucket in self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all:
             mine = bucket.members.intersection(gradients)
             if mine:
                 if bucket.task is not None:
@@ -218,16 +219,10 @@ class Arrivals:
             params: pop only gradients of these parameters; None: of all parameters.
         """
         deferred = self.since.deferred
-        if not deferred:
-            return {}
         chosen = set(deferred) if params is None else deferred.keys() & params
         given = {param: deferred.pop(param) for param in chosen}
         self._stragglers.update(param for param in given if self.has_left({param}))
         return given
-
-    def _buckets_of(self, params: Collection[int]) -> Sequence[LocalBucket]:
-        """Return the buckets of these parameters, and perhaps further buckets."""
-        return self._buckets.of[next(iter(params))] if len(params) == 1 else self._buckets.all
 
     def ready(self, *, ending: bool = False) -> Iterator[LocalBucket]:
         """Yield the buckets to launch now, in the order of launching. The caller launches each bucket before it takes
@@ -241,22 +236,23 @@ class Arrivals:
             if not ending:
                 return
             since.round = _Round()
-        for bucket in self._in_turn(since.round, ending):
-            since.round.closed |= bucket.members
+        round, is_alone = since.round, self._buckets.device.world_size == 1
+        if not is_alone:
+            turns = self.order[round.next :]
+        else:
+            turns = self.order if ending else round.filled[round.next :]
+            round.next = len(round.filled)
+        for bucket in turns:
+            if is_alone:
+                if bucket.gradient.state is not Gradient.FILLING:
+                    continue
+            elif ending or self._is_full(bucket, round):
+                round.next += 1
+            else:  # a bucket is launched once it is full and all earlier buckets were launched, as on the other ranks
+                return
+            round.closed |= bucket.members
             since.begun = True
             yield bucket
-
-    def _in_turn(self, round: _Round, ending: bool) -> Iterator[LocalBucket]:
-        if self._buckets.device.world_size == 1:
-            full, round.next = round.filled[round.next :], len(round.filled)
-            yield from (
-                bucket for bucket in (self.order if ending else full) if bucket.gradient.state is Gradient.FILLING
-            )
-            return
-        # A bucket is launched once it is full and all earlier buckets were launched, as on the other ranks.
-        while round.next < len(self.order) and (ending or self._is_full(self.order[round.next], round)):
-            round.next += 1
-            yield self.order[round.next - 1]
 
     def end_backward(self, *, has_round: bool) -> None:
         """Record that all ranks have ended a backward.

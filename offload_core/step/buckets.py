@@ -3,6 +3,7 @@
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import starmap
 from typing import Any, TypeVar
 
@@ -31,6 +32,9 @@ from .local_bucket import BucketGradient, Executor, LocalBucket, PieceTable, Wri
 from .on_device import OnDevice
 
 T = TypeVar("T")
+
+_NO_WAIT = nullcontext()
+"""Around the result of a task that is done, which a trace does not show."""
 
 
 class LocalBuckets:
@@ -242,16 +246,11 @@ class LocalBuckets:
             what: the name of the wait in traces.
         """
         try:
-            return self._wait_for(task, what, bucket)
+            with _NO_WAIT if task.done() else self.trace.span(COMPUTE, what, bucket):
+                return task.result()
         except BaseException:
             self.recover()
             raise
-
-    def _wait_for(self, task: Task[T], what: str, bucket: int | None = None) -> T:
-        if task.done():
-            return task.result()
-        with self.trace.span(COMPUTE, what, bucket):
-            return task.result()
 
     def recover(self) -> None:  # waits
         """After a failure: wait for the tasks of the worker and the device, and return all staging memory to its
@@ -266,7 +265,9 @@ class LocalBuckets:
     def run(self, task: Callable[[], T]) -> T:
         """Have the worker do a task after all earlier tasks. Wait for the task, and return its result."""
         try:
-            return self._wait_for(self.worker.submit(task), "wait")
+            asked = self.worker.submit(task)
+            with _NO_WAIT if asked.done() else self.trace.span(COMPUTE, "wait"):
+                return asked.result()
         except BaseException:
             self.recover()
             raise

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..dtypes import FLOAT32
-from ..errors import StateError
+from ..errors import GradientError, StateError
 from ..support.threads import RUNNING_SECTIONS
 from .announced import Announced
 from .arrivals import Arrivals
@@ -128,9 +128,22 @@ class Gradients:
 
     def check(self, param: int, gradient: Any) -> None:
         """Raise :class:`GradientError` if ``gradient`` does not have the parameter's number of elements, or its element
-        type is not the parameter's. Any element type is allowed with ``communication_dtype`` or if
-        :attr:`are_read_in_place`."""
-        self._reduction.check(param, gradient)
+        type is not the parameter's. Any element type is allowed with ``communication_dtype`` or ``layerwise``, or
+        if the update reads gradients in place."""
+        spec = self._buckets.params[param]
+        numel, dtype = self._buckets.device.numel(gradient), self._buckets.device.dtype(gradient)
+        if numel != spec.numel:
+            raise GradientError(
+                f"parameter {spec.name!r}: gradient has {numel} elements, expected {spec.numel}; "
+                "was the parameter resized after wrap()?"
+            )
+        config = self._buckets.config
+        rounds = not (self._buckets.terms.gradients_in_place or config.layerwise) and config.communication_dtype is None
+        if dtype is not spec.dtype and rounds:
+            raise GradientError(
+                f"parameter {spec.name!r}: gradient is {dtype}, expected {spec.dtype} as the parameter is: it would be "
+                f"rounded on its way; set communication_dtype={dtype.name!r}"
+            )
 
     def defer_gradients_of(self, params: Collection[int]) -> None:
         """From now on, defer the gradients of ``params``, and no other gradients, until :meth:`finalize`. No gradient
@@ -261,8 +274,8 @@ class Gradients:
     def _take_stragglers(self) -> None:
         """Put deferred gradients whose parameter was not finalized into buckets. All ranks have such gradients, or no
         rank has."""
-        if left := self._arrivals.take_deferred():
-            self._take(left)
+        if self._arrivals.since.deferred:
+            self._take(self._arrivals.take_deferred())
 
     def _end_round(self, *, boundary: bool = False) -> None:
         self._launch(ending=True, boundary=boundary)

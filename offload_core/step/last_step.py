@@ -61,11 +61,6 @@ class LastStep:
         """True if parameters may still be in flight, or states may still change."""
         return not self._updates.finished
 
-    @property
-    def is_publishing(self) -> bool:
-        """True if parameters may still be in flight."""
-        return self._updates.publishes
-
     def finish(self) -> None:  # waits
         """Wait for all of the last step's updates and parameters, and raise their error."""
         assert self._state_lock.changing.locked() or RUNNING_SECTIONS

@@ -51,7 +51,7 @@ class Parameters:
     @property
     def are_in_flight(self) -> bool:
         """True if parameters that the last step or flush sends may not have arrived yet."""
-        return self._last_step.is_publishing
+        return self._updates.publishes
 
     @property
     def stale(self) -> frozenset[int]:
@@ -120,7 +120,7 @@ class Parameters:
 
     def check_present(self) -> None:
         """Raise :class:`StateError` if parameters have no memory on the device."""
-        if self.released:
+        if self._health.released:
             raise StateError(self._health.released)
 
     def copies_of_states(self) -> Mapping[int, np.ndarray]:

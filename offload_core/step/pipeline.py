@@ -234,7 +234,9 @@ class Pipeline:
             holds_gradients = self.arrivals.holds_gradients
             self.last_step.wait(self.updates.finish_states if holds_gradients else self.updates.finish)
         try:
-            self._collect(given)
+            self.gradients.collect()
+            if self._announced.requested and self._announced.differs(given):
+                self.early.recall()
         except BaseException as error:
             self.last_step.lose_gradient(error)
             raise
@@ -246,12 +248,6 @@ class Pipeline:
         self.last_step.change(partial(self._carry_out, decision, after))
         self._skipped.record(decision.verdict, scale_fell=self.loss_scale < given.loss_scale)
         return replace(decision.report, changes=self.changes.mark)
-
-    def _collect(self, given: StepArguments) -> None:
-        """Wait until all gradients are on the host, and recall parameters that were sent early with other arguments."""
-        self.gradients.collect()
-        if self._announced.requested and self._announced.differs(given):
-            self.early.recall()
 
     def _decide(self, given: StepArguments, gathered: int) -> Decision:
         """Agree with all ranks on the update. This does not change states, but may recall parameters that were sent

@@ -5,7 +5,6 @@ from typing import Any
 
 from ..device.events import Done, WaitedOnce
 from ..device.trace import REDUCTION
-from ..errors import GradientError
 from ..native.grad_norm import SumOfSquares
 from .bucket_states import GradientEvent
 from .buckets import LocalBuckets
@@ -19,25 +18,6 @@ class Reduction:
         self._buckets = buckets
         self.last = WaitedOnce(Done())
         """The arrival of the bucket that was launched last."""
-
-    def check(self, param: int, gradient: Any) -> None:
-        """Raise :class:`GradientError` if ``gradient`` does not have the parameter's number of elements, or its element
-        type is not the parameter's. Any element type is allowed with ``communication_dtype`` or ``layerwise``, or
-        if the update reads gradients in place."""
-        spec = self._buckets.params[param]
-        numel, dtype = self._buckets.device.numel(gradient), self._buckets.device.dtype(gradient)
-        if numel != spec.numel:
-            raise GradientError(
-                f"parameter {spec.name!r}: gradient has {numel} elements, expected {spec.numel}; "
-                "was the parameter resized after wrap()?"
-            )
-        config = self._buckets.config
-        rounds = not (self._buckets.terms.gradients_in_place or config.layerwise) and config.communication_dtype is None
-        if dtype is not spec.dtype and rounds:
-            raise GradientError(
-                f"parameter {spec.name!r}: gradient is {dtype}, expected {spec.dtype} as the parameter is: it would be "
-                f"rounded on its way; set communication_dtype={dtype.name!r}"
-            )
 
     def launch(self, bucket: LocalBucket, *, examine: bool) -> frozenset[int]:
         """Start to reduce the gradients of this bucket over the ranks, and to bring them to their owners' memory.

@@ -16,6 +16,7 @@ section assert ``changing.locked() or RUNNING_SECTIONS``.
 import os
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial, wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -47,17 +48,7 @@ class StateLock:
 
     def run(self, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``act`` while no other thread uses the states."""
-        if RUNNING_SECTIONS and runs_for_another():  # this thread's caller holds the lock
-            return act(*args, **kwargs)
-        with self._of_thread:
-            if self._unfinished:
-                raise StateError(
-                    f"this process was forked while another thread was in the middle of {self._unfinished}: its copy "
-                    "of the states is of no step; expected no use of them here: load a checkpoint in a new process"
-                )
-            if RUNNING_SECTIONS:
-                await_sections()
-            return act(*args, **kwargs)
+        return self._run(act, args, kwargs)
 
     def is_changing(self) -> bool:
         """True if this thread is in the middle of a change."""
@@ -65,19 +56,12 @@ class StateLock:
 
     def change(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``act``, which changes states. This thread may already be in the middle of a change."""
-        return self.run(self._alone, what, True, act, *args, **kwargs)
+        return self._run(act, args, kwargs, what, mixes_steps=True)
 
     def use(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``act``, which changes no states. Meanwhile :meth:`consistent` and :meth:`begin` raise if a signal
         handler of this thread calls them."""
-        return self.run(self._alone, what, False, act, *args, **kwargs)
-
-    def _alone(self, what: str, mixes_steps: bool, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.changing.locked():
-            return act(*args, **kwargs)
-        with self.changing:
-            self._change, self._mixes_steps = what, mixes_steps
-            return act(*args, **kwargs)
+        return self._run(act, args, kwargs, what, mixes_steps=False)
 
     def consistent(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``act``, which needs consistent states.
@@ -85,7 +69,7 @@ class StateLock:
         Raises:
             StateError: this thread is in the middle of a change.
         """
-        return self.run(self._checked, what, act, *args, **kwargs)
+        return self._run(act, args, kwargs, what, consistent=True)
 
     def begin(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
         """Call ``act``, which changes consistent states.
@@ -93,17 +77,46 @@ class StateLock:
         Raises:
             StateError: this thread is already in the middle of a change.
         """
-        change: Callable[P, T] = partial(self._alone, what, True, act)
-        return self.run(self._checked, what, change, *args, **kwargs)
+        return self._run(act, args, kwargs, what, consistent=True, mixes_steps=True)
 
-    def _checked(self, what: str, act: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.changing.locked() and not in_section():
-            raise StateError(
-                f"{what} in the middle of {self._change}, in the same thread (in a signal handler?): some states and "
-                "parameters are of one step, others of the next; expected it between two steps: "
-                "save_on_signal(folder) notes a signal, and saves when the step has ended"
-            )
-        return act(*args, **kwargs)
+    def _run(
+        self,
+        act: Callable[..., T],
+        args: Any,
+        kwargs: Any,
+        what: str = "",
+        *,
+        consistent: bool = False,
+        mixes_steps: bool | None = None,
+    ) -> T:
+        """Call ``act`` while no other thread uses the states.
+
+        Args:
+            what: the call's name.
+            consistent: True to raise :class:`StateError` if this thread is in the middle of a change.
+            mixes_steps: :attr:`_mixes_steps` of the change that the call is, unless it is a part of one; None: it is
+                none.
+        """
+        held = bool(RUNNING_SECTIONS) and runs_for_another()  # by this thread's caller
+        with _HELD if held else self._of_thread:
+            if not held and self._unfinished:
+                raise StateError(
+                    f"this process was forked while another thread was in the middle of {self._unfinished}: its copy "
+                    "of the states is of no step; expected no use of them here: load a checkpoint in a new process"
+                )
+            if not held and RUNNING_SECTIONS:
+                await_sections()
+            if consistent and self.changing.locked() and not in_section():
+                raise StateError(
+                    f"{what} in the middle of {self._change}, in the same thread (in a signal handler?): some states "
+                    "and parameters are of one step, others of the next; expected it between two steps: "
+                    "save_on_signal(folder) notes a signal, and saves when the step has ended"
+                )
+            if mixes_steps is None or self.changing.locked():
+                return act(*args, **kwargs)
+            with self.changing:
+                self._change, self._mixes_steps = what, mixes_steps
+                return act(*args, **kwargs)
 
     def where(self) -> str:
         """Return the name of the call that has the lock, as a line for a user who waits. Takes no lock."""
@@ -121,6 +134,8 @@ class StateLock:
         self._of_thread, self.changing = threading.RLock(), threading.Lock()
 
 
+_HELD = nullcontext()
+"""Stands for the lock in a thread whose caller holds it."""
 _LOCKS: Living[StateLock] = Living()
 
 

@@ -278,7 +278,7 @@ class Updates:
         published = bucket.writes is Writes.STAGING
         out = executor.output(bucket, after) if published else None
         to = executor.addresses(bucket, pieces, tensors, out)
-        spans = kernels.spans(master.addresses(bucket.table.offsets[pieces]), to, bucket.table.numels[pieces])
+        spans = kernels.spans(master.at.of(bucket.table.offsets[pieces]), to, bucket.table.numels[pieces])
         with self._buckets.trace.span(UPDATE, "round", bucket.layout.index):
             executor.memory.cast(spans, BY_NUMPY[master.format.stored], bucket.layout.dtype)
         return self._publish(bucket, _Ran(executor.end(bucket), out, published), tensors, stale, after)

@@ -3,8 +3,8 @@
 Python runs signal handlers in the main thread, between any two of its instructions. ``threading.Condition`` is written
 in Python, and so are the classes built on it (``Event``, ``Semaphore``, ``Thread.start``, ``concurrent.futures``): an
 interrupt in the middle of one leaves its lock taken, and the other thread then waits for ever. Here no lock that two
-threads share is held while Python code runs. A lock of C code in a ``with`` is safe: Python takes no signal between its
-acquisition and the block.
+threads share is held while Python code runs, except where the other thread looks again. A lock of C code in a ``with``
+is safe: Python takes no signal between its acquisition and the block.
 """
 
 import atexit
@@ -64,7 +64,9 @@ class Task(Generic[T]):
         self._claim = threading.Lock()
         """The lock that the thread takes that does the task or cancels it."""
         self._done = False
-        self._ended = Condition()
+        self._going_on = threading.Lock()
+        """Taken until the task has ended. Then each waiter takes it, and gives it back for the next one."""
+        self._going_on.acquire()
         self._result: T | None = None
         self._error: BaseException | None = None
         self.thread: int | None = None
@@ -92,7 +94,7 @@ class Task(Generic[T]):
             self._error = error.with_traceback(trace and trace.tb_next)  # without this frame, which holds the task
         self._act = None
         self._done = True
-        self._ended.notify_all()
+        self._going_on.release()
 
     def cancel(self) -> bool:
         """Cancel the task, so that it never runs. Return False if it was begun."""
@@ -108,8 +110,11 @@ class Task(Generic[T]):
         Raises:
             StateError: it never ends, because this process is a fork of the one whose thread does it.
         """
-        if not self._done:
-            self._ended.wait_for(self._done_here)
+        while not self._done:
+            if os.getpid() != self._process:
+                raise _forked()
+            if self._going_on.acquire(timeout=_LOOK_AGAIN_SECONDS):  # an interrupt may cut another's release
+                self._going_on.release()
 
     def where(self) -> str:
         """Return the function that is called, and since when, as text for somebody who waits for it."""
@@ -119,11 +124,6 @@ class Task(Generic[T]):
         name = getattr(act, "__qualname__", "a task that has just ended").replace("<locals>.", "")
         elsewhere = f", in process {self._process}" * (os.getpid() != self._process)  # this one is a fork
         return f"{name}, for {time.monotonic() - self.begun:.1f} s{elsewhere}"
-
-    def _done_here(self) -> bool:
-        if not self._done:
-            _check_here(self._process)
-        return self._done
 
     def exception(self) -> BaseException | None:
         """Wait for the task, and return its error; None: it had no error."""
@@ -141,13 +141,12 @@ class Task(Generic[T]):
             del self  # the error's traceback holds this frame
 
 
-def _check_here(process: int) -> None:
-    if os.getpid() != process:
-        raise StateError(
-            "this process was forked, and the background thread of the optimizer is in its parent: an update that was "
-            "on its way does not end here, and none begins; expected engine.flush() (offloaded.flush() in JAX) before "
-            "the fork if this process reads parameters, and wrap() in this process if it trains"
-        )
+def _forked() -> StateError:
+    return StateError(
+        "this process was forked, and the background thread of the optimizer is in its parent: an update that was "
+        "on its way does not end here, and none begins; expected engine.flush() (offloaded.flush() in JAX) before "
+        "the fork if this process reads parameters, and wrap() in this process if it trains"
+    )
 
 
 class TaskThread:
@@ -171,7 +170,8 @@ class TaskThread:
         Raises:
             StateError: the thread was told to end, or this process is a fork of the one that it is in.
         """
-        _check_here(self._process)
+        if os.getpid() != self._process:
+            raise _forked()
         if self._closed:
             raise StateError(f"the thread {self._thread.name!r} has ended; expected submit() before close()")
         task = Task(act)

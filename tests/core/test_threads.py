@@ -195,12 +195,15 @@ def test_several_threads_wait_for_one_task():
 
 
 def test_a_waiter_whose_notice_was_cut_short_looks_again():
-    condition, holds = Condition(), []
-    waiter = threading.Thread(target=lambda: condition.wait_for(lambda: holds))
-    waiter.start()
+    condition, holds, task = Condition(), [], Task(lambda: None)
+    waiters = [threading.Thread(target=lambda: condition.wait_for(lambda: holds)), threading.Thread(target=task.wait)]
+    for waiter in waiters:
+        waiter.start()
     holds.append(True)  # and nobody calls notify_all()
-    waiter.join(60)
-    assert not waiter.is_alive()
+    task._done = True  # and nobody releases its lock
+    for waiter in waiters:
+        waiter.join(60)
+        assert not waiter.is_alive()
 
 
 def test_acts_are_done_in_threads_and_the_first_error_is_raised_when_all_have_ended():

@@ -66,7 +66,7 @@ def test_a_save_of_another_thread_waits_for_the_steps_end(monkeypatch, tmp_path)
 
     def save_and_go_on():
         saving.start()
-        until_one_is_in(StateLock.run, torch_state_dict, thread=saving)
+        until_one_is_in(StateLock._run, torch_state_dict, thread=saving)
         saved.append("the step goes on")
         slow.gate.set()
 

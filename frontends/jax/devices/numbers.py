@@ -9,14 +9,17 @@ import numpy as np
 
 
 @contextmanager
-def beside_the_accelerator() -> Iterator[Callable[[int], jax.Array]]:
+def beside_the_accelerator(cpu: jax.Device | None) -> Iterator[Callable[[int], jax.Array]]:
     """Compute on the CPU if JAX has one here, also if the user forbids transfers and promotions: only numbers are
     computed, and optax's own schedules promote.
+
+    Args:
+        cpu: :func:`cpu_device`.
 
     Yields:
         A function that makes an int32 scalar of a number.
     """
-    with jax.default_device(cpu_device()), jax.transfer_guard("allow"), jax.numpy_dtype_promotion("standard"):
+    with jax.default_device(cpu), jax.transfer_guard("allow"), jax.numpy_dtype_promotion("standard"):
         yield lambda number: jax.device_put(np.int32(number))
 
 
@@ -40,8 +43,8 @@ def bias_corrections(betas: Sequence[float], t: int) -> list[float]:
     ``t`` of a thousand.
     """
     in_float32 = [np.float32(beta) for beta in betas]  # a Python float is float64 with jax_enable_x64
-    if cpu_device() is None:
+    if (cpu := cpu_device()) is None:
         return [float(np.float32(1) - np.float32(float(beta) ** t)) for beta in in_float32]
-    with beside_the_accelerator() as number:
+    with beside_the_accelerator(cpu) as number:
         count = number(t)
         return [float(_bias_correction(beta, count)) for beta in in_float32]

@@ -15,7 +15,7 @@ from offload_core.rules import Hyper
 from offload_core.support.threads import uninterrupted
 
 from ..devices.mesh.tensors import delete
-from ..devices.numbers import beside_the_accelerator
+from ..devices.numbers import beside_the_accelerator, cpu_device
 from ..placement.memory import local_bytes
 from ..placement.placement import Placement
 from ..tree.trees import summed
@@ -126,7 +126,7 @@ class TreeUpdates:
         if self._constant is not None and learning_rate is None:
             return self._constant
         updates, hypers = self._core.update_count, []
-        with beside_the_accelerator() as number:
+        with beside_the_accelerator(cpu_device()) as number:
             count = number(updates)
             for group, hyper in self._groups:
                 values = self._config.values(count, group)
@@ -176,12 +176,9 @@ class TreeUpdates:
         if may_be_read and not params <= given.gradients.keys():  # a bucket waits for its last gradients to be read
             self._unread = (params | given.gradients.keys(), (*unread, *given.donated))
             return
-        delete(unread)
-        if may_be_read or self._config.schedule == "delayed":
-            self._unread = (frozenset(given.gradients), tuple(given.donated))
-        else:
-            self._unread = _NOTHING
-            delete(given.donated)
+        may_be_read |= self._config.schedule == "delayed"
+        delete(unread if may_be_read else [*unread, *given.donated])
+        self._unread = (frozenset(given.gradients), tuple(given.donated)) if may_be_read else _NOTHING
 
     def _new_targets(self, *, donate: bool = False) -> list[Any]:
         """Return tensors for the next parameters."""

@@ -156,9 +156,8 @@ class JaxMeshDevice(ArrayMemory):
         def finish() -> None:
             with self._meeting(what):
                 hosts = [np.asarray(copy) for copy in copies]
-            parts = out.reshape(len(hosts), -1)
-            rows = [(kernels.address(a), kernels.address(b), a.size) for a, b in zip(hosts, parts, strict=True)]
-            kernels.cast(kernels.spans_of(rows), BY_NUMPY[hosts[0].dtype], FLOAT32, threads=self._threads)
+            parts = [*out.reshape(len(hosts), -1)]
+            kernels.cast_arrays(hosts, BY_NUMPY[hosts[0].dtype], parts, FLOAT32, self._threads)
 
         self._leaving.append(arrival := _ArrivalEvent(finish))
         return arrival
