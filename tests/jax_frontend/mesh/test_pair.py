@@ -29,9 +29,11 @@ def test_no_law_was_dropped(request):
     """Of two tests of one name in a file, pytest takes the second alone."""
     laws = set()
     for law in request.session.genitems(request.node.getparent(pytest.Package)):
+        if law.get_closest_marker("integration"):  # their libraries may not be there
+            continue
         params = law.callspec.params if hasattr(law, "callspec") else {}
         laws.add((law.path.name, law.originalname, params.get("processes", 1)))
-    assert Counter(processes for _, _, processes in laws) == {1: 102, 2: 47}
+    assert Counter(processes for _, _, processes in laws) == {1: 100, 2: 46}
 
 
 @pytest.mark.slow
