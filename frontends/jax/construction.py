@@ -197,7 +197,8 @@ def _as_given(shardings: Any, tree: Any) -> list[Sharding | None]:
 def _groups(
     left: Sequence[int], forms: Mapping[int, Form], places: Sequence[Sharding | None]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield leaves that one program computes: on the same devices, with no more bytes than the largest leaf."""
+    """Yield groups of leaves, by position. One program computes a group. The leaves of a group lie on the same devices,
+    and together take no more bytes than the largest leaf of the tree."""
     sizes = {i: forms[i].size * forms[i].dtype.itemsize for i in left}
     most = max(sizes.values(), default=0)
     for _, on_these in groupby(left, lambda i: None if (place := places[i]) is None else place.device_set):

@@ -83,7 +83,7 @@ class MeshPart:
         cut = {name: self.mesh for name, shape in shapes.items() if any(cuts_of(shape, self.mesh))}
         if cut and len(config.groups()) > 1:
             raise ConfigError(
-                f"--optimizer {config.optimizer} with --mesh: {next(iter(cut))!r} would be sharded, and is needed "
-                "whole; expected one device, or another optimizer"
+                f"--optimizer {config.optimizer} with --mesh: {next(iter(cut))!r} would be sharded, and the plan does "
+                "not know the memory in which devices exchange its parts; expected one device, or another optimizer"
             )
         return with_rules(specs, shapes, config, stacks=False), arrays

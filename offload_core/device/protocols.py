@@ -294,8 +294,8 @@ class ExchangeSizes(Protocol):
 
     @property
     def gradients_on_host(self) -> bool:
-        """True if each gradient comes in host memory of its own, where kernels read it (``TensorAccess.host_arrays``).
-        There is one rank then."""
+        """True if each gradient is an array in host memory when the core gets it. Kernels read it there
+        (``TensorAccess.host_arrays``). There is one rank then."""
         ...
 
     def arrival(self, comm_dtype: ElementType) -> Arrival:

@@ -50,7 +50,7 @@ class ParamSpec:
     """The shape of the matrices that it consists of, which no bucket cuts; None: its rule updates any run of elements
     alone."""
     cut_at: int | None = None
-    """Buckets cut it only at multiples of so many elements; None: at multiples of a whole matrix."""
+    """The number of elements at whose multiples buckets may cut the parameter; None: the elements of a whole matrix."""
     together: int | None = None
     """The number of the array of which it is a part, with a part of each matrix: ``cut_at`` elements. A bucket holds
     all parts that this process has of a matrix, and no other array; None: it has whole matrices."""

@@ -42,8 +42,8 @@ class _CutLeaf:
 
     @property
     def part_numel(self) -> int:
-        """Elements of a part between which buckets may cut it: those of one matrix. All of them if the stack is cut,
-        too, or a process has several parts."""
+        """The number of elements at whose multiples a bucket may cut a part: the elements of one matrix's part. If the
+        stack is cut, too, or a process has several parts, it is the whole part."""
         numel = self.leaf.shards[0].numel
         return numel if self.cuts_stack or not self.is_one_part else numel // self.stack
 
