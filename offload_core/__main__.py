@@ -1,4 +1,5 @@
-"""``python -m offload_core``: plan a run, look at this machine or at a checkpoint, or take its weights out."""
+"""``python -m offload_core``: plan a run, look at this machine or at a checkpoint, take its weights out, or
+prove that bits are equal."""
 
 import argparse
 import difflib
@@ -9,11 +10,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from .commands import export, info, inspect, plan
+from .commands import export, info, inspect, plan, prove
 from .errors import OffloadError
 from .ranks.consistency import VERSION
 
-COMMANDS = {"plan": plan, "info": info, "inspect": inspect, "export": export}
+COMMANDS = {"plan": plan, "info": info, "inspect": inspect, "export": export, "prove": prove}
 """Each is a module with ``HELP``, ``EXAMPLE``, ``add_arguments(parser)`` and ``run(args)``, which returns the exit
 status."""
 WRONG_ARGUMENTS = 2

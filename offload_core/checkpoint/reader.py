@@ -118,6 +118,10 @@ class Checkpoint:
         """True if it holds any part of this kind of a parameter."""
         return (name, kind) in self._tensors
 
+    def states(self) -> Iterator[tuple[str, str]]:
+        """Yield each parameter with the kinds of its states, ``"master"`` included."""
+        return ((name, kind) for name, kind in self._tensors if kind not in ("value", "param"))
+
     def dtype(self, name: str, kind: str) -> np.dtype:
         """The element type of a tensor.
 

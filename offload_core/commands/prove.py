@@ -1,0 +1,128 @@
+"""``python -m offload_core prove``: one small training in about sixty ways, and the SHA-256 of what each has made."""
+
+import argparse
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import ConfigError
+from ..memory.host_memory import format_bytes
+from ..native.kernels import kernel_info
+from ..prove.runner import Result, Runner, installed
+from ..prove.ways import Task, tasks
+from ..support.launchers import refuse_if_launched
+from .machine import describe
+
+HELP = "train one small model in many ways, and compare their bits"
+EXAMPLE = """example: all ways, on the processor, in two minutes
+  python -m offload_core prove
+a few of them:
+  python -m offload_core prove --quick
+on a GPU:
+  python -m offload_core prove --device cuda"""
+DIFFER = 1
+INTERRUPTED = 130
+SPACE = 100 * 10**6
+"""Bytes of the folder that the ways take, at most."""
+WIDTH = 58
+"""Columns of the name of a way."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="a few ways, in half a minute")
+    parser.add_argument("--device", default="cpu", help="torch's device, such as cuda; JAX takes its default one then")
+    parser.add_argument(
+        "--folder", type=Path, metavar="FOLDER", help="for 100 MB of temporary files (default: that of the system)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    refuse_if_launched("this command to be started once, as it starts ranks itself")
+    frontends = [name for name, found in installed().items() if found]
+    if not frontends:
+        raise ConfigError("prove: neither torch nor jax is installed; expected one: pip install 'offload-core[torch]'")
+    with tempfile.TemporaryDirectory(prefix="offload-core-prove-", dir=args.folder) as name:
+        if (free := shutil.disk_usage(name).free) < SPACE:
+            raise ConfigError(
+                f"prove: {Path(name).parent} has {format_bytes(free)} free, expected {format_bytes(SPACE)}; free some, "
+                "or name another folder: --folder FOLDER"
+            )
+        report = Report()
+        runner = Runner(Path(name), args.device, frontends)
+        try:
+            for task in tasks(kernel_info().supported):
+                report.begin(task)
+                for way in task.ways:
+                    if way.quick or not args.quick:
+                        report.say(task, runner.run(task, way))
+        except KeyboardInterrupt:
+            report.end(interrupted=True)
+            return INTERRUPTED
+    return report.end()
+
+
+class Report:
+    """The table, a line as each way ends."""
+
+    def __init__(self) -> None:
+        self._begin = time.monotonic()
+        self._reference: Result | None = None
+        """The first way of the present task that ran."""
+        self._heading = ""
+        """Of a task of which no way has ended."""
+        self._counts: Counter[str] = Counter()
+        self._differing: list[str] = []
+        about = describe()
+        versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
+        print(f"{about['cpu']}, {about['cores']} processors, {about['instruction set']}; {versions}")
+
+    def begin(self, task: Task) -> None:
+        self._reference, self._heading = None, f"\n{task.name}\n"
+
+    def say(self, task: Task, result: Result) -> None:
+        print(end=self._heading)
+        self._heading = ""
+        name = result.way.name
+        line = f"  {name:<{WIDTH}} {result.seconds:5.1f} s  "
+        if result.left_out:
+            self._counts["left out"] += 1
+            print(f"{line}left out: {result.left_out}", flush=True)
+            return
+        if self._reference is None and not result.failed:
+            self._reference = result
+            verdict = "to compare with"
+        elif result.failed:
+            verdict = "failed"
+        else:
+            assert self._reference is not None
+            verdict = "equal" if result.digest == self._reference.digest else "DIFFERS"
+        print(f"{line}{'-' * 16 if result.failed else result.digest[:16]}  {verdict}", flush=True)
+        differs = verdict in ("DIFFERS", "failed")
+        if result.failed:
+            print(f"      {result.failed}", flush=True)
+        elif differs and self._reference is not None:
+            print(*_some([*result.differences(self._reference)]), sep="\n", flush=True)
+        if not task.contrast:
+            self._counts["equal" if not differs else "differ"] += 1
+            self._differing += [f"{task.name}: {name}"] * differs
+
+    def end(self, interrupted: bool = False) -> int:
+        """Print the last lines, and return the exit status."""
+        n, seconds = self._counts["equal"] + self._counts["differ"], time.monotonic() - self._begin
+        left_out = f"; {self._counts['left out']} left out, which this machine lacks something for"
+        left_out *= bool(self._counts["left out"])
+        print("\ninterrupted" * interrupted)
+        if self._differing:
+            print(*(f"DIFFERS: {each}" for each in self._differing), sep="\n")
+            print(f"{self._counts['differ']} of {n} ways differ, in {seconds:.0f} s{left_out}")
+            return DIFFER
+        print(f"{n} ways have equal bits, weights and states, in {seconds:.0f} s{left_out}")
+        return 0
+
+
+def _some(lines: Sequence[str], most: int = 2) -> list[str]:
+    more = [f"and {len(lines) - most} arrays more"] * (len(lines) > most)
+    return [f"      {line}" for line in (*lines[:most], *more)]
