@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from offload_core.prove.worker import LeftOut, Place
@@ -22,6 +24,7 @@ from ..optim.optimizer import OffloadedAdamW
 VOCABULARY, WIDTH, HEADS, DEPTH, LENGTH, BATCH = 1001, 36, 3, 3, 16, 8
 """Few sizes are multiples of 8, so that each tensor has a tail."""
 Arrays = Iterator[tuple[str, Any]]
+torch.optim.SGD([torch.zeros(1)])  # imports torch's compiler, once for all processes that are forked from here
 
 
 class Block(nn.Module):
@@ -59,8 +62,9 @@ class Gpt(nn.Module):
 
 def model_of(place: Place) -> Gpt:
     """The model as each way begins, on the device."""
-    torch.set_num_threads(1)  # XLA's and torch's own sums may depend on it
-    torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(1)  # the framework's own sums may depend on it
+    if place.device != "cpu":
+        torch.use_deterministic_algorithms(True)
     torch.manual_seed(0)
     return Gpt().to(place.device)
 
@@ -203,9 +207,6 @@ def _whole(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def sharded(place: Place, **options: Any) -> nn.Module:
     """The model, sharded by FSDP2."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
     model = model_of(place)
     mesh = init_device_mesh(torch.device(place.device).type, (place.ranks,))
     for block in model.blocks:
