@@ -18,11 +18,12 @@ TEST := $(PYTEST) $(SIDE_BY_SIDE)
 BUILD_STAMP := $(VENV)/.built
 PEERS_STAMP := $(VENV)/.peers
 
-.PHONY: help train demo demo-disk quick test test-times test-integrations test-all with-deepspeed soak lint docs bench wheel setup integrations pins check-pins clean
+.PHONY: help train prove demo demo-disk quick test test-times test-integrations test-all with-deepspeed soak lint docs bench wheel setup integrations pins check-pins clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train       train a small GPT (FRONTEND=jax, PYTHON=python3.12, ARGS=--help)"
+	@echo "make prove       one small training in about eighty ways, compared bit for bit"
 	@echo "make demo        train GPT-2 124M, for a GPU"
 	@echo "make demo-disk   train 3 B parameters in 4 GiB of memory, on a disk"
 	@echo "make test        every law once, in minutes; make quick runs a few, test-integrations, test-all and soak more"
@@ -30,6 +31,10 @@ help:
 
 train: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)
 	$(PASSIVE) $(BIN)/python -m bench.train --frontend $(FRONTEND) $(ARGS)
+
+# One small training in about eighty ways, compared bit for bit (ARGS="--quick").
+prove: setup
+	$(PASSIVE) $(BIN)/python -m offload_core prove $(ARGS)
 
 # GPT-2 of 124 M parameters, 20 steps beside plain AdamW: for a machine with a GPU.
 demo: $(VENV)/.has-$(FRONTEND) $(BUILD_STAMP)

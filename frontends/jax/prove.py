@@ -1,6 +1,7 @@
 """The programs of JAX's ways in ``python -m offload_core prove``. Each trains a part of a way, and yields arrays by
 name."""
 
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ def begin(place: Place) -> dict[str, Any]:
         jax.config.update("jax_platforms", "cpu")
     random = np.random.default_rng(0)
     tree = {}
-    for layer, (rows, columns) in enumerate(zip(WIDTHS, WIDTHS[1:], strict=False)):
+    for layer, (rows, columns) in enumerate(itertools.pairwise(WIDTHS)):
         w = random.standard_normal((rows, columns), np.float32) * np.float32(rows**-0.5)
         tree[f"layer{layer}"] = {"w": w, "b": np.zeros(columns, np.float32)}
     return tree
@@ -119,7 +120,8 @@ def sharded(place: Place) -> Arrays:
     params, mesh = begin(place), mesh_of(place)
 
     def put(x: np.ndarray) -> Any:
-        spec = PartitionSpec(*(name if n % 2 == 0 else None for n, name in zip(x.shape, ("data", "tensor"), strict=False)))
+        axes = zip(x.shape, ("data", "tensor"), strict=False)
+        spec = PartitionSpec(*(name if n % 2 == 0 else None for n, name in axes))
         return jax.device_put(x, NamedSharding(mesh, spec))
 
     made = wrapped(jax.tree.map(put, params), place)

@@ -1,4 +1,4 @@
-"""``python -m offload_core prove``: one small training in about sixty ways, and the SHA-256 of what each has made."""
+"""``python -m offload_core prove``: one small training in about eighty ways, and the SHA-256 of what each has made."""
 
 import argparse
 import shutil
@@ -29,6 +29,8 @@ SPACE = 100 * 10**6
 """Bytes of the folder that the ways take, at most."""
 WIDTH = 58
 """Columns of the name of a way."""
+_DIFFERS = {False: "DIFFERS", True: "differs"}
+"""The word for other bits, by whether they are another library's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -78,9 +80,11 @@ class Report:
         about = describe()
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
         print(f"{about['cpu']}, {about['cores']} processors, {about['instruction set']}; {versions}")
+        print(f"\n  {'way':<{WIDTH}} {'time':>7}  SHA-256 (16 of 64 digits) of weights and states")
 
     def begin(self, task: Task) -> None:
-        self._reference, self._heading = None, f"\n{task.name}\n"
+        beside = " (of other libraries, for comparison)" * task.contrast
+        self._reference, self._heading = None, f"\n{task.name}{beside}\n"
 
     def say(self, task: Task, result: Result) -> None:
         print(end=self._heading)
@@ -98,16 +102,18 @@ class Report:
             verdict = "failed"
         else:
             assert self._reference is not None
-            verdict = "equal" if result.digest == self._reference.digest else "DIFFERS"
+            verdict = "equal" if result.digest == self._reference.digest else _DIFFERS[task.contrast]
         print(f"{line}{'-' * 16 if result.failed else result.digest[:16]}  {verdict}", flush=True)
-        differs = verdict in ("DIFFERS", "failed")
         if result.failed:
             print(f"      {result.failed}", flush=True)
-        elif differs and self._reference is not None:
-            print(*_some([*result.differences(self._reference)]), sep="\n", flush=True)
-        if not task.contrast:
-            self._counts["equal" if not differs else "differ"] += 1
-            self._differing += [f"{task.name}: {name}"] * differs
+        if task.contrast:
+            return
+        differs = verdict in (_DIFFERS[False], "failed")
+        self._counts["differ" if differs else "equal"] += 1
+        if differs:
+            self._differing.append(f"{task.name}: {name}")
+            if self._reference is not None and not result.failed:
+                print(*_some([*result.differences(self._reference)]), sep="\n", flush=True)
 
     def end(self, interrupted: bool = False) -> int:
         """Print the last lines, and return the exit status."""

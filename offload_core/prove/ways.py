@@ -58,11 +58,11 @@ def _jax(name: str, program: str = "engine", quick: bool = False, **settings: An
     return Way(name, (Run(program, 1, settings, "jax"),), quick)
 
 
-ADAMW = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-ON_HOST = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
-ON_DISK = {"offload_optimizer": "nvme", "nvme_host_bytes": 0, "nvme_path": "."}
-HALF_ON_DISK = {"offload_optimizer": "nvme", "nvme_host_bytes": 800_000, "nvme_path": "."}
-PARAMS_ON_DISK = {"stage": 3, "offload_param": "nvme", "param_persistence_threshold": 0, **ON_DISK}
+ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
+ON_HOST: dict[str, Any] = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
+ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 0, "nvme_path": "."}
+HALF_ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 800_000, "nvme_path": "."}
+PARAMS_ON_DISK: dict[str, Any] = {"stage": 3, "offload_param": "nvme", "param_persistence_threshold": 0, **ON_DISK}
 
 
 def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
@@ -172,7 +172,11 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
         Task(
             "SGD",
             {"optimizer": "sgd", "lr": 1e-2, "momentum": 0.9, "weight_decay": 0.1},
-            (_one("the definition, in NumPy", "definition"), _one("one rank"), _one("stage 3, 2 ranks", ranks=2, stage=3)),
+            (
+                _one("the definition, in NumPy", "definition"),
+                _one("one rank"),
+                _one("stage 3, 2 ranks", ranks=2, stage=3),
+            ),
         ),
         Task(
             "AdamW in JAX",

@@ -67,7 +67,7 @@ class Place:
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    np.savez(path, **arrays)  # type: ignore[arg-type]  # names are ours
+    np.savez(path, **arrays)
 
 
 def run(module: str, place: Place) -> None:

@@ -16,9 +16,10 @@ ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {
     "offload_core": """
         errors dtypes support native rules deepspeed config layout memory ranks device disk states plans step stage3
-        checkpoint engine commands testing lr_schedules memory_report pipeline step_log __main__""",
-    "frontends.torch": "internals params ranks stage3 training optim weights layerwise engine integrations deepspeed",
-    "frontends.jax": "tree devices placement training optax_bridge files construction offloaded",
+        checkpoint engine prove commands testing lr_schedules memory_report pipeline step_log __main__""",
+    "frontends.torch": """internals params ranks stage3 training optim weights layerwise engine integrations deepspeed
+        prove""",
+    "frontends.jax": "tree devices placement training optax_bridge files construction offloaded prove",
     "bench": """record markdown plots fits peers headers harness train disk_demo screens losses phases parts formats
         optimizers gpu report run""",
 }

@@ -13,6 +13,7 @@ import numpy as np
 
 from offload_core.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from offload_core.native.kernels import SCALARS
+from offload_core.prove.definition import fma
 from tests.support import kernel_calls as call
 
 DTYPES = tuple(BY_NAME.values())
@@ -32,23 +33,6 @@ def round_to_float32(x: Fraction) -> np.float32:
 
 _LIBM = ctypes.CDLL(None)
 _LIBM.fma.argtypes, _LIBM.fma.restype = [ctypes.c_double] * 3, ctypes.c_double
-
-
-def fma(a, b, c) -> np.ndarray:
-    """``a * b + c`` in float32, rounded once.
-
-    The product is exact in float64. Its sum with c is rounded to odd there (to the neighbour with an odd last
-    bit where inexact), which a second rounding to no more than 51 bits cannot see: S. Boldo and G. Melquiond,
-    "Emulation of FMA and correctly rounded sums: proved algorithms using rounding to odd", section 3.
-    """
-    with np.errstate(all="ignore"):
-        a, b, c = (np.asarray(each, np.float64) for each in (a, b, c))
-        product = a * b
-        total = np.asarray(product + c)
-        back = total - product
-        error = (product - (total - back)) + (c - back)
-        to_odd = np.isfinite(total) & (error != 0) & (total.view(np.int64) % 2 == 0)
-        return np.where(to_odd, np.nextafter(total, np.copysign(np.inf, error)), total).astype(np.float32)
 
 
 class Step:

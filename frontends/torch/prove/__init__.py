@@ -1,4 +1,5 @@
-"""The programs of torch's ways in ``python -m offload_core prove``. Each trains a part of a way, and yields arrays by name."""
+"""The programs of torch's ways in ``python -m offload_core prove``. Each trains a part of a way, and yields arrays by
+name."""
 
 from .others import (
     deepspeeds_cut,

@@ -1,5 +1,6 @@
 """The same training by the definition, by torch's optimizers, by FSDP2 with CPU offload and by DeepSpeed's CPU Adam."""
 
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,11 +17,12 @@ MULTIPLE = 16
 """Torch's fused optimizers treat the last elements of a tensor otherwise, if their number is no multiple of 8."""
 
 
-def backward(model: nn.Module, place: Place, step: int) -> None:
-    """Torch's own backward, which sums gradients over micro-batches."""
+def backward(model: nn.Module, place: Place, step: int) -> dict[str, torch.Tensor]:
+    """Torch's own backward, which sums gradients over micro-batches. Return them by name."""
     model.zero_grad()
     for tokens in batches_of(place, step):
         loss_of(model(tokens), tokens).backward()
+    return {name: p.grad.detach() for name, p in model.named_parameters() if p.grad is not None}
 
 
 def definition(place: Place) -> Arrays:
@@ -32,8 +34,7 @@ def definition(place: Place) -> Arrays:
     kinds = ("exp_avg", "exp_avg_sq") if "betas" in s else ("momentum_buffer",)
     moments = {name: [np.zeros_like(p) for _ in kinds] for name, p in masters.items()}
     for step in range(place.first, place.last):
-        backward(model, place, step)
-        grads = {name: p.grad.detach().float().cpu().numpy() for name, p in model.named_parameters()}
+        grads = {name: grad.float().cpu().numpy() for name, grad in backward(model, place, step).items()}
         write_arrays(place.gradients(step), grads)
         scale = rules.clip_scale(grads.values(), len(batches_of(place, step)), s.get("gradient_clipping"))
         for name, p in model.named_parameters():
@@ -58,10 +59,8 @@ def torchs_adamw(place: Place) -> Arrays:
     flat = {name: nn.Parameter(padded(p)) for name, p in model.named_parameters()}
     made = torch.optim.AdamW(flat.values(), fused=True, **dict(place.settings))
     for step in range(place.first, place.last):
-        backward(model, place, step)
-        for name, p in model.named_parameters():
-            assert p.grad is not None
-            flat[name].grad = padded(p.grad)
+        for name, grad in backward(model, place, step).items():
+            flat[name].grad = padded(grad)
         made.step()
         for name, p in model.named_parameters():
             p.data.copy_(flat[name].detach()[: p.numel()].view_as(p))
@@ -93,10 +92,10 @@ def deepspeeds_cut(place: Place) -> Arrays:
 
 def _deepspeeds(place: Place) -> Callable[[Any], Any]:
     try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
+        adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
     except ImportError:
         raise LeftOut("needs DeepSpeed, which is not installed") from None
-    return lambda parts: DeepSpeedCPUAdam(parts, adamw_mode=True, fp32_optimizer_states=True, **dict(place.settings))
+    return lambda parts: adam(parts, adamw_mode=True, fp32_optimizer_states=True, **dict(place.settings))
 
 
 def _over_parts(place: Place, n: int, optimizer: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
@@ -108,10 +107,8 @@ def _over_parts(place: Place, n: int, optimizer: Callable[[Any], Any]) -> Iterat
     parts = {name: tuple(nn.Parameter(part.clone()) for part in each) for name, each in parts.items()}
     made = optimizer([part for each in parts.values() for part in each])
     for step in range(place.first, place.last):
-        backward(model, place, step)
-        for name, p in model.named_parameters():
-            assert p.grad is not None
-            for part, grad in zip(parts[name], p.grad.flatten().chunk(n), strict=True):
+        for name, whole in backward(model, place, step).items():
+            for part, grad in zip(parts[name], whole.flatten().chunk(n), strict=True):
                 part.grad = grad.clone()
         made.step()
         for name, p in model.named_parameters():
