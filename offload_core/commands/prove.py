@@ -27,6 +27,8 @@ DIFFER = 1
 INTERRUPTED = 130
 SPACE = 100 * 10**6
 """Bytes of the folder that the ways take, at most."""
+ONE_WAY = 10 * 10**6
+"""Those of one way."""
 WIDTH = 58
 """Columns of the name of a way."""
 _DIFFERS = {False: "DIFFERS", True: "differs"}
@@ -47,11 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if not frontends:
         raise ConfigError("prove: neither torch nor jax is installed; expected one: pip install 'offload-core[torch]'")
     with tempfile.TemporaryDirectory(prefix="offload-core-prove-", dir=args.folder) as name:
-        if (free := shutil.disk_usage(name).free) < SPACE:
-            raise ConfigError(
-                f"prove: {Path(name).parent} has {format_bytes(free)} free, expected {format_bytes(SPACE)}; free some, "
-                "or name another folder: --folder FOLDER"
-            )
+        check_space(name, SPACE)
         report = Report()
         runner = Runner(Path(name), args.device, frontends)
         try:
@@ -59,11 +57,23 @@ def run(args: argparse.Namespace) -> int:
                 report.begin(task)
                 for way in task.ways:
                     if way.quick or not args.quick:
-                        report.say(task, runner.run(task, way))
+                        result = runner.run(task, way)
+                        if result.failed:
+                            check_space(name, ONE_WAY)
+                        report.say(task, result)
         except KeyboardInterrupt:
             report.end(interrupted=True)
             return INTERRUPTED
     return report.end()
+
+
+def check_space(folder: str, n_bytes: int) -> None:
+    """Raise :class:`ConfigError` if the disk of this folder has less free."""
+    if (free := shutil.disk_usage(folder).free) < n_bytes:
+        raise ConfigError(
+            f"the disk of {Path(folder).parent} has {format_bytes(free)} free, expected {format_bytes(n_bytes)}; free "
+            "some, or name another folder: --folder FOLDER"
+        )
 
 
 class Report:
@@ -76,7 +86,8 @@ class Report:
         self._heading = ""
         """Of a task of which no way has ended."""
         self._counts: Counter[str] = Counter()
-        self._differing: list[str] = []
+        self._others: list[str] = []
+        """What is to be said of the ways that differ or have failed."""
         about = describe()
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
         print(f"{about['cpu']}, {about['cores']} processors, {about['instruction set']}; {versions}")
@@ -108,22 +119,22 @@ class Report:
             print(f"      {result.failed}", flush=True)
         if task.contrast:
             return
-        differs = verdict in (_DIFFERS[False], "failed")
-        self._counts["differ" if differs else "equal"] += 1
-        if differs:
-            self._differing.append(f"{task.name}: {name}")
-            if self._reference is not None and not result.failed:
-                print(*_some([*result.differences(self._reference)]), sep="\n", flush=True)
+        self._counts["ran"] += 1
+        if verdict not in (_DIFFERS[False], "failed"):
+            return
+        self._others.append(f"{verdict.upper()}: {task.name}: {name}")
+        if self._reference is not None and not result.failed:
+            print(*_some([*result.differences(self._reference)]), sep="\n", flush=True)
 
     def end(self, interrupted: bool = False) -> int:
         """Print the last lines, and return the exit status."""
-        n, seconds = self._counts["equal"] + self._counts["differ"], time.monotonic() - self._begin
+        n, seconds = self._counts["ran"], time.monotonic() - self._begin
         left_out = f"; {self._counts['left out']} left out, which this machine lacks something for"
         left_out *= bool(self._counts["left out"])
         print("\ninterrupted" * interrupted)
-        if self._differing:
-            print(*(f"DIFFERS: {each}" for each in self._differing), sep="\n")
-            print(f"{self._counts['differ']} of {n} ways differ, in {seconds:.0f} s{left_out}")
+        if self._others:
+            print(*self._others, sep="\n")
+            print(f"{len(self._others)} of {n} ways differ or failed, in {seconds:.0f} s{left_out}")
             return DIFFER
         print(f"{n} ways have equal bits, weights and states, in {seconds:.0f} s{left_out}")
         return 0

@@ -103,7 +103,14 @@ def test_a_way_that_differs_or_fails_is_named_and_is_the_exit_status(monkeypatch
     said = capsys.readouterr().out
     assert "master/w: 1 of 2 elements, the first [1] 3.0, expected 2.0\n" in said
     assert "failed\n      rank 1: no space left\n" in said
-    assert "DIFFERS: a task: way 1\nDIFFERS: a task: way 2\n2 of 4 ways differ" in said
+    assert "DIFFERS: a task: way 1\nFAILED: a task: way 2\n2 of 4 ways differ or failed" in said
+
+
+def test_a_disk_that_is_full_by_now_is_one_error(monkeypatch, capsys):
+    free = iter([10**9, 10**5])
+    monkeypatch.setattr(prove.shutil, "disk_usage", lambda name: type("Usage", (), {"free": next(free)}))
+    assert ended(monkeypatch, [made(2), Result(Way("", ()), failed="nothing was said")]) == 2
+    assert "expected 9.5 MiB; free some, or name" in capsys.readouterr().err
 
 
 def test_other_libraries_may_differ(monkeypatch, capsys):
