@@ -109,22 +109,19 @@ class HostMemory:
         """Pin no further memory in this way, and warn of the cost of the next one."""
         self._ways = tuple(other for other in self._ways if other != way)
         if self._ways:
-            refused = way.done
-            follows = (
-                f"it is {self._ways[0].done} from now on. {self._ways[0].cost}. pin_memory={self._ways[0].name!r} asks "
-                "for that at once"
+            after = self._ways[0]
+            told = (
+                f"{label}: {format_bytes(n_bytes)} of host memory could not be {way.done} ({error}); it is "
+                f"{after.done} from now on. {after.cost}. pin_memory={after.name!r} asks for that at once"
             )
         else:
-            refused = "pinned"
-            follows = (
-                "it is pageable from now on: copies to and from the device will wait for each other and the host. "
-                f"{''.join(f'{limit}. ' for limit in limits_of_pinned_memory())}Set pin_memory=False if that is meant"
+            limits = "".join(f"{limit}. " for limit in limits_of_pinned_memory())
+            told = (
+                f"{label}: {format_bytes(n_bytes)} of host memory could not be pinned ({error}); it is pageable from "
+                f"now on: copies to and from the device will wait for each other and the host. {limits}Set "
+                "pin_memory=False if that is meant"
             )
-        UserLine.now().warn(
-            HostMemoryWarning(
-                f"{label}: {format_bytes(n_bytes)} of host memory could not be {refused} ({error}); {follows}"
-            )
-        )
+        UserLine.now().warn(HostMemoryWarning(told))
 
     def _note(self, label: str, sizes: Sequence[int], way: Pinning | None, pinned: bool) -> object:
         """Count an array or a reservation. Return the key by which it ends."""
