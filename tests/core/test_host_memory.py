@@ -221,14 +221,14 @@ def test_a_context_that_was_current_is_so_again(library):
         ("retain", "cuDevicePrimaryCtxRetain", ["retain"]),
         ("push", "cuCtxPushCurrent_v2", ["retain", "push", "release"]),
         ("register", "cuMemHostRegister_v2", ["retain", "push", "register", "pop", "release"]),
+        ("allocate", "cuMemHostAlloc", ["retain", "push", "allocate", "pop", "release"]),
     ],
 )
-def test_memory_whose_registration_is_refused_is_pageable_with_one_warning(
-    library, fails, function, asked, monkeypatch
-):
+def test_memory_that_the_only_way_refuses_is_pageable_with_one_warning(library, fails, function, asked, monkeypatch):
     library, notes = library
     monkeypatch.setenv("FAKE_DRIVER_FAILS", fails)
-    memory = HostMemory(1, [Registered(Cuda(0, library).register)])
+    [way] = ways_to_pin(Cuda(0, library).ways, "allocate" if fails == "allocate" else "register")
+    memory = HostMemory(1, [way])
     told = rf"staging: 3.9 KiB of .* could not be pinned \({function} failed with CUDA error 2; .*ulimit -l"
     with pytest.warns(HostMemoryWarning, match=told) as warned:
         arrays = [memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True) for _ in range(2)]

@@ -347,6 +347,7 @@ class Refusing:
         (0, 1, True, False, ["registered with the device's driver", "pinned"]),
         (0, 99, True, True, []),  # no memory is registered
         (0, 99, "allocate", False, []),
+        (0, 0, "allocate", False, ["pinned"]),
         (0, 99, "register", False, ["pinned"]),
     ],
 )
