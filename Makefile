@@ -104,7 +104,8 @@ bench: setup $(PEERS_STAMP)
 	$(BIN)/python -m bench.run $(ARGS) $(PARTS)
 
 # dist/: a source distribution, and a wheel for this kind of machine that is made from it, tried in an environment of its
-# own. ARGS="torch jax" tries the front ends too.
+# own, and then as its users will have it: with torch and jax, without a compiler. ARGS="torch jax" checks the bits of the
+# front ends, too.
 wheel: setup $(VENV)/.has-package
 	rm -rf dist build
 	PIP_CONSTRAINT=$(CURDIR)/constraints.txt $(BIN)/python -m build --outdir build/made
@@ -114,6 +115,7 @@ wheel: setup $(VENV)/.has-package
 	$(PYTHON) -m venv build/tried
 	build/tried/bin/python -m pip install --quiet --constraint constraints.txt mypy $(ARGS) dist/*.whl
 	cd build && tried/bin/python ../tests/packaging/wheel_check.py types $(ARGS)
+	$(PYTHON) tests/packaging/first_use.py dist/*.whl dist/*.tar.gz
 
 setup: $(VENV)/.has-test $(BUILD_STAMP)
 integrations: $(VENV)/.has-integrations $(BUILD_STAMP)

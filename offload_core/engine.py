@@ -438,7 +438,8 @@ class Engine:
         kept = buckets.held_elsewhere()
         mine = {(row.where, row.what) for row in buckets.planned}
         rows = [*buckets.planned, *(row for row in planned if (row.where, row.what) not in mine)]
-        return MemoryReport.of(numel, rows, {**own, **kept, **held}, shared=self.memory.shared_bytes)
+        memory = {**own, **kept, **held}
+        return MemoryReport.of(numel, rows, memory, shared=self.memory.shared_bytes, pinned=self.memory.pinned())
 
     # --- the end -----------------------------------------------------------------------------------------
 

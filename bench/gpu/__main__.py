@@ -1,4 +1,4 @@
-"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d] [e] [f] [g]``."""
+"""``python -m bench.gpu OUT_DIR [a] [b] [c] [d] [e] [f] [g] [h]``."""
 
 import argparse
 import json

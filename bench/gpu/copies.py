@@ -1,4 +1,5 @@
-"""Copies between host and accelerator, from and to this project's memory (registered) and torch's own: JSON, GB/s."""
+"""Copies between host and accelerator, from and to this project's memory, pinned in each way, and torch's own:
+JSON, GB/s."""
 
 import json
 import sys
@@ -17,9 +18,13 @@ ROUNDS = 6
 
 def rates(device: torch.device, n_bytes: int) -> dict[str, list[float]]:
     """Return the rates of each round but the first, by memory and direction."""
-    memory = HostMemory(4, pinning_for(device))
-    ours = torch.from_numpy(memory.allocate("probe", n_bytes, np.dtype(np.uint8), pinned=True))
-    hosts = {"offload-core's memory": ours, "torch's pinned": torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)}
+    hosts = {
+        f"offload-core's memory, {way.done}": torch.from_numpy(
+            HostMemory(4, [way]).allocate("probe", n_bytes, np.dtype(np.uint8), pinned=True)
+        )
+        for way in pinning_for(device)
+    }
+    hosts["torch's pinned"] = torch.empty(n_bytes, dtype=torch.uint8, pin_memory=True)
     there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
     ways: dict[str, Callable[[], Any]] = {}
     for name, host in hosts.items():

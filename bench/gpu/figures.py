@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bench.gpu.parts import ACCUMULATED, BESIDE, OF_JAX, SHARES, TIERS
+from bench.gpu.parts import ACCUMULATED, BESIDE, CURVE, OF_JAX, SHARES, TIERS
 from bench.gpu.results import DOES_NOT_FIT, TRAINED, Record, is_absent
 from bench.markdown import cell, number, table
 from bench.parts.torch_contenders import DS_2, FSDP2, FUSED, LATE, ON_HOST, OURS, TORCHAO
@@ -217,11 +217,45 @@ def _tiers(record: Record, only: Sequence[str]) -> list[str]:
     return [*table(head, lines), *words, *_absent(record, TIERS)]
 
 
-_IN_FULL = ("gpu_jax", "gpu_accumulate", "gpu_tiers")
+def _curve(record: Record, only: Sequence[str]) -> list[str]:
+    """Return the time of each contender's step by its tokens, and its ratio to that of AdamW on the device."""
+    rows, context = record["rows"], record["config"].get("context", 0)
+    windows = sorted({row["micro_batch"] for row in rows if row["metric"] == "total"})
+    unfit = list(dict.fromkeys(note.partition(": ")[0] for note in record["notes"] if ": does not fit the " in note))
+    expected = [name for name in CURVE if not any(words.startswith(f"{name}, ") for words in unfit)]
+    said = [f"- {words}: steps without a figure do not fit." for words in unfit]
+    rest = [*([""] if said else []), *said, *_absent(record, expected)]
+    if not windows:
+        return rest
+    times = {(name, n): _median(rows, "total", name=name, micro_batch=n) for name in CURVE for n in windows}
+    lines = []
+    for name, (states, clipping) in CURVE.items():
+        if name in _names(record):
+            cells = [states, "no" if clipping is None else f"to {clipping:g}"]
+            for n in windows:
+                own, fused = times[name, n], times[FUSED, n]
+                ratio = "" if name == FUSED or not own or not fused else f" ({own / fused:.2f})"
+                cells.append(_cell(own, "ms") + ratio)
+            lines.append([name, *cells, *_memory(rows, name=name, micro_batch=windows[-1])])
+    tokens = [f"{n * context:,} tokens a step" for n in windows]
+    head = [f"on {accelerator(record)}", "states on the", "clips", *tokens, "device", "host"]
+    # The last contender's configuration has the same model and sums as the others'.
+    config = {**record["config"], "activation_checkpointing": True}
+    each = f"Micro-batches have {config['windows'] * context:,} tokens. " if "windows" in config else ""
+    sums = "fp32" if config.get("wide_sums") else "fp32 or, where torch reduces parts of a product, bf16"
+    words = (
+        f"{_model(config)} {each}Matrices are multiplied in bf16, with sums in {sums}. In brackets: the ratio to "
+        f"{FUSED}. {_counts(rows)}"
+    )
+    return [*table(head, lines), "", words.strip(), *rest]
+
+
+_IN_FULL = ("gpu_jax", "gpu_accumulate", "gpu_tiers", "gpu_curve")
 _TABLES = {
     "gpu_step": _steps,
     "gpu_largest": _largest,
     "gpu_jax": _jax,
     "gpu_accumulate": _accumulated,
     "gpu_tiers": _tiers,
+    "gpu_curve": _curve,
 }

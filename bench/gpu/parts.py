@@ -41,6 +41,19 @@ ACCUMULATED = (contenders.ACCUMULATE_ON_HOST, contenders.ON_HOST, contenders.DS_
 SHARES = {contenders.OURS: 0.0, contenders.QUARTER_THERE: 0.25, contenders.HALF_THERE: 0.5, contenders.ALL_THERE: 1.0}
 """The shares of the states that are on the device."""
 TIERS = (contenders.FUSED, *SHARES)
+_ON_HOST, _THERE = "host", "device"
+CURVE = {
+    contenders.FUSED: (_THERE, contenders.CLIPPING),
+    contenders.OURS: (_ON_HOST, contenders.CLIPPING),
+    contenders.LATE: (_ON_HOST, contenders.CLIPPING),
+    contenders.ACCUMULATE: (_ON_HOST, contenders.CLIPPING),
+    contenders.SERIAL: (_ON_HOST, contenders.CLIPPING),
+    contenders.FSDP2: (_ON_HOST, contenders.CLIPPING),
+    contenders.DS_2: (_ON_HOST, contenders.CLIPPING),
+    contenders.TORCHAO: (_ON_HOST, None),
+}
+"""The contenders of the curve, the memory that their states are in, and the bound to which they clip the norm. torchao
+cannot clip."""
 THREE_STEPS = (1, 1)
 SHARDED = "JAX on one device and on a mesh of all"
 PHASES = "a model leaves the device and comes back"
@@ -289,6 +302,32 @@ def tiers(session: Session) -> None:
     _steps_of(session, TIERS)
 
 
+# --- (h) ---------------------------------------------------------------------------------------------------------
+
+
+def curve(session: Session) -> None:
+    """Measure steps of few and of many tokens in micro-batches of one size, beside the other libraries."""
+    sizes = session.sizes
+    _all_host_memory(session)
+    for name, (states, clipping) in CURVE.items():
+        settings = {
+            **_settings(session, sizes.gpt, sizes.windows_of_micro_batch),
+            "windows": sizes.windows_of_micro_batch,
+            "activation_checkpointing": name != contenders.ACCUMULATE,  # it runs blocks again by itself
+            "host_activation_memory": sizes.host_activation_memory,
+            "layerwise": True,
+            "wide_sums": True,
+        }
+        kept = f"states on the {states}, {'not clipped' if clipping is None else f'clipped to {clipping:g}'}"
+        workloads = {
+            f"{name}, {kept}, {n * sizes.context:,} tokens": {"micro_batch": n} for n in sizes.accumulated_windows
+        }
+        fits = partial(does_not_fit, f"{name}, {kept}")
+        session.steps(
+            name, _torch(name, settings), workloads, 480, settings, THREE_STEPS, fits, states=states, clipping=clipping
+        )
+
+
 class Part(NamedTuple):
     bench: str
     title: str
@@ -303,4 +342,5 @@ PARTS = {
     "e": Part("gpu_phases", "On an accelerator: a model leaves the device and comes back", in_phases),
     "f": Part("gpu_accumulate", "On an accelerator: micro-batches block by block", accumulated),
     "g": Part("gpu_tiers", "On an accelerator: a share of the states there", tiers),
+    "h": Part("gpu_curve", "On an accelerator: steps of few and of many tokens", curve),
 }

@@ -302,7 +302,7 @@ def block_by_block(model: Any, settings: Settings, **fields: Any) -> Any:
     """``engine.accumulate()``: all micro-batches pass one block after the other, forward and backward."""
     from frontends.torch import wrap
 
-    own = {name: settings[name] for name in ("host_activation_memory",) if name in settings}
+    own = {name: settings[name] for name in ("host_activation_memory", "layerwise") if name in settings}
     fields = {"gradient_clipping": CLIPPING, "num_threads": settings["threads"], **adam_arguments(), **own, **fields}
     engine = wrap(model, param_dtype="bfloat16" if is_narrow(settings) else None, **fields)
     n_before = 1

@@ -49,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
         "system": about["system"],
         "memory": f"{format_bytes(about['memory'])}, {format_bytes(about['available memory'])} available",
         "control group": "no limit on memory" if limit is None else f"at most {format_bytes(limit)}",
+        "pinned memory": _pinned(**about["pinned memory"]),
         "kernels": f"{about['instruction set']} (this processor has {', '.join(about['instruction sets'])})",
         **_slow_bfloat16(about["why bf16 is slow"]),
         "threads": f"{about['threads']} on {_processors(about['chosen']['processors'])}: {about['chosen']['why']}",
@@ -61,6 +62,11 @@ def run(args: argparse.Namespace) -> int:
     width = max(map(len, lines))
     print("\n".join(f"{name:{width}}  {value}" for name, value in lines.items()))
     return 0
+
+
+def _pinned(registered: bool, limits: Sequence[str]) -> str:
+    how = "registered with the device's driver" if registered else "allocated by the device's driver (WSL2)"
+    return ". ".join((how, *limits))
 
 
 def _nodes(nodes: Sequence[Mapping[str, Any]]) -> dict[str, str]:

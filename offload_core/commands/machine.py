@@ -23,10 +23,11 @@ from ..memory.host_memory import (
     available_bytes,
     control_group_limit,
     format_bytes,
+    limits_of_pinned_memory,
     system_memory,
 )
 from ..memory.numa import node_near
-from ..memory.pinning import DRIVERS
+from ..memory.pinning import DRIVERS, in_wsl2
 from ..native import kernels
 from ..rules.adam import Adam, AdamHyper
 from ..support.bfloat16 import why_bfloat16_is_slow
@@ -170,6 +171,7 @@ def describe() -> dict[str, Any]:
         "memory": system_memory().total,
         "available memory": available_bytes(),
         "control group limit": control_group_limit(),
+        "pinned memory": {"registered": not in_wsl2(), "limits": limits_of_pinned_memory()},
         "instruction set": chosen.instruction_set,
         "instruction sets": list(chosen.supported),
         "why bf16 is slow": why_bfloat16_is_slow(),

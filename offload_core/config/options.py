@@ -278,8 +278,11 @@ class OffloadConfig:
     host_activation_memory: int = field(default=0, metadata=_MAY_DIFFER)
     """Bytes of activations that wait in a process's host memory (torch's ``save_on_cpu``), counted in the same way. In
     torch's ``engine.accumulate()`` the inputs of blocks wait there, up to so many bytes, and on the device beyond."""
-    pin_memory: bool = field(default=True, metadata=_MAY_DIFFER)
-    """Pin the staging buffers if the device copies from host memory."""
+    pin_memory: bool | str = field(default=True, metadata=_MAY_DIFFER)
+    """Pin the host memory that the device copies from and to. True: register memory of exact size with the device's
+    driver (``cudaHostRegister``). If the driver refuses, and in WSL2, have the driver allocate it (``cudaHostAlloc``).
+    If that is refused, too, it is pageable. A warning says each step once; the results are the same. ``"register"`` and
+    ``"allocate"`` try that way alone. False: the memory is pageable."""
     num_threads: int | None = field(default=None, metadata=_MAY_DIFFER)
     """Threads of the update; None: the physical cores in this process's share of the processors."""
     bind_threads: bool = field(default=True, metadata=_MAY_DIFFER)
@@ -326,6 +329,10 @@ class OffloadConfig:
             )
         self._check_param_tier()
         self._check_device_tier()
+        if not isinstance(self.pin_memory, bool) and not checks.is_in(self.pin_memory, ("register", "allocate")):
+            raise ConfigError(
+                f"pin_memory: got {checks.shown(self.pin_memory)}, expected True, False, 'register' or 'allocate'"
+            )
         if self.num_threads is not None:
             checks.integer("num_threads", self.num_threads, most=_MOST_THREADS)
         if not checks.is_in(self.loss_scale, (None, "dynamic")):
@@ -339,7 +346,6 @@ class OffloadConfig:
         checks.integer("delay_warmup_steps", self.delay_warmup_steps, least=0)
         for name in (
             "cast_inputs",
-            "pin_memory",
             "bind_threads",
             "layerwise",
             "average_plain_backward",

@@ -70,7 +70,7 @@ class SettingsButLr(TypedDict, total=False):
     leaf_modules: tuple[str, ...] | list[str]
     activation_memory: int
     host_activation_memory: int
-    pin_memory: bool
+    pin_memory: bool | str
     num_threads: int | None
     bind_threads: bool
 

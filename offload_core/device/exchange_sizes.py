@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..dtypes import FLOAT32, ElementType
 from ..layout.partition import Bucket
+from ..memory.pinning import Pinning
 from .protocols import Arrival, ExchangeSizes
 
 REFUSED_DEVICES = {
@@ -143,6 +144,7 @@ class PlannedDevice:
     updates_in_place: bool
     sizes: ExchangeSizes
     ranks: tuple[int, ...] = (0,)
+    pinning: tuple[Pinning, ...] = ()
 
 
 def planned_device(world_size: int, *, addressable: bool, native: bool = False) -> PlannedDevice:

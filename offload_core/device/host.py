@@ -16,7 +16,7 @@ class HostDevice:
 
     addressable = True
     updates_in_place = True
-    pinning = None
+    pinning = ()
     queue = NoQueue("its memory is the host's")
 
     def free_bytes(self) -> None:

@@ -211,8 +211,9 @@ class TensorAccess(Protocol):
     """Reads tensors, and tells of the memory that they are in."""
 
     @property
-    def pinning(self) -> Pinning | None:
-        """Pins host memory, from and to which alone copies are asynchronous; None: no copy needs it."""
+    def pinning(self) -> Sequence[Pinning]:
+        """The ways to pin host memory, best first. Copies from and to other memory are not asynchronous. Empty: no copy
+        needs it."""
         ...
 
     def free_bytes(self) -> int | None:
@@ -338,6 +339,11 @@ class DeviceTerms(Protocol):
 
     @property
     def sizes(self) -> ExchangeSizes: ...
+
+    @property
+    def pinning(self) -> Sequence[Pinning]:
+        """As :attr:`TensorAccess.pinning`."""
+        ...
 
 
 class Device(DeviceTerms, TensorAccess, Protocol):

@@ -1,20 +1,36 @@
 """Host memory: exact-size, huge-page arrays, pinned where a device copies from them; staging rings; budgets."""
 
 import ctypes
+import resource
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..errors import HostMemoryError, HostMemoryWarning
 from ..support import control_groups
 from ..support.user_line import UserLine
-from .pinning import Pinning, mapped
+from .pinning import Pinning, in_wsl2, mapped
 from .working_memory import Blocks, blocks_of, shared_bytes
+
+ROUNDING = "rounding of pinned memory"
+"""The label of the bytes that an allocator of pinned memory takes beyond the arrays' own."""
+
+
+class _Held(NamedTuple):
+    """An array or a reservation."""
+
+    label: str
+    n_bytes: int
+    rounding: int = 0
+    """The bytes that its allocator takes beyond ``n_bytes``."""
+    way: str | None = None
+    """The way in which memory that was to be pinned is; None: it was to be pageable."""
 
 
 class HostMemory:
@@ -22,18 +38,22 @@ class HostMemory:
 
     Each array is its own anonymous mapping, so its size is exact to a page (framework caching allocators
     round pinned blocks up to powers of two), its start is page-aligned, and it goes back to the system when
-    the last view of it dies.
+    the last view of it dies. Where a device's driver refuses to register such memory, the driver allocates it, and
+    where it refuses that, too, the memory is pageable. A warning says each of both once, and then holds for all later
+    arrays.
 
     Args:
         threads: write the memory first, each its part.
-        pinning: pins arrays for the device; None: it needs no pinned memory.
+        pinning: the ways to pin arrays for the device, best first; empty: it needs no pinned memory.
     """
 
-    def __init__(self, threads: int, pinning: Pinning | None = None) -> None:
+    def __init__(self, threads: int, pinning: Sequence[Pinning] = ()) -> None:
         self._threads = threads
-        self._pinning = pinning
-        self._live: dict[object, tuple[str, int]] = {}
-        """The label and the bytes of each array and reservation. Each has an entry, and no sum is kept: a finalizer may
+        self._to_pin = bool(pinning)
+        self._ways = tuple(pinning)
+        """The ways that have not failed yet."""
+        self._live: dict[object, _Held] = {}
+        """Each array and reservation. Each has an entry, and no sum is kept: a finalizer may
         remove one in any thread, and two threads that change a sum lose one of the changes."""
         self._engine = object()
         """Stands for the engine among those that use memory in turn."""
@@ -43,8 +63,7 @@ class HostMemory:
 
         Args:
             label: the kind of its contents, for :meth:`report`.
-            pinned: pin it, so that device copies run asynchronously. Where that fails, a warning says so once, and
-                this and all later arrays are pageable.
+            pinned: pin it, so that device copies run asynchronously.
 
         Raises:
             HostMemoryError: the system refused the memory.
@@ -52,18 +71,67 @@ class HostMemory:
         n_bytes = numel * dtype.itemsize
         if n_bytes == 0:
             return np.empty(0, dtype)
-        array = self._new(label, n_bytes, pinned)
-        key = object()
-        self._live[key] = (label, n_bytes)
-        weakref.finalize(array, self._live.pop, key, None)
+        while True:
+            way = self._way(pinned)
+            try:
+                array = self._make(way, label, n_bytes)
+                break
+            except _WayRefusedError:
+                pass  # a warning has said so
+        weakref.finalize(array, self._live.pop, self._note(label, [n_bytes], way, pinned), None)
         return array.view(dtype)
 
-    def _new(self, label: str, n_bytes: int, pinned: bool) -> np.ndarray:
+    def _way(self, pinned: bool) -> Pinning | None:
+        """Return the way to pin memory now; None: it is pageable."""
+        return self._ways[0] if pinned and self._ways else None
+
+    def _make(self, way: Pinning | None, label: str, n_bytes: int) -> np.ndarray:
+        """Return zeroed bytes, pinned in this way.
+
+        Raises:
+            HostMemoryError: the system refused the memory.
+            _WayRefusedError: this way failed, now or before.
+        """
+        if way is not None and way not in self._ways:
+            raise _WayRefusedError
         try:
-            array = self._pinned(label, n_bytes) if pinned else None
-            return mapped(n_bytes, self._threads) if array is None else array
+            return mapped(n_bytes, self._threads) if way is None else way.allocate(n_bytes, self._threads)
         except OSError as error:
-            raise _refused(label, n_bytes, error) from None
+            raise HostMemoryError(
+                f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})"
+            ) from None
+        except HostMemoryError as error:
+            assert way is not None
+            self._give_up(way, label, n_bytes, error)
+            raise _WayRefusedError from None
+
+    def _give_up(self, way: Pinning, label: str, n_bytes: int, error: HostMemoryError) -> None:
+        """Pin no further memory in this way, and warn of the cost of the next one."""
+        self._ways = tuple(other for other in self._ways if other != way)
+        if self._ways:
+            after = self._ways[0]
+            told = (
+                f"{label}: {format_bytes(n_bytes)} of host memory could not be {way.done} ({error}); it is "
+                f"{after.done} from now on. {after.cost}. pin_memory={after.name!r} asks for that at once"
+            )
+        else:
+            limits = "".join(f"{limit}. " for limit in limits_of_pinned_memory())
+            told = (
+                f"{label}: {format_bytes(n_bytes)} of host memory could not be pinned ({error}); it is pageable from "
+                f"now on: copies to and from the device will wait for each other and the host. {limits}Set "
+                "pin_memory=False if that is meant"
+            )
+        UserLine.now().warn(HostMemoryWarning(told))
+
+    def _note(self, label: str, sizes: Sequence[int], way: Pinning | None, pinned: bool) -> object:
+        """Count an array or a reservation. Return the key by which it ends."""
+        rounding = 0 if way is None else sum(way.taken(size) - size for size in sizes)
+        named = None
+        if pinned and self._to_pin:
+            named = "pageable" if way is None else way.done
+        key = object()
+        self._live[key] = _Held(label, sum(sizes), rounding, named)
+        return key
 
     # --- memory that engines use in turn ---------------------------------------------------------------
 
@@ -77,90 +145,71 @@ class HostMemory:
             HostMemoryError: the system refused the memory.
         """
         sizes = [size for size in sizes if size]
-        try:
-            return Reservation(self, label, sizes, pinned=pinned)
-        except _NotPinnedError:  # a warning has said so
-            return Reservation(self, label, sizes, pinned=False)
+        while True:
+            with suppress(_WayRefusedError):  # a warning has said so
+                return Reservation(self, label, sizes, pinned=pinned)
 
     def lacking_bytes(self, sizes: Iterable[int], *, pinned: bool) -> int:
         """Return the bytes of memory that :meth:`reserve` would make for these sizes."""
-        return sum(blocks_of(self._pinning if pinned else None).lacking(self._engine, sizes))
+        return sum(blocks_of(self._way(pinned)).lacking(self._engine, sizes))
 
     @property
     def shared_bytes(self) -> int:
         """Bytes held now that other engines of this process would keep if this one were closed."""
         return shared_bytes(self._engine)
 
-    def _pinned(self, label: str, n_bytes: int) -> np.ndarray | None:
-        """Return pinned bytes; None if the memory cannot be pinned."""
-        if self._pinning is None:
-            return None
-        try:
-            return self._pinning.allocate(n_bytes, self._threads)
-        except HostMemoryError as error:
-            self._pinning = None
-            UserLine.now().warn(
-                HostMemoryWarning(
-                    f"{label}: {format_bytes(n_bytes)} of host memory could not be pinned ({error}); copies to "
-                    "and from the device will wait for each other and the host. Set pin_memory=False if that is meant"
-                )
-            )
-            return None
-
     @property
     def n_bytes(self) -> int:
         """Bytes held now."""
-        return sum(n_bytes for _, n_bytes in [*self._live.values()])
+        return sum(self.report().values())
 
     def report(self) -> dict[str, int]:
         """Bytes held now, by label."""
         bytes_by_label: Counter[str] = Counter()
-        for label, n_bytes in [*self._live.values()]:
-            bytes_by_label[label] += n_bytes
+        for held in [*self._live.values()]:
+            bytes_by_label[held.label] += held.n_bytes
+            bytes_by_label[ROUNDING] += held.rounding
         return {label: n_bytes for label, n_bytes in bytes_by_label.items() if n_bytes}
 
+    def pinned(self) -> dict[str, int]:
+        """Bytes held now that the device copies from or to, by the way in which they are pinned
+        (:attr:`Pinning.done`), or ``"pageable"``. Empty if the device needs no pinned memory."""
+        bytes_by_way: Counter[str] = Counter()
+        for held in [*self._live.values()]:
+            if held.way is not None:
+                bytes_by_way[held.way] += held.n_bytes
+        return dict(bytes_by_way)
 
-class _NotPinnedError(Exception):
-    """Memory could not be pinned, and pageable memory must not be taken for pinned by other engines."""
+
+class _WayRefusedError(Exception):
+    """Memory could not be pinned in one way, and memory of another way must not be taken for it by other engines."""
 
 
 class Reservation:
     """Memory that an engine may borrow in turn with others, until this object dies; see :mod:`.working_memory`."""
 
     def __init__(self, memory: HostMemory, label: str, sizes: list[int], *, pinned: bool) -> None:
-        self._pageable = partial(memory._new, label, pinned=False)
-        self._blocks, self._make = blocks_of(None), self._pageable
-        if pinned and memory._pinning is not None:
-            self._blocks, self._make = blocks_of(memory._pinning), partial(_pinned, memory, label)
-        self._blocks.reserve(memory._engine, sizes, self._make)
-        key = object()
-        memory._live[key] = (label, sum(sizes))
-        ends = weakref.finalize(self, _end, memory._live, key, self._blocks, memory._engine, sizes)
+        self._memory, self._label = memory, label
+        self._reserved = way = memory._way(pinned)
+        blocks_of(way).reserve(memory._engine, sizes, self._maker(way))
+        key = memory._note(label, sizes, way, pinned)
+        ends = weakref.finalize(self, _end, memory._live, key, blocks_of(way), memory._engine, sizes)
         ends.atexit = False
+
+    def _maker(self, way: Pinning | None) -> Callable[[int], np.ndarray]:
+        return partial(self._memory._make, way, self._label)
 
     def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
         """An array with any contents. Its memory is free again when no view of it is alive."""
         n_bytes = numel * dtype.itemsize
         if n_bytes == 0:
             return np.empty(0, dtype)
-        try:
-            return self._blocks.lend(n_bytes, self._make).view(dtype)
-        except _NotPinnedError:
-            return blocks_of(None).lend(n_bytes, self._pageable).view(dtype)
-
-
-def _refused(label: str, n_bytes: int, error: OSError) -> HostMemoryError:
-    return HostMemoryError(f"{label}: the system refused {format_bytes(n_bytes)} of host memory ({error})")
-
-
-def _pinned(memory: HostMemory, label: str, n_bytes: int) -> np.ndarray:
-    try:
-        array = memory._pinned(label, n_bytes)
-    except OSError as error:
-        raise _refused(label, n_bytes, error) from None
-    if array is None:
-        raise _NotPinnedError
-    return array
+        way = self._reserved
+        while True:
+            try:
+                return blocks_of(way).lend(n_bytes, self._maker(way)).view(dtype)
+            except _WayRefusedError:  # beyond the reserved blocks
+                way = self._memory._way(pinned=True)
 
 
 def _end(live: dict[object, Any], key: object, blocks: Blocks, engine: object, sizes: list[int]) -> None:
@@ -229,6 +278,27 @@ def system_memory() -> Any:
 def available_bytes() -> int:
     """Host memory that can still be allocated: the system's, bounded by this control group's limit."""
     return max(min([system_memory().available, *_cgroup_headrooms()]), 0)
+
+
+def limits_of_pinned_memory() -> list[str]:
+    """Return the limits on pinned memory that this process can read, each with the way to raise it."""
+    limits, locked, group = [], _locked_memory_limit(), control_group_limit()
+    if locked is not None:
+        limits.append(
+            f"This process may lock {format_bytes(locked)}: raise it by ulimit -l, or in a container by --ulimit "
+            "memlock=-1"
+        )
+    if group is not None:
+        limits.append(f"The control group of this process grants {format_bytes(group)} of memory, pinned or not")
+    if in_wsl2():
+        limits.append("Windows lets WSL2 pin a part of its memory only, and Docker in WSL2 still less")
+    return limits
+
+
+def _locked_memory_limit() -> int | None:
+    """Return the bytes that this process may lock in memory; None: no bound."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def control_group_limit() -> int | None:

@@ -12,19 +12,35 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from ..errors import HostMemoryError, KernelError
+from ..errors import ConfigError, HostMemoryError, KernelError
 from ..native import kernels
 
 _HUGE_PAGE = 2 * 2**20
 _PORTABLE = 1
 
 
+REGISTER, ALLOCATE = "register", "allocate"
+"""The two values of ``pin_memory`` that ask for one way to pin memory."""
+
+
 class Pinning(Protocol):
-    """Pins host memory in the way of a device's framework."""
+    """One way to pin host memory for a device."""
+
+    name: str
+    """:data:`REGISTER` or :data:`ALLOCATE`."""
+    done: str
+    """The participle that messages and reports use: "registered with the device's driver"."""
+    cost: str
+    """The cost of this way beside the way before it, as a warning says it; empty: this way is always first."""
+
+    def taken(self, n_bytes: int) -> int:
+        """Return the bytes of host memory that an array of ``n_bytes`` takes, to a page."""
+        return n_bytes
 
     def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
         """Return zeroed bytes that are pinned until the array dies.
@@ -34,6 +50,40 @@ class Pinning(Protocol):
             OSError: the system has no memory for them.
         """
         ...
+
+
+def in_wsl2(version: Path = Path("/proc/version"), device: Path = Path("/dev/dxg")) -> bool:
+    """True if this is Linux in Windows (WSL2), also in a container there.
+
+    A kernel of the device cannot use the host's address of registered memory there, and faults if it does. It can use
+    the address of memory that the driver allocated.
+    """
+    try:
+        return device.exists() or "microsoft" in version.read_text().lower()
+    except OSError:
+        return False
+
+
+def ways_to_pin(device: Sequence[Pinning], pin_memory: bool | str) -> Sequence[Pinning]:
+    """Return the ways to pin memory for a device that an engine tries, in this order; empty: its memory is pageable.
+
+    Args:
+        device: the ways that the device has, best first; empty: it needs no pinned memory.
+        pin_memory: the setting. True: all ways, but in WSL2 no registered memory.
+
+    Raises:
+        ConfigError: the setting asks for a way that the device lacks.
+    """
+    if not pin_memory or not device:
+        return ()
+    if pin_memory is True:
+        return [way for way in device if way.name != REGISTER or not in_wsl2()]
+    if ways := [way for way in device if way.name == pin_memory]:
+        return ways
+    raise ConfigError(
+        f"pin_memory={pin_memory!r}: memory for this device can only be {' or '.join(way.done for way in device)}; "
+        f"expected pin_memory=True, or {' or '.join(repr(way.name) for way in device)}"
+    )
 
 
 def mapped(n_bytes: int, threads: int) -> np.ndarray:
@@ -51,7 +101,7 @@ def mapped(n_bytes: int, threads: int) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Registered:
+class Registered(Pinning):
     """Mappings of exact size that are registered with the device's driver.
 
     Attributes:
@@ -60,10 +110,38 @@ class Registered:
     """
 
     register: Callable[[int, int], Callable[[], object]]
+    name = REGISTER
+    done = "registered with the device's driver"
+    cost = ""
 
     def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
         array = mapped(n_bytes, threads)
         weakref.finalize(array, self.register(kernels.address(array), n_bytes))
+        return array
+
+
+@dataclass(frozen=True)
+class Allocated(Pinning):
+    """Memory that the device's driver allocates, exact to a page.
+
+    Attributes:
+        take: given a length in bytes, returns an address and a function that frees this memory; raises
+            :class:`HostMemoryError`.
+    """
+
+    take: Callable[[int], tuple[int, Callable[[], object]]]
+    name = ALLOCATE
+    done = "allocated by the device's driver"
+    cost = (
+        "Copies are as fast. The driver chooses the size of the pages and the memory node, so the update may read this "
+        "memory more slowly"
+    )
+
+    def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
+        address, free = self.take(n_bytes)
+        array = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
+        weakref.finalize(array, free)
+        array.fill(0)
         return array
 
 
@@ -84,6 +162,15 @@ class Driver(ABC):
     @abstractmethod
     def register(self, address: int, n_bytes: int) -> Callable[[], None]:
         """As :attr:`Registered.register`."""
+
+    @abstractmethod
+    def allocate(self, n_bytes: int) -> tuple[int, Callable[[], None]]:
+        """As :attr:`Allocated.take`."""
+
+    @property
+    def ways(self) -> Sequence[Pinning]:
+        """The ways to pin memory for the device, best first. Two calls return equal ways."""
+        return Registered(self.register), Allocated(self.allocate)
 
     def start(self) -> bool:
         """Start the driver in a process where no framework has; True if it is there."""
@@ -172,6 +259,11 @@ class Driver(ABC):
                 "earlier kernel has failed (CUDA_LAUNCH_BLOCKING=1 makes the call that started it fail)"
             )
 
+    def _quietly(self, name: str, *args: Any) -> None:
+        """As :meth:`_call`, at the end of memory: when the interpreter ends, the driver may have ended before."""
+        with suppress(HostMemoryError):
+            self._call(name, *args)
+
     def _call(self, name: str, *args: Any) -> None:
         """Call one of the driver's functions, all of which return an error code; 0: no error."""
         try:
@@ -206,21 +298,35 @@ class Cuda(Driver):
 
     def register(self, address: int, n_bytes: int) -> Callable[[], None]:
         """As :attr:`Registered.register`."""
+        place = ctypes.c_void_p(address)
+        return self._pin(
+            ("cuMemHostRegister_v2", place, ctypes.c_size_t(n_bytes), _PORTABLE), ("cuMemHostUnregister", place)
+        )
+
+    def allocate(self, n_bytes: int) -> tuple[int, Callable[[], None]]:
+        """As :attr:`Allocated.take`."""
+        place = ctypes.c_void_p()
+        ends = self._pin(
+            ("cuMemHostAlloc", ctypes.byref(place), ctypes.c_size_t(n_bytes), _PORTABLE), ("cuMemFreeHost", place)
+        )
+        return place.value or 0, ends
+
+    def _pin(self, begin: tuple[Any, ...], end: tuple[Any, ...]) -> Callable[[], None]:
+        """Make the call ``begin`` in the device's own context. Return a function that makes the call ``end`` there and
+        releases the context. If a later call fails here, ``end`` is called at once."""
         device, context = ctypes.c_int(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), ctypes.c_int(self._device))
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         with ExitStack() as undo:
-            undo.callback(self._call, "cuDevicePrimaryCtxRelease_v2", device)
+            undo.callback(self._quietly, "cuDevicePrimaryCtxRelease_v2", device)
             with self._current(context):
-                self._call("cuMemHostRegister_v2", ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _PORTABLE)
-            undo.pop_all()
-        return partial(self._unregister, device, context, address)
+                self._call(*begin)
+                undo.callback(self._unpin, context, end)
+            return undo.pop_all().close
 
-    def _unregister(self, device: ctypes.c_int, context: ctypes.c_void_p, address: int) -> None:
-        with suppress(HostMemoryError):  # at the interpreter's end the driver may have ended before
-            with self._current(context):
-                self._call("cuMemHostUnregister", ctypes.c_void_p(address))
-            self._call("cuDevicePrimaryCtxRelease_v2", device)
+    def _unpin(self, context: ctypes.c_void_p, end: tuple[Any, ...]) -> None:
+        with suppress(HostMemoryError), self._current(context):
+            self._call(*end)
 
     def architecture(self) -> tuple[str, int]:
         """As :meth:`Driver.architecture`: ``("sm_90", 12)``, say."""
@@ -289,12 +395,15 @@ class Hip(Driver):
 
     def register(self, address: int, n_bytes: int) -> Callable[[], None]:
         """As :attr:`Registered.register`."""
-        self._call("hipHostRegister", ctypes.c_void_p(address), ctypes.c_size_t(n_bytes), _PORTABLE)
-        return partial(self._unregister, address)
+        place = ctypes.c_void_p(address)
+        self._call("hipHostRegister", place, ctypes.c_size_t(n_bytes), _PORTABLE)
+        return partial(self._quietly, "hipHostUnregister", place)
 
-    def _unregister(self, address: int) -> None:
-        with suppress(HostMemoryError):
-            self._call("hipHostUnregister", ctypes.c_void_p(address))
+    def allocate(self, n_bytes: int) -> tuple[int, Callable[[], None]]:
+        """As :attr:`Allocated.take`."""
+        place = ctypes.c_void_p()
+        self._call("hipHostMalloc", ctypes.byref(place), ctypes.c_size_t(n_bytes), _PORTABLE)
+        return place.value or 0, partial(self._quietly, "hipHostFree", place)
 
 
 DRIVERS: tuple[Driver, ...] = (Cuda(), Hip())

@@ -45,9 +45,20 @@ class MemoryReport:
     """Bytes of staging and gradients on the host that engines of this process use in turn, so that reports of others
     count them, too: they stay if this engine is closed."""
 
+    pinned: Mapping[str, int] = field(default_factory=dict, compare=False)
+    """Bytes on the host that the device copies from and to, by how they are pinned: ``"registered with the device's
+    driver"``, ``"allocated by the device's driver"``, ``"allocated by torch"``, or ``"pageable"`` if pinning was
+    refused. Empty without such a device, and with ``pin_memory=False``."""
+
     @classmethod
     def of(
-        cls, numel: int, planned: Iterable[PlanRow], held: Mapping[tuple[str, str], int], *, shared: int = 0
+        cls,
+        numel: int,
+        planned: Iterable[PlanRow],
+        held: Mapping[tuple[str, str], int],
+        *,
+        shared: int = 0,
+        pinned: Mapping[str, int] | None = None,
     ) -> "MemoryReport":
         """Planned memory (of any number of plans) beside ``held``, the bytes in use by ``(where, what)``."""
         lasting = [row for row in planned if not row.passing]
@@ -57,7 +68,7 @@ class MemoryReport:
             plans[row.where, row.what] += row.n_bytes
         kinds = sorted(dict.fromkeys([*plans, *held]), key=lambda kind: (kind[0], kind in brief))
         rows = [MemoryRow(*kind, plans[kind], held.get(kind, 0), kind in brief) for kind in kinds]
-        return cls(numel, tuple(row for row in rows if row.planned or row.held), shared)
+        return cls(numel, tuple(row for row in rows if row.planned or row.held), shared, pinned or {})
 
     @property
     def host(self) -> dict[str, int]:
@@ -100,19 +111,20 @@ class MemoryReport:
             rows.append(self._sum(where))
         if self.shared:
             rows.append(MemoryRow(HOST, "used in turn with other engines", self.shared, self.shared))
-        return format_table(
-            [
-                (
-                    row.where + " (in a step)" * row.brief,
-                    row.what,
-                    format_bytes(row.planned),
-                    format_bytes(row.held),
-                    f"{row.held / self.numel:.2f}" if self.numel else "",
-                )
-                for row in rows
-            ],
-            ("where", "what", "planned", "held", "per parameter"),
-        )
+        lines = [
+            (
+                row.where + " (in a step)" * row.brief,
+                row.what,
+                format_bytes(row.planned),
+                format_bytes(row.held),
+                f"{row.held / self.numel:.2f}" if self.numel else "",
+            )
+            for row in rows
+        ]
+        for how, n_bytes in self.pinned.items():
+            per_parameter = f"{n_bytes / self.numel:.2f}" if self.numel else ""
+            lines.append((HOST, f"of that, {how}", "", format_bytes(n_bytes), per_parameter))
+        return format_table(lines, ("where", "what", "planned", "held", "per parameter"))
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draw planned and held bytes to a file. Its suffix gives the format (``.svg``, ``.png``, ``.pdf``).

@@ -12,6 +12,7 @@ from ..config.state_formats import Master, StateFormat
 from ..disk.scratch import aligned
 from ..dtypes import BFLOAT16, FLOAT32
 from ..layout.partition import Bucket, Kinds, ParamSpec, matrices_of
+from ..memory.host_memory import ROUNDING
 from ..memory.plan import (
     BLOCK_COPY,
     BLOCKS,
@@ -373,6 +374,8 @@ class Planner:
             kept[elsewhere][FROZEN_SHARDS] = sum(n * aligned(n_bytes) for n, n_bytes in spaces)
         elif self.terms.config.offload_param is not None:
             host[PARAMETER_SHARDS] = _shard_bytes(kinds) + _shard_bytes(self.terms.kinds(frozen))
+        if rounding := self._rounding(kinds, staged, lent, (specs, frozen)):
+            host[ROUNDING] = rounding
         smaller = _NARROWER if any(spec.dtype is FLOAT32 for spec in (*specs, *frozen)) else _RANKS
         remedies = {
             **_narrower_states(self.terms.config, rules, specs),
@@ -392,6 +395,36 @@ class Planner:
             for what, n_bytes in of.items()
             if n_bytes or where == elsewhere or of is host
         ] + self._states_on_device(there)
+
+    def _rounding(self, kinds: Kinds, staged: Kinds, lent: int | None, params: Iterable[Sequence[ParamSpec]]) -> int:
+        """Return the bytes that an allocator of pinned memory takes beyond the buffers' own.
+
+        Args:
+            kinds: the kinds of new buckets whose states are not on the device.
+            staged: the kinds of new buckets that pass through staging.
+            lent: the bytes of each buffer that buckets share for their gradients; None: each has its own.
+            params: the trained parameters, and the others.
+        """
+        terms, had = self.terms, self.allocated
+        if not terms.pinned_rounding(3):
+            return 0
+        buckets, sizes = [bucket for bucket, _ in staged], Counter[int]()
+        if not terms.direct and (size := terms.slot_bytes(buckets)) > had.staging_slot_bytes:
+            sizes[size] += terms.staging_slots
+        if (size := terms.direction_bytes(buckets)) > had.direction_slot_bytes:
+            sizes[size] += terms.direction_slots
+        pinned = [(bucket, n) for bucket, n in kinds if terms.buffer_is_pinned(bucket)]
+        if lent is not None and pinned:
+            sizes[lent] += GRADIENT_SLOTS * (lent > had.gradient_slot_bytes)
+        elif terms.has_buffer:
+            for bucket, n in pinned:
+                sizes[terms.buffer_bytes(bucket)] += n
+        for specs in params if terms.config.offload_param == "cpu" else ():
+            shards = Counter[int]()
+            for bucket in terms.cut(specs):
+                shards[bucket.pieces[0].param] += _shard_bytes([(bucket, 1)])
+            sizes.update(shards.values())
+        return sum(n * terms.pinned_rounding(size) for size, n in sizes.items())
 
     def _fewer_gradients(self, one_by_one: bool) -> str | None:
         """Return a setting with which gradients take less host memory; None: there is no such setting.

@@ -16,6 +16,7 @@ from ..disk.scratch import aligned
 from ..disk.shards import SLOTS
 from ..dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32, ElementType
 from ..layout.partition import Bucket, Kinds, ParamSpec, kinds_of, planned
+from ..memory.pinning import ways_to_pin
 from ..rules import MASTER, Rule
 from ..states import STORES
 from ..states.on_device import StatesOnDevice
@@ -69,6 +70,8 @@ class BucketTerms:
         """True if the store keeps the shards of partitioned parameters on disk, with their states."""
         self.host_shards = device.addressable or config.offload_param is not None
         """True if the shards of partitioned parameters are in host memory or on disk, not on the device."""
+        self.ways_to_pin = ways_to_pin(device.pinning, config.pin_memory)
+        """The ways to pin host memory for the device, in the order in which they are tried."""
         self.worker = Inline if self.direct or config.schedule == "serial" else Background
         """The class of the worker that runs the tasks of a step."""
         self.examines = _examines(config, device, scaled)
@@ -313,6 +316,11 @@ class BucketTerms:
     def buffer_is_pinned(self, bucket: Bucket) -> bool:
         """True if the bucket's gradient buffer is pinned, because the device copies gradients directly to it."""
         return self.may_arrive_as(bucket, self.buffer_dtype(bucket))
+
+    def pinned_rounding(self, n_bytes: int) -> int:
+        """Return the bytes that a pinned buffer of ``n_bytes`` takes beyond these, because its allocator rounds sizes
+        up."""
+        return self.ways_to_pin[0].taken(n_bytes) - n_bytes if self.ways_to_pin and n_bytes else 0
 
     def working_sizes(self, specs: Sequence[ParamSpec], budget: float | None) -> dict[bool, Counter[int]]:
         """Return the host buffers that an engine borrows from the memory that all engines of the process share.

@@ -54,7 +54,7 @@ class LocalBuckets:
         self.all: list[LocalBucket] = []
         self.of: list[list[LocalBucket]] = []
         """Entry ``i``: the buckets with elements of parameter ``i``, of any rank."""
-        self.memory = HostMemory(config.threads, device.pinning if config.pin_memory else None)
+        self.memory = HostMemory(config.threads, self.terms.ways_to_pin)
         self.planned: list[PlanRow] = []
         """The plan's rows of host memory. Each :meth:`add` appends the rows of its parameters."""
         self.gradient_memory = GradientMemory(self.memory, device, self.terms, self.allocated)

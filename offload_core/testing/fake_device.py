@@ -79,7 +79,7 @@ class FakeDevice:
 
     addressable = False
     updates_in_place = False
-    pinning = None
+    pinning = ()
 
     def __init__(
         self,

@@ -14,9 +14,10 @@ import pytest
 
 from bench import record, report
 from bench.gpu import figures, host_memory, parts, results
-from bench.gpu.parts import ACCUMULATED, BESIDE, LARGEST, OF_JAX, PARTS, SHARES, TIERS
+from bench.gpu.parts import ACCUMULATED, BESIDE, CURVE, LARGEST, OF_JAX, PARTS, SHARES, TIERS
 from bench.gpu.sizes import FULL, TINY
 from bench.parts.torch_contenders import (
+    ACCUMULATE,
     ACCUMULATE_ON_HOST,
     ALL_THERE,
     DS_2,
@@ -24,9 +25,11 @@ from bench.parts.torch_contenders import (
     FSDP2,
     FUSED,
     HALF_THERE,
+    LATE,
     ON_HOST,
     OURS,
     QUARTER_THERE,
+    SERIAL,
     TORCHAO,
 )
 from offload_core.support.processors import available_cpus
@@ -302,6 +305,51 @@ def test_steps_with_any_share_of_the_states_on_the_device_have_the_same_losses(r
         for name in SHARES:
             assert losses[name, windows] == losses[OURS, windows], name
         assert losses[FUSED, windows] == pytest.approx(losses[OURS, windows], rel=1e-2)
+
+
+@pytest.mark.slow
+def test_steps_of_few_and_many_tokens_train_alike_in_each_schedule_and_say_where_states_are(rehearse, tmp_path):
+    call = rehearse("h")
+    printed, _ = call.communicate()
+    assert call.returncode == 0, printed
+    assert f"{OURS}, states on the host, clipped to 1, 64 tokens: " in printed
+    path = tmp_path / "out" / "results.jsonl"
+    known = report.read(path)["gpu_curve"]
+    assert {each["name"] for each in known["missing"]} == set(ABSENT)
+    losses = {(row["name"], row["micro_batch"]): row["curve"] for row in known["rows"] if row["metric"] == "loss, last"}
+    ran = [name for name in CURVE if name not in ABSENT]
+    assert losses.keys() == {(name, windows) for name in ran for windows in TINY.accumulated_windows}
+    for windows in TINY.accumulated_windows:
+        assert losses[SERIAL, windows] == losses[OURS, windows]
+        for name in ran:
+            assert losses[name, windows] == pytest.approx(losses[OURS, windows], rel=1e-2), name
+    assert {(row["name"], row["states"], row["clipping"]) for row in known["rows"]} == {
+        (name, *CURVE[name]) for name in ran
+    }
+
+
+def test_the_curve_names_the_states_the_clipping_and_the_sums_of_each_time(tmp_path):
+    path = tmp_path / "card.jsonl"
+    config = {"context": 1000, "windows": 8, "wide_sums": True}
+    for windows, fused in ((8, 100.0), (512, 5000.0)):
+        for name, ms in ((FUSED, fused), (LATE, 1.1 * fused), (TORCHAO, 3 * fused)):
+            states, clipping = CURVE[name]
+            rows = steps(name, ms, windows, states=states, clipping=clipping)
+            measured(path, "gpu_curve", f"{name}, {windows}", *rows, config=config)
+    measured(path, "gpu_curve", "d", missing=[record.missing(DS_2, ModuleNotFoundError("No module named 'x'"))])
+    measured(path, "gpu_curve", "f", config=config, **parts.does_not_fit(f"{FSDP2}, x", "CUDA out of memory"))
+    known = report.read(path)
+    lines = figures.figures(known)
+    assert "| states on the | clips | 8,000 tokens a step | 512,000 tokens a step | device | host |" in lines[0]
+    assert f"| {FUSED} | device | to 1 | 100 ms | 5,000 ms | 7 GB | 5 GB |" in lines
+    assert f"| {LATE} | host | to 1 | 110 ms (1.10) | 5,500 ms (1.10) | 7 GB | 5 GB |" in lines
+    assert f"| {TORCHAO} | host | no | 300 ms (3.00) | 15,000 ms (3.00) | 7 GB | 5 GB |" in lines
+    [words] = [line for line in lines if "Matrices" in line]
+    assert "Micro-batches have 8,000 tokens. Matrices are multiplied in bf16, with sums in fp32." in words
+    assert f"- {FSDP2}, x: steps without a figure do not fit." in lines
+    assert f"- {DS_2} was not installed." in lines
+    assert f"- Not measured yet: {OURS}; {ACCUMULATE}; {SERIAL}." in lines
+    assert not figures.figures(known, in_short=True)
 
 
 def test_figures_of_a_commit_that_was_changed_since_say_so_until_all_are_measured_again(tmp_path, monkeypatch):

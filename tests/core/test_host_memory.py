@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offload_core import HostMemoryError, HostMemoryWarning, kernel_info
-from offload_core.memory import host_memory
+from offload_core import ConfigError, HostMemoryError, HostMemoryWarning, OffloadConfig, kernel_info
+from offload_core.memory import host_memory, pinning
 from offload_core.memory.host_memory import HostMemory, Lease, StagingRing, available_bytes, format_bytes
-from offload_core.memory.pinning import Cuda, Hip, Registered
+from offload_core.memory.pinning import Allocated, Cuda, Hip, Registered, ways_to_pin
 from offload_core.memory.plan import MemoryPlan, PlanRow
+from offload_core.native import kernels
 from offload_core.support import processors, topology
 from offload_core.support.threads import Task
 from tests.support.strategies import law
@@ -91,8 +92,19 @@ static int noted(int code, const char *what, void *p, unsigned long n) {
     FILE *f = fopen(getenv("FAKE_DRIVER_LOG"), "a");
     fprintf(f, "%s %lu %lu\\n", what, (unsigned long)p, n);
     fclose(f);
-    const char *fails = getenv("FAKE_DRIVER_FAILS");
-    return fails && !strcmp(fails, what) ? OUT_OF_MEMORY : code;
+    const char *fails = getenv("FAKE_DRIVER_FAILS"), *after = getenv("FAKE_DRIVER_FAILS_AFTER");
+    static int tried;
+    return fails && strstr(fails, what) == fails && tried++ >= (after ? atoi(after) : 0) ? OUT_OF_MEMORY : code;
+}
+static int allocated(void **p, unsigned long n, int code) {
+    if (!(code = noted(code, "allocate", 0, n)))
+        memset(*p = malloc(n), 7, n);
+    return code;
+}
+static int freed(void *p, int code) {
+    code = noted(code, "free", p, 0);
+    free(p);
+    return code;
 }
 static int number_of(void *context) { return (int *)context - contexts; }
 int cuDeviceGet(int *device, int number) {
@@ -123,6 +135,12 @@ static int in_context() { return depth && retained[number_of(stack[depth - 1])] 
 int cuMemHostRegister_v2(void *p, unsigned long n, unsigned flags) {
     return noted(!in_context() ? INVALID_CONTEXT : flags != 1, "register", p, n);
 }
+int cuMemHostAlloc(void **p, unsigned long n, unsigned flags) {
+    return allocated(p, n, !in_context() ? INVALID_CONTEXT : flags != 1);
+}
+int cuMemFreeHost(void *p) { return freed(p, in_context() ? 0 : INVALID_CONTEXT); }
+int hipHostMalloc(void **p, unsigned long n, unsigned flags) { return allocated(p, n, flags != 1); }
+int hipHostFree(void *p) { return freed(p, 0); }
 int cuMemHostUnregister(void *p) { return noted(in_context() ? 0 : INVALID_CONTEXT, "unregister", p, 0); }
 int hipHostRegister(void *p, unsigned long n, unsigned flags) { return noted(flags != 1, "register", p, n); }
 int hipHostUnregister(void *p) { return noted(0, "unregister", p, 0); }
@@ -153,7 +171,7 @@ def in_a_new_thread(act):
 def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(library, vendor):
     library, notes = library
     driver = Cuda(1, library) if vendor == "CUDA" else Hip(library)
-    array = HostMemory(1, Registered(driver.register)).allocate("staging", 1000, np.dtype(np.float32), pinned=True)
+    array = HostMemory(1, [Registered(driver.register)]).allocate("staging", 1000, np.dtype(np.float32), pinned=True)
     address = str(array.ctypes.data)
     asked = [note for note in notes() if note[1] != "0"]
     assert asked == [["register", address, "4000"]]
@@ -169,7 +187,7 @@ def test_pinned_memory_is_registered_at_its_exact_size_and_unregistered(library,
 def test_memory_is_registered_in_the_devices_context_from_a_thread_that_has_none(library):
     """As JAX's threads; and it is given back from another such thread."""
     library, notes = library
-    memory = HostMemory(1, Registered(Cuda(1, library).register))
+    memory = HostMemory(1, [Registered(Cuda(1, library).register)])
     held = [in_a_new_thread(lambda: memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True))]
     address = str(held[0].ctypes.data)
     registered = [["retain", "0", "1"], ["push", "0", "1"], ["register", address, "4000"], ["pop", "0", "1"]]
@@ -185,7 +203,7 @@ def test_a_context_that_was_current_is_so_again(library):
     driver, theirs, popped = ctypes.CDLL(library), ctypes.c_void_p(), ctypes.c_void_p()
     driver.cuDevicePrimaryCtxRetain(ctypes.byref(theirs), 0)
     driver.cuCtxPushCurrent_v2(theirs)
-    array = HostMemory(1, Registered(Cuda(1, library).register)).allocate("s", 1000, np.dtype(np.uint8), pinned=True)
+    array = HostMemory(1, [Registered(Cuda(1, library).register)]).allocate("s", 1000, np.dtype(np.uint8), pinned=True)
     assert ["push", "0", "1"] in notes()
     assert driver.cuCtxPopCurrent_v2(ctypes.byref(popped)) == 0
     assert popped.value == theirs.value
@@ -203,14 +221,14 @@ def test_a_context_that_was_current_is_so_again(library):
         ("retain", "cuDevicePrimaryCtxRetain", ["retain"]),
         ("push", "cuCtxPushCurrent_v2", ["retain", "push", "release"]),
         ("register", "cuMemHostRegister_v2", ["retain", "push", "register", "pop", "release"]),
+        ("allocate", "cuMemHostAlloc", ["retain", "push", "allocate", "pop", "release"]),
     ],
 )
-def test_memory_whose_registration_is_refused_is_pageable_with_one_warning(
-    library, fails, function, asked, monkeypatch
-):
+def test_memory_that_the_only_way_refuses_is_pageable_with_one_warning(library, fails, function, asked, monkeypatch):
     library, notes = library
     monkeypatch.setenv("FAKE_DRIVER_FAILS", fails)
-    memory = HostMemory(1, Registered(Cuda(0, library).register))
+    [way] = ways_to_pin(Cuda(0, library).ways, "allocate" if fails == "allocate" else "register")
+    memory = HostMemory(1, [way])
     told = rf"staging: 3.9 KiB of .* could not be pinned \({function} failed with CUDA error 2; .*ulimit -l"
     with pytest.warns(HostMemoryWarning, match=told) as warned:
         arrays = [memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True) for _ in range(2)]
@@ -225,7 +243,7 @@ def test_memory_whose_registration_is_refused_is_pageable_with_one_warning(
 def test_a_driver_that_has_ended_before_the_memory_does_not_disturb_the_end(library, monkeypatch):
     library, notes = library
     for fails in ("push", "unregister", "release"):
-        array = HostMemory(1, Registered(Cuda(0, library).register)).allocate("s", 10, np.dtype("u1"), pinned=True)
+        array = HostMemory(1, [Registered(Cuda(0, library).register)]).allocate("s", 10, np.dtype("u1"), pinned=True)
         with monkeypatch.context() as patch:
             patch.setenv("FAKE_DRIVER_FAILS", fails)
             del array  # pytest takes an error in a finalizer for a failure
@@ -233,9 +251,142 @@ def test_a_driver_that_has_ended_before_the_memory_does_not_disturb_the_end(libr
         assert notes()[-1][0] in ("push", "pop", "release")
 
 
+def what_was_asked(notes):
+    return [what for what, *_ in notes() if what in ("register", "unregister", "allocate", "free")]
+
+
+@pytest.mark.parametrize("vendor", ["CUDA", "HIP"])
+def test_memory_that_cannot_be_registered_is_allocated_by_the_driver_and_freed_by_it_once(library, vendor, monkeypatch):
+    library, notes = library
+    monkeypatch.setenv("FAKE_DRIVER_FAILS", "register")
+    driver = Cuda(0, library) if vendor == "CUDA" else Hip(library)
+    memory = HostMemory(1, driver.ways)
+    told = "3.9 KiB of .* could not be registered with the device's driver .* it is allocated by the device's driver"
+    with pytest.warns(HostMemoryWarning, match=told) as warned:
+        arrays = [memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True) for _ in range(2)]
+    assert len(warned) == 1
+    assert memory.pinned() == {"allocated by the device's driver": 8000}
+    assert not any(array.any() for array in arrays)  # this driver's memory is not zeroed
+    places, view = [str(array.ctypes.data) for array in arrays], arrays[1][5:]
+    arrays.clear()
+    gc.collect()
+    assert what_was_asked(notes) == ["register", "allocate", "allocate", "free"]
+    del view
+    gc.collect()
+    assert sorted(place for what, place, _ in notes() if what == "free") == sorted(places)
+    assert what_was_asked(notes) == ["register", "allocate", "allocate", "free", "free"]
+    retained = sum((what == "retain") - (what == "release") for what, *_ in notes())
+    assert (memory.n_bytes, retained) == (0, 0)
+
+
+def test_blocks_that_were_registered_before_a_refusal_are_unregistered_and_all_are_allocated(library, monkeypatch):
+    library, notes = library
+    monkeypatch.setenv("FAKE_DRIVER_FAILS", "register")
+    monkeypatch.setenv("FAKE_DRIVER_FAILS_AFTER", "2")
+    memory = HostMemory(1, Cuda(0, library).ways)
+    with pytest.warns(HostMemoryWarning, match="could not be registered") as warned:
+        reserved = memory.reserve("staging", 3 * [4096], pinned=True)
+    assert len(warned) == 1
+    gc.collect()
+    half_way = [*3 * ["register"], *3 * ["allocate"]]
+    assert sorted(what_was_asked(notes)) == sorted([*half_way, "unregister", "unregister"])
+    assert memory.pinned() == {"allocated by the device's driver": 3 * 4096}
+    lent = [reserved.borrow(1024, np.dtype(np.float32)) for _ in range(3)]
+    assert what_was_asked(notes).count("allocate") == 3
+    del lent
+    del reserved
+    gc.collect()
+    asked = what_was_asked(notes)
+    assert [asked.count(what) for what in ("unregister", "free")] == [2, 3]
+    assert memory.pinned() == {}
+
+
+def test_a_context_that_cannot_be_left_has_memory_unregistered_at_once(library, monkeypatch):
+    library, notes = library
+    monkeypatch.setenv("FAKE_DRIVER_FAILS", "pop")
+    memory = HostMemory(1, [Registered(Cuda(0, library).register)])
+    with pytest.warns(HostMemoryWarning, match="cuCtxPopCurrent_v2 failed"):
+        memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True)
+    asked = [what for what, *_ in notes()]
+    assert asked == ["retain", "push", "register", "pop", "push", "unregister", "pop", "release"]
+
+
+def test_memory_that_the_driver_neither_registers_nor_allocates_is_pageable_with_a_warning_for_each(
+    library, monkeypatch
+):
+    library, notes = library
+    monkeypatch.setenv("FAKE_DRIVER_FAILS", "push")
+    monkeypatch.setattr(host_memory, "_locked_memory_limit", lambda: 65536)
+    monkeypatch.setattr(host_memory, "control_group_limit", lambda: 2**30)
+    memory = HostMemory(1, Cuda(0, library).ways)
+    with pytest.warns(HostMemoryWarning) as warned:
+        arrays = [memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True) for _ in range(2)]
+    first, second = (str(each.message) for each in warned)
+    assert "could not be registered with the device's driver" in first
+    for part in ("could not be pinned (", "lock 64.0 KiB", "memlock=-1", "grants 1.0 GiB", "pin_memory=False"):
+        assert part in second
+    assert memory.pinned() == {"pageable": 8000}
+    assert all(array.ctypes.data % mmap.PAGESIZE == 0 for array in arrays)
+    assert what_was_asked(notes) == []
+
+
+@pytest.mark.parametrize(
+    ("pin_memory", "in_windows", "expected"),
+    [
+        (True, False, ["register", "allocate"]),
+        (True, True, ["allocate"]),
+        ("register", False, ["register"]),
+        ("register", True, ["register"]),  # as it was asked for: no kernel of this project reads such memory
+        ("allocate", False, ["allocate"]),
+        (False, False, []),
+    ],
+)
+def test_the_setting_and_wsl2_choose_the_ways_to_pin(pin_memory, in_windows, expected, monkeypatch):
+    monkeypatch.setattr(pinning, "in_wsl2", lambda: in_windows)
+    driver = Cuda()
+    assert [way.name for way in ways_to_pin(driver.ways, pin_memory)] == expected
+    assert [*ways_to_pin((), pin_memory)] == []
+    assert driver.ways == driver.ways  # engines share memory that is pinned in equal ways
+
+
+def test_a_way_that_the_device_lacks_is_refused():
+    [_, allocated] = Cuda().ways
+    with pytest.raises(ConfigError, match=r"can only be allocated by .*; expected pin_memory=True, or 'allocate'"):
+        ways_to_pin([allocated], "register")
+    for wrong in ("registered", 1, None, ["register"]):
+        with pytest.raises(ConfigError, match=r"pin_memory: got .*, expected True, False, 'register' or 'allocate'"):
+            OffloadConfig(pin_memory=wrong)
+
+
+def test_wsl2_is_known_by_its_kernel_or_its_device(tmp_path):
+    version, device = tmp_path / "version", tmp_path / "dxg"
+    assert not pinning.in_wsl2(version, device)
+    version.write_text("Linux version 6.8.0-45-generic (buildd@lcy02) #45-Ubuntu SMP\n")
+    assert not pinning.in_wsl2(version, device)
+    version.write_text("Linux version 5.15.167.4-microsoft-standard-WSL2 (root@f9c) #1 SMP\n")
+    assert pinning.in_wsl2(version, device)
+    version.write_text("Linux version 6.8.0-45-generic\n")
+    device.touch()
+    assert pinning.in_wsl2(version, device)
+
+
+class RoundsUp(Allocated):
+    def taken(self, n_bytes):
+        return 1 << (n_bytes - 1).bit_length()
+
+
+def test_bytes_that_an_allocator_rounds_up_are_counted_apart():
+    memory = HostMemory(1, [RoundsUp(lambda n: (kernels.address(held[-1]), lambda: None))])
+    held = [np.ones(2**13, np.uint8)]
+    array = memory.allocate("staging", 5000, np.dtype(np.uint8), pinned=True)
+    assert not array.any()
+    assert memory.report() == {"staging": 5000, host_memory.ROUNDING: 8192 - 5000}
+    assert (memory.n_bytes, memory.pinned()) == (8192, {"allocated by the device's driver": 5000})
+
+
 @pytest.mark.parametrize("driver", [Cuda(0, "libcuda-that-is-not-there.so"), Hip("libcuda-that-is-not-there.so")])
 def test_pinning_without_a_driver_says_what_to_set(driver):
-    memory = HostMemory(1, Registered(driver.register))
+    memory = HostMemory(1, [Registered(driver.register)])
     with pytest.warns(HostMemoryWarning, match=rf"{driver.vendor} driver library cannot be loaded.*pin_memory=False"):
         memory.allocate("staging", 1000, np.dtype(np.float32), pinned=True)
 

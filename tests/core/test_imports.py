@@ -208,6 +208,7 @@ FINALIZERS = {
     "self._tasks.put": "a SimpleQueue may be put into from anywhere",
     "self._live.pop": "forgets an entry",
     "self.register(kernels.address(array), n_bytes)": "calls the driver, which runs no Python",
+    "free": "calls the driver, which runs no Python",
     "_remove": "takes hooks off",
     "_end": "closes sockets and gloo's threads, which run no Python",
 }

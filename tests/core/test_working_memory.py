@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from offload_core.errors import HostMemoryError, HostMemoryWarning
 from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.pinning import Pinning
 from offload_core.memory.working_memory import Blocks, bytes_in_turn, unprotected
 from offload_core.support.living import Living
 from tests.support.strategies import law
@@ -265,8 +266,10 @@ def test_a_copy_of_a_device_does_not_keep_a_loan():
     assert unprotected(own) is own
 
 
-class Pins:
+class Pins(Pinning):
     """Pins so many arrays, and no more."""
+
+    name = done = "pinned"
 
     def __init__(self, left):
         self.left, self.pinned = left, []
@@ -281,7 +284,7 @@ class Pins:
 
 def test_memory_that_could_not_be_pinned_is_not_lent_as_pinned_memory():
     pinning = Pins(3)
-    first, second = HostMemory(1, pinning), HostMemory(1, pinning)
+    first, second = HostMemory(1, [pinning]), HostMemory(1, [pinning])
     reserved = first.reserve("staging", [8, 8], pinned=True)
     with pytest.warns(HostMemoryWarning, match="could not be pinned"):
         other = second.reserve("staging", [8, 8, 8, 8], pinned=True)

@@ -45,6 +45,7 @@ def same_bits(a, b):
         {"gradient_accumulation_steps": 2},
         {"reduce_bucket_size": 9999},
         {"pin_memory": False},
+        {"pin_memory": "allocate"},
     ],
     ids=str,
 )

@@ -3,6 +3,8 @@
 import gc
 import signal
 import threading
+import warnings
+from collections import Counter
 from functools import partial
 from itertools import cycle, product
 from types import SimpleNamespace
@@ -16,6 +18,7 @@ from frontends.torch import wrap
 from frontends.torch.ranks.device import memory_of, told_by_allocator
 from offload_core import HostMemoryWarning
 from offload_core.device.events import Done
+from offload_core.errors import HostMemoryError
 from tests.support import simulated
 from tests.support.processes import torch_server
 from tests.support.torch_models import batch, make, same_bits
@@ -306,37 +309,93 @@ def test_a_wait_that_is_missing_shows(mutant):
     assert not all(map(same_bits, found, expected()))
 
 
-@pytest.mark.draws(1)
-@pytest.mark.parametrize("allocator", ["a driver's registration", "torch's own"])
+class Refusing:
+    """The ways to pin memory of the simulated device, which refuse, and what they pinned."""
+
+    def __init__(self, monkeypatch, registered=0, allocated=0):
+        from frontends.torch.ranks import pinning
+
+        self.left = {"registered": registered, "allocated": allocated}
+        self.pinned, self.zeros, self.register = Counter(), torch.zeros, pinning.REGISTERED[D].register
+        monkeypatch.setitem(pinning.REGISTERED, D, pinning.Registered(self.registers))
+        monkeypatch.setattr(torch, "zeros", self.allocates)
+
+    def _refuse(self, kind):
+        if not self.left[kind]:
+            raise (HostMemoryError if kind == "registered" else RuntimeError)("no more locked memory")
+        self.left[kind] -= 1
+        self.pinned[kind] += 1
+
+    def registers(self, address, n_bytes):
+        self._refuse("registered")
+        end = self.register(address, n_bytes)
+        return lambda: (self.pinned.update(registered=-1), end())
+
+    def allocates(self, *arguments, pin_memory=False, **options):
+        if pin_memory:
+            self._refuse("allocated")
+        return self.zeros(*arguments, pin_memory=pin_memory, **options)
+
+
+@pytest.mark.draws(2)
+@pytest.mark.parametrize(
+    ("registered", "allocated", "setting", "in_windows", "told"),
+    [
+        (0, 99, True, False, ["registered with the device's driver"]),
+        (1, 99, True, False, ["registered with the device's driver"]),  # refused half-way
+        (0, 0, True, False, ["registered with the device's driver", "pinned"]),
+        (0, 1, True, False, ["registered with the device's driver", "pinned"]),
+        (0, 99, True, True, []),  # no memory is registered
+        (0, 99, "allocate", False, []),
+        (0, 0, "allocate", False, ["pinned"]),
+        (0, 99, "register", False, ["pinned"]),
+    ],
+)
 @pytest.mark.parametrize(
     "fields", [{}, {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}], ids=str
 )
-def test_memory_that_cannot_be_pinned_is_pageable_with_one_warning_and_gives_the_same_bits(
-    fields, allocator, monkeypatch
+def test_memory_that_is_refused_is_pinned_otherwise_or_pageable_and_gives_the_same_bits(
+    fields, registered, allocated, setting, in_windows, told, monkeypatch
 ):
-    from frontends.torch.ranks import pinning
-    from offload_core.errors import HostMemoryError
-
-    def refuses(address, n_bytes):
-        raise HostMemoryError("no more locked memory")
-
-    zeros = torch.zeros
-
-    def unpinned(*arguments, pin_memory=False, **options):
-        if pin_memory:
-            raise RuntimeError("no more locked memory")
-        return zeros(*arguments, **options)
-
-    if allocator == "torch's own":
-        monkeypatch.delitem(pinning.REGISTERED, D)
-        monkeypatch.setattr(torch, "zeros", unpinned)
-    else:
-        monkeypatch.setitem(pinning.REGISTERED, D, pinning.Registered(refuses))
+    ways = Refusing(monkeypatch, registered, allocated)
+    monkeypatch.setattr("offload_core.memory.pinning.in_wsl2", lambda: in_windows)
     fields = {"lr": 1e-2, "reduce_bucket_size": 500, "gradient_clipping": 0.05, **fields}
-    with pytest.warns(HostMemoryWarning, match=r"could not be pinned \(no more locked memory\)") as warned:
-        found = three_steps(make().to(D), fields)
-    assert len(warned) == 1
+    with warnings.catch_warnings(record=True, action="always", category=HostMemoryWarning) as warned:
+        found = three_steps(make().to(D), {**fields, "pin_memory": setting})
+    said = [str(each.message) for each in warned if each.category is HostMemoryWarning]
+    assert len(said) == len(told)
+    assert all(f"could not be {what} (no more locked memory)" in each for what, each in zip(told, said, strict=True))
+    gc.collect()
+    assert (ways.pinned["registered"], ways.left["registered"]) == (0, 0)
+    assert (ways.pinned["allocated"] > 0) is (setting != "register" and allocated > 0)
     assert all(map(same_bits, found, three_steps(make(), fields)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"gradient_accumulation_steps": 2},
+        {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0},
+        {"param_dtype": "bfloat16", "update_in_backward": True},
+    ],
+    ids=str,
+)
+def test_a_report_names_the_way_that_memory_is_pinned_and_the_bytes_that_torch_rounds_up(fields, monkeypatch):
+    Refusing(monkeypatch, allocated=99)
+    layers = [torch.nn.Linear(30, 50), torch.nn.Linear(50, 3)]
+    model = torch.nn.Sequential(*layers).to(D)
+    engine = wrap(model, lr=1e-2, pin_memory="allocate", reduce_bucket_size=700, **fields)
+    engine.backward(engine(torch.ones(2, 30, device=D)).float().pow(2).mean())
+    engine.step()
+    report = engine.memory_report()
+    [(how, n_bytes)] = report.pinned.items()
+    assert how == "allocated by torch"
+    assert f"of that, {how}" in str(report)
+    [rounding] = [row for row in report.rows if row.what == "rounding of pinned memory"]
+    assert 0 < rounding.held == rounding.planned < n_bytes
+    assert (report.host_bytes, report.planned_host_bytes) == 2 * (sum(report.host.values()),)
+    engine.close()
 
 
 def three_steps(model, fields):

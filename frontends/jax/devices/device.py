@@ -39,7 +39,7 @@ class ArrayMemory:
     """The part of the core's protocols that is the same for all of JAX's arrays: they cannot be written in place."""
 
     updates_in_place = False
-    pinning: Pinning | None = None
+    pinning: Sequence[Pinning] = ()
     queue = NoQueue("arrays of JAX cannot be written in place")
 
     def host_array(self, tensor: Any) -> HostArray:

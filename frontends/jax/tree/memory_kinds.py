@@ -1,13 +1,13 @@
 """Device and host memory of JAX's arrays, and the ways between them that are as fast as the link."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from typing import Any
 
 import jax
 
 from offload_core.errors import ConfigError
-from offload_core.memory.pinning import Cuda, Hip, Pinning, Registered
+from offload_core.memory.pinning import Cuda, Driver, Hip, Pinning
 
 DEVICE_MEMORY = "device"
 HOST_MEMORY = "pinned_host"
@@ -60,21 +60,21 @@ def lies_as(value: Any, like: Any) -> bool:
     return value.shape == like.shape and of_value.is_equivalent_to(like.sharding, like.ndim)
 
 
-def pinning_for(device: jax.Device) -> Pinning | None:
-    """Return what registers host memory with a GPU's driver; None for other devices.
+def pinning_for(device: jax.Device) -> Sequence[Pinning]:
+    """Return the ways to pin host memory for a GPU, best first; none for other devices.
 
-    XLA copies registered memory to a GPU at the link's speed, and other memory through buffers of its own, at a sixth
+    XLA copies pinned memory to a GPU at the link's speed, and other memory through buffers of its own, at a sixth
     of it (H200, jax 0.11).
     """
     if device.platform != "gpu":
-        return None
-    return _registered("rocm" in device.client.platform_version, device.local_hardware_id or 0)
+        return ()
+    return _driver("rocm" in device.client.platform_version, device.local_hardware_id or 0).ways
 
 
 @cache
-def _registered(is_amd: bool, number: int) -> Registered:
+def _driver(is_amd: bool, number: int) -> Driver:
     """One object for each device: engines see by it that their memory is pinned in one way."""
-    return Registered((Hip() if is_amd else Cuda(number)).register)
+    return Hip() if is_amd else Cuda(number)
 
 
 def start_to_host(array: jax.Array) -> jax.Array:

@@ -62,7 +62,7 @@ class TorchDevice(ABC):
     device: torch.device
     addressable: bool
     updates_in_place: bool
-    pinning: Pinning | None
+    pinning: Sequence[Pinning]
 
     def free_bytes(self) -> int | None:
         return None
@@ -130,7 +130,7 @@ class HostTorchDevice(TorchDevice):
     device = torch.device("cpu")
     addressable = True
     updates_in_place = True
-    pinning = None
+    pinning = ()
 
     def queue(self) -> DeviceQueue:
         raise NoQueue("its memory is the host's").refusal

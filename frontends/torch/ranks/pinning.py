@@ -9,7 +9,7 @@ import torch
 
 from offload_core.device.no_queue import NoQueue
 from offload_core.errors import HostMemoryError, KernelError
-from offload_core.memory.pinning import Cuda, Driver, Hip, Pinning, Registered
+from offload_core.memory.pinning import ALLOCATE, Cuda, Driver, Hip, Pinning, Registered
 from offload_core.native.device_code import DeviceCode
 
 from .queue import Launcher
@@ -19,8 +19,20 @@ REGISTERED: dict[str, Registered] = {}
 
 
 @dataclass(frozen=True)
-class TorchPinned:
-    """Memory of torch's own pinned allocator, which may round sizes up."""
+class TorchPinned(Pinning):
+    """Memory of torch's own pinned allocator, for devices whose driver is not known here. The allocator rounds sizes up
+    to powers of two, and keeps memory that is free again for its next arrays."""
+
+    name = ALLOCATE
+    done = "allocated by torch"
+    cost = (
+        "Copies are as fast, but torch rounds sizes up to powers of two and keeps memory that is free again "
+        "(PYTORCH_ALLOC_CONF=pinned_max_round_threshold_mb:1 rounds no size above 1 MB)"
+    )
+
+    def taken(self, n_bytes: int) -> int:
+        """As :meth:`Pinning.taken`."""
+        return 1 << (n_bytes - 1).bit_length()
 
     def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
         try:
@@ -29,11 +41,11 @@ class TorchPinned:
             raise HostMemoryError(str(error)) from None
 
 
-def pinning_for(device: torch.device) -> Pinning:
-    """Register our mappings of exact size with the driver where that is known to work."""
+def pinning_for(device: torch.device) -> Sequence[Pinning]:
+    """Return the ways to pin host memory for a device, best first."""
     for driver in drivers_of(device):
-        return Registered(driver.register)
-    return REGISTERED.get(device.type) or TorchPinned()
+        return driver.ways
+    return (*([REGISTERED[device.type]] if device.type in REGISTERED else ()), TorchPinned())
 
 
 def drivers_of(device: torch.device) -> Sequence[Driver]:
