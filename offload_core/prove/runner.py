@@ -128,7 +128,7 @@ class Runner:
         try:
             for process in processes:
                 process.start()
-            status = _wait(processes)
+            status = _status_of(processes)
         finally:
             for process in processes:
                 if process.pid is not None:
@@ -146,7 +146,7 @@ class _Failed(Exception):
     """A process of a way has failed; the message has its last words."""
 
 
-def _wait(processes: Sequence[BaseProcess]) -> int | None:
+def _status_of(processes: Sequence[BaseProcess]) -> int | None:
     """Wait for all; return the status of the first that failed, 0, or None if they took too long."""
     deadline, status = time.monotonic() + LONGEST, 0
     left = {process.sentinel: process for process in processes}

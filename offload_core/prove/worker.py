@@ -58,7 +58,7 @@ class Place:
         return self.shared / f"gradients-{step}.npz"
 
     @property
-    def result(self) -> Path:
+    def made(self) -> Path:
         return self.folder / "result.npz"
 
     def said(self, rank: int) -> Path:
@@ -83,13 +83,11 @@ def run(module: str, place: Place) -> None:
             kernels.set_instruction_set(place.instruction_set)
         arrays = dict(getattr(importlib.import_module(module), place.program)(place))
         if place.rank == 0:
-            write_arrays(place.result, arrays)
+            write_arrays(place.made, arrays)
         status = 0
     except LeftOut as why:
         print(why, file=sys.stderr)
         status = LEFT_OUT
     except BaseException:
         traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(status)

@@ -35,7 +35,7 @@ def arrays(folder, program, **given):
     threads = torch.get_num_threads()
     deterministic = torch.are_deterministic_algorithms_enabled()
     try:
-        write_arrays(place.result, dict(getattr(programs, program)(place)))
+        write_arrays(place.made, dict(getattr(programs, program)(place)))
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(deterministic)
