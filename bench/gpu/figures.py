@@ -47,7 +47,7 @@ def accelerator(record: Record) -> str:
     return f"{known['name']} ({known['bytes'] / 2**30:.0f} GiB){', in a rehearsal' if record['rehearsal'] else ''}"
 
 
-def _median(rows: Rows, metric: str, **extra: Any) -> float | None:
+def median(rows: Rows, metric: str, **extra: Any) -> float | None:
     """Return the median of the rounds' medians."""
     of = [row["p50"] for row in rows if row["metric"] == metric and all(row.get(k) == v for k, v in extra.items())]
     return statistics.median(of) if of else None
@@ -60,9 +60,9 @@ def _cell(value: float | None, unit: str) -> str:
 def _memory(rows: Rows, **extra: Any) -> list[str]:
     """Return cells for device and host memory. The host's is the larger of two counts, because a process's own count
     may lack pinned memory."""
-    of_host = [_median(rows, metric, **extra) for metric in ("peak memory", "memory taken of the host")]
+    of_host = [median(rows, metric, **extra) for metric in ("peak memory", "memory taken of the host")]
     host = max((each for each in of_host if each is not None), default=None)
-    return [_cell(_median(rows, "peak device memory", **extra), "GB"), _cell(host, "GB")]
+    return [_cell(median(rows, "peak device memory", **extra), "GB"), _cell(host, "GB")]
 
 
 def _names(record: Record, **extra: Any) -> list[str]:
@@ -78,10 +78,10 @@ def _steps(record: Record, only: Sequence[str]) -> list[str]:
     head = [f"on {accelerator(record)}", *(f"a step of {n * context:,} tokens" for n in windows), "device", "host"]
     lines = []
     for name in (name for name in _names(record) if name in only or not only):
-        times = [_cell(_median(rows, "total", name=name, micro_batch=n), "ms") for n in windows]
+        times = [_cell(median(rows, "total", name=name, micro_batch=n), "ms") for n in windows]
         lines.append([name, *times, *_memory(rows, name=name, micro_batch=windows[0])])
     words = ["", " ".join(filter(None, [_model(record["config"]), _beside(rows, windows, context), _counts(rows)]))]
-    return [*table(head, lines), *words, *_absent(record, only or BESIDE)]
+    return [*table(head, lines), *words, *_absent(record, () if only else BESIDE)]
 
 
 def _model(config: Mapping[str, Any]) -> str:
@@ -96,7 +96,7 @@ def _model(config: Mapping[str, Any]) -> str:
 def _beside(rows: Rows, windows: Sequence[int], context: int) -> str:
     """Return a sentence on our times beside AdamW on the device and beside DeepSpeed, as far as they were measured."""
     times = {
-        name: {n: ms for n in windows if (ms := _median(rows, "total", name=name, micro_batch=n)) is not None}
+        name: {n: ms for n in windows if (ms := median(rows, "total", name=name, micro_batch=n)) is not None}
         for name in (OURS, FUSED, DS_2)
     }
     measured = [n for n in windows if all(n in of for of in times.values() if of)]
@@ -166,7 +166,7 @@ def _jax(record: Record, only: Sequence[str]) -> list[str]:
     lines = []
     for size in sizes:
         for name in _names(record, size=size):
-            time = _cell(_median(rows, "total", name=name, size=size), "ms")
+            time = _cell(median(rows, "total", name=name, size=size), "ms")
             lines.append([f"{name}, {size}", time, *_memory(rows, name=name, size=size)])
     steps = table(["in JAX", "a step", "device", "host"], lines) if lines else []
     ratios = [[row["name"], number(row["p50"])] for row in rows if row["metric"] == "ratio"]
@@ -191,7 +191,7 @@ def _accumulated(record: Record, only: Sequence[str]) -> list[str]:
     for size in sizes:
         for name in _names(record, size=size):
             own = {"name": name, "size": size}
-            speeds = [_cell(_median(rows, "speed", micro_batch=n, **own), "tokens/s") for n in windows]
+            speeds = [_cell(median(rows, "speed", micro_batch=n, **own), "tokens/s") for n in windows]
             most = max(row["micro_batch"] for row in rows if row["name"] == name and row.get("size") == size)
             lines.append([f"{name}, {size}", *speeds, *_memory(rows, micro_batch=most, **own)])
     return [*table([*head, "device", "host"], lines), *rest]
@@ -203,7 +203,7 @@ def _tiers(record: Record, only: Sequence[str]) -> list[str]:
     windows = sorted({row["micro_batch"] for row in rows if row["metric"] == "total"})
     if not windows:
         return _absent(record, TIERS)
-    times = {(name, n): _median(rows, "total", name=name, micro_batch=n) for name in TIERS for n in windows}
+    times = {(name, n): median(rows, "total", name=name, micro_batch=n) for name in TIERS for n in windows}
     lines = []
     for name in (name for name in TIERS if name in _names(record)):
         cells = ["" if name == FUSED else f"{SHARES[name]:.0%}"]
@@ -227,7 +227,7 @@ def _curve(record: Record, only: Sequence[str]) -> list[str]:
     rest = [*([""] if said else []), *said, *_absent(record, expected)]
     if not windows:
         return rest
-    times = {(name, n): _median(rows, "total", name=name, micro_batch=n) for name in CURVE for n in windows}
+    times = {(name, n): median(rows, "total", name=name, micro_batch=n) for name in CURVE for n in windows}
     lines = []
     for name, (states, clipping) in CURVE.items():
         if name in _names(record):

@@ -21,7 +21,7 @@ ROOMS = {
         prove""",
     "frontends.jax": "tree devices placement training optax_bridge files construction offloaded prove",
     "bench": """record markdown plots fits peers headers harness train disk_demo screens losses phases parts formats
-        optimizers gpu report run""",
+        optimizers gpu report measured run""",
 }
 """The rooms of each package and the modules beside them, lowest first: imports go down this list, and never round
 inside a room."""
