@@ -1,4 +1,4 @@
-"""Every key of a DeepSpeed configuration and its meaning here. docs/deepspeed.md shows it as a table."""
+"""Every key of a DeepSpeed configuration and its meaning here. docs/deepspeed.md shows them in tables."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,7 @@
 """Public names of DeepSpeed 0.19.8 that ``frontends.torch.deepspeed`` does not take, and what to use; and those that it
 takes and that differ.
 
-docs/from-deepspeed.md is made from these tables. A test compares them with the installed package.
+docs/deepspeed.md is made from these tables. A test compares them with the installed package.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""The names of the face: the table of docs/from-deepspeed.md, made from the code itself."""
+"""The names of the face: the tables of docs/deepspeed.md, made from the code itself."""
 
 from collections import defaultdict
 
@@ -7,10 +7,10 @@ from frontends.torch.deepspeed.getters import GETTERS
 from offload_core.deepspeed.names import DIFFERS, names_not_taken, refuse
 
 PLACES = {
-    "deepspeed": "`deepspeed.…`",
-    "engine": "the engine",
-    "zero": "`deepspeed.zero.…`",
-    "utils": "`deepspeed.utils.…`",
+    "deepspeed": "<code>deepspeed.…</code>",
+    "engine": "The engine",
+    "zero": "<code>deepspeed.zero.…</code>",
+    "utils": "<code>deepspeed.utils.…</code>",
 }
 _OF_AN_INSTANCE = """
     basic_optimizer collate_fn config data_parallel_group device dp_world_size eval global_rank global_samples
@@ -43,17 +43,15 @@ def _is_imported(module, name):
     return home is None or (home != module.__name__ and name not in getattr(module, "__all__", ()))
 
 
-def table():
-    rows = ["| place | names | here |", "|---|---|---|"]
-    for place, title in PLACES.items():
-        differs = DIFFERS[place]
-        rows.append(f"| {title} | {listed(taken(place) - differs.keys())} | the same |")
-        rows += [f"| | `{name}` | {how} |" for name, how in sorted(differs.items())]
-        remedies = defaultdict(set)
-        for name in names_not_taken(place):
-            remedies[refuse(place, name).rpartition("not taken here; ")[2]].add(name)
-        rows += [f"| | {listed(names)} | refused: {why} |" for why, names in sorted(remedies.items())]
-    return rows
+def table(place):
+    """The rows of a place: names that are the same, names with a difference, names that are refused."""
+    differs = DIFFERS[place]
+    rows = ["| names | here |", "|---|---|", f"| {listed(taken(place) - differs.keys())} | the same |"]
+    rows += [f"| `{name}` | {how} |" for name, how in sorted(differs.items())]
+    remedies = defaultdict(set)
+    for name in names_not_taken(place):
+        remedies[refuse(place, name).rpartition("not taken here; ")[2]].add(name)
+    return rows + [f"| {listed(names)} | refused: {why} |" for why, names in sorted(remedies.items())]
 
 
 def listed(names):

@@ -1,4 +1,4 @@
-"""Demands of PyTorch's own optimizer tests, side by side with torch.optim.AdamW; docs/optimizer.md has the list."""
+"""Demands of PyTorch's own optimizer tests, side by side with torch.optim.AdamW; docs/optimizers.md has the list."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Torch's checkpoint tools over every rule, from and to torch's own optimizers: the tables of docs/optimizer.md."""
+"""Torch's checkpoint tools over every rule, from and to torch's own optimizers: the tables of docs/optimizers.md."""
 
 import copy
 import itertools
@@ -126,8 +126,8 @@ def rows(folder, *, sharded, ways=WAYS, rules=SETTINGS):
 
 
 def table(sharded, ways):
-    """Return the rows of docs/optimizer.md that are about whole parameters, or about sharded ones, in these columns."""
-    text = (ROOT / "docs/optimizer.md").read_text()
+    """Return the rows of docs/optimizers.md about whole parameters, or about sharded ones, in these columns."""
+    text = (ROOT / "docs/optimizers.md").read_text()
     head = "under `fully_shard`" if sharded else "whole parameters"
     [body] = re.findall(rf"^\| {re.escape(head)} \|.*\n\|.*\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
     rows = [line.strip("| ").split(" | ") for line in body.splitlines()]

@@ -1,6 +1,6 @@
 """DeepSpeed 0.19.8's names over an :class:`Engine`: ``from frontends.torch import deepspeed``, and a script goes on.
 
-A face: training is :class:`Engine`'s. docs/from-deepspeed.md lists every name: taken, different, or refused.
+A face: training is :class:`Engine`'s. docs/deepspeed.md lists every name: taken, different, or refused.
 """
 
 import argparse
