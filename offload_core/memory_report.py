@@ -1,5 +1,5 @@
-"""The public place of ``MemoryReport`` and its rows; ``offload_core.memory`` defines them."""
+"""The public place of ``MemoryReport``, its rows and ``DeviceUse``; ``offload_core.memory`` defines them."""
 
-from .memory.report import MemoryReport, MemoryRow
+from .memory.report import DeviceUse, MemoryReport, MemoryRow
 
-__all__ = ["MemoryReport", "MemoryRow"]
+__all__ = ["DeviceUse", "MemoryReport", "MemoryRow"]

@@ -19,7 +19,7 @@ from offload_core.dtypes import BY_NUMPY
 from offload_core.engine import MAX_SHARD_BYTES, Engine, LossScaler, Names, SaveOnSignal, StateLock, StepReport
 from offload_core.errors import ConfigError, GradientError, StateError
 from offload_core.layout.partition import ParamSpec as CoreParam
-from offload_core.memory.report import MemoryReport
+from offload_core.memory.report import DeviceUse, MemoryReport
 from offload_core.ranks.consistency import check_start
 from offload_core.support.launchers import warn_if_launched
 from offload_core.support.where import answer_signals
@@ -33,7 +33,7 @@ from .optax_bridge.leaf_rules import LeafRules
 from .optax_bridge.updates import transformation
 from .optax_bridge.words import JaxSettings, resolved
 from .placement.functions import Asked
-from .placement.memory import checked_plan, held_bytes
+from .placement.memory import checked_plan, device_use, held_bytes
 from .placement.placement import placement_for
 from .training.differentiate import value_and_grad
 from .training.loss_scale import DeviceScale
@@ -693,6 +693,13 @@ class OffloadedParams:
         """
         self._later.wait()
         return self._core.memory_report(self._planned, held_bytes(self._tree))
+
+    def device_use(self) -> DeviceUse | None:
+        """Return the memory in use on this process's devices, now and at its peak, as JAX counts it.
+
+        None: their memory is the host's, or JAX keeps no statistics of it.
+        """
+        return device_use(self._tree)
 
     @property
     def sent_bytes(self) -> int:

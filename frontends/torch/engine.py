@@ -15,7 +15,7 @@ from offload_core.config.options import ConfigLike
 from offload_core.config.settings import OffloadSettings
 from offload_core.engine import MAX_SHARD_BYTES, Names, SaveOnSignal, StepReport
 from offload_core.errors import GradientError, ParameterError, StateError
-from offload_core.memory.report import MemoryReport
+from offload_core.memory.report import DeviceUse, MemoryReport
 from offload_core.ranks.consistency import together
 from offload_core.support.checks import kind_of
 from offload_core.support.hints import hinted, refuse
@@ -775,6 +775,14 @@ class Engine(nn.Module):
         The module's frozen parameters and buffers are included.
         """
         return self.optimizer.memory_report(self.module)
+
+    def device_use(self) -> DeviceUse | None:
+        """Return the memory in use on the device, now and at its peak, activations included.
+
+        It is what torch's allocator counts. None: the parameters are in host memory, or the device's allocator keeps no
+        statistics.
+        """
+        return self.optimizer.device_use()
 
     @contextmanager
     def closed_on_error(self, what: str) -> Iterator[None]:

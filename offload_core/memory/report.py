@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..support.optional import library
 from .host_memory import format_bytes
@@ -11,6 +12,18 @@ from .plan import DEVICE, HOST, PlanRow, format_table
 
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _STAYS, _BRIEF, _HELD = "#9db4cc", "#dde5ee", "#1f4e79"
+
+
+class DeviceUse(NamedTuple):
+    """Memory in use on the devices of one process, as their allocator counts it: activations are included."""
+
+    name: str
+    """The name that the framework gives the device, such as ``"NVIDIA H200"``; empty: unknown."""
+    used: int
+    """Bytes in use now, of all devices of the process together."""
+    peak: int
+    """The most bytes that were in use since the process began."""
+    n_devices: int = 1
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Reports of steps, written down: whole lines, valid JSON, files that TensorBoard reads, runs that go on."""
 
+import csv
 import json
 import math
 import os
@@ -16,9 +17,10 @@ from hypothesis import strategies as st
 
 from offload_core.errors import CheckpointWarning, ConfigError, StateError
 from offload_core.memory.plan import PlanRow
-from offload_core.memory.report import MemoryReport
+from offload_core.memory.report import DeviceUse, MemoryReport
 from offload_core.step.pipeline import StepReport
-from offload_core.step_log import ProgressBar, StepLog, TensorBoard, Writer, _append
+from offload_core.step_log import Csv, MLflow, ProgressBar, StepLog, TensorBoard, WandB, Writer, measures
+from offload_core.step_log.files import _append
 from offload_core.support.user_line import UserLine
 from tests.support.strategies import law
 
@@ -71,6 +73,8 @@ def test_a_record_has_what_the_report_has_and_the_mean_of_the_micro_steps():
     log(done(1, clip_coefficient=0.5, loss_scale=8.0, lr=(0.1, 0.1, 0.3)), loss=np.array(5.0), words="train", tokens=7)
     [record] = kept.records
     assert record.pop("seconds") >= 0
+    assert record.pop("tokens_per_second") > 0
+    assert record.pop("host_peak_bytes") >= record.pop("host_bytes") > 2**20
     assert record == {
         "step": 1, "lr": 0.1, "lr_2": 0.3, "grad_norm": 1.5, "clip_coefficient": 0.5, "loss_scale": 8.0,
         "skipped": None, "loss": 2.0, "words": "train", "tokens": 7,
@@ -134,6 +138,79 @@ def test_writers_that_have_begun_end_where_another_cannot(tmp_path):
     with pytest.raises(OSError, match="file"):
         StepLog(kept, tmp_path / "file" / "steps.jsonl")
     assert (kept.opened, kept.closed) == ([None], 1)
+
+
+class Clock:
+    """In place of ``time``: each record comes ``seconds`` after the last one."""
+
+    def __init__(self, seconds):
+        self.now, self._seconds = 0.0, seconds
+
+    def monotonic(self):
+        self.now += self._seconds
+        return self.now
+
+
+class Devices:
+    def __init__(self, *use):
+        self._use = DeviceUse(*use) if use else None
+
+    def device_use(self):
+        return self._use
+
+
+def test_tokens_of_all_micro_steps_and_updates_since_the_last_record_give_the_speed(monkeypatch):
+    monkeypatch.setattr(measures, "time", Clock(4.0))
+    kept = Kept()
+    log = StepLog(kept, every=2, total=10, flops_per_token=3e9, peak_flops=1e12)
+    for step in range(1, 7):
+        log(accumulating(step), tokens=np.int64(100))
+        log(done(step), tokens=60)
+    assert [r["step"] for r in kept.records] == [2, 4, 6]
+    assert [r["tokens"] for r in kept.records] == [160] * 3  # of the record's own update
+    assert [r["seconds"] for r in kept.records] == [2.0] * 3
+    assert [r["tokens_per_second"] for r in kept.records] == [80.0] * 3
+    assert [r["flops_per_second"] for r in kept.records] == [2.4e11] * 3
+    assert [r["mfu"] for r in kept.records] == [0.24] * 3
+    assert [r["seconds_left"] for r in kept.records] == [16, 12, 8]
+
+
+@pytest.mark.parametrize(
+    ("use", "given", "peak"),
+    [
+        (("NVIDIA H200", 7, 9), None, 989e12),
+        (("NVIDIA H200", 7, 9, 4), None, 4 * 989e12),
+        (("NVIDIA H200 MIG 1g.18gb", 7, 9), None, None),
+        (("some new device", 7, 9), None, None),
+        (("some new device", 7, 9, 2), 5e12, 10e12),
+        ((), None, None),
+        ((), 2e12, 2e12),
+    ],
+)
+def test_the_share_of_the_peak_is_told_only_where_the_peak_is_known(use, given, peak, monkeypatch):
+    monkeypatch.setattr(measures, "time", Clock(1.0))
+    kept = Kept()
+    log = StepLog(kept, engine=Devices(*use), flops_per_token=1e9, peak_flops=given)
+    log(done(1), tokens=1000)
+    [record] = kept.records
+    assert record["flops_per_second"] == 1e12
+    assert record.get("mfu") == (None if peak is None else pytest.approx(1e12 / peak))
+    assert [record.get("device_bytes"), record.get("device_peak_bytes")] == ([7, 9] if use else [None, None])
+    assert "seconds_left" not in record  # without the number of updates
+
+
+@pytest.mark.parametrize("wrong", [{"flops_per_token": 0.0}, {"peak_flops": math.inf}, {"total": 0}])
+def test_a_speed_that_is_not_positive_is_refused(wrong):
+    [name] = wrong
+    with pytest.raises(ConfigError, match=f"{name}: got"):
+        StepLog(Kept(), **wrong)
+
+
+def test_the_peak_of_host_memory_is_of_this_process_and_not_of_its_parent():
+    code = "from offload_core.step_log.measures import host_memory; print(host_memory()['host_peak_bytes'])"
+    large = bytearray(b"1") * (300 << 20)
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(run.stdout) < len(large)
 
 
 # --- lines ------------------------------------------------------------------------------------------------
@@ -248,6 +325,113 @@ def test_of_a_record_that_the_disk_does_not_take_nothing_stays(tmp_path):
     assert (tmp_path / "file").read_bytes() == b"eight .."
 
 
+# --- tables ----------------------------------------------------------------------------------------------
+
+
+def table(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_column_that_appears_later_breaks_no_row(tmp_path):
+    path = tmp_path / "a" / "steps.csv"
+    with StepLog(Csv(path)) as log:
+        log.write(1, {"loss": 0.5, "words": 'a "b", c\nd'})
+        log.write(2, {"loss": math.nan, "eval_loss": 0.75})
+        log.write(3, {"skipped": None})
+    empty = {"words": "", "eval_loss": "", "skipped": ""}
+    assert table(path) == [
+        {"step": "1", "loss": "0.5", **empty, "words": 'a "b", c\nd'},
+        {"step": "2", "loss": "nan", **empty, "eval_loss": "0.75"},
+        {"step": "3", "loss": "", **empty},
+    ]
+    assert [each.name for each in path.parent.iterdir()] == ["steps.csv"]
+
+
+def test_a_table_is_continued_and_repeated_rows_move_beside_it(tmp_path):
+    path = tmp_path / "steps.csv"
+    with StepLog(Csv(path)) as log:
+        for step in (1, 2, 3):
+            log.write(step, {"loss": step})
+    with path.open("a") as file:
+        file.write("4")  # as a machine that lost its power may leave it
+    with StepLog(Csv(path)) as log:
+        log.write(3, {"loss": 30, "new": 1})
+        log.write(4, {"loss": 40})
+        log.write(2, {"loss": 20})
+    assert [(row["step"], row["loss"]) for row in table(path)] == [("1", "1"), ("2", "20")]
+    moved = [(row["step"], row["loss"]) for row in table(tmp_path / "steps.superseded.csv")]
+    assert moved == [("3", "3"), ("4", ""), ("2", "2"), ("3", "30"), ("4", "40")]
+
+
+def test_each_rank_has_its_table(tmp_path):
+    with StepLog(Csv(tmp_path / "steps.csv"), rank=1, every_rank=True) as log:
+        log.write(1, {"loss": 1})
+    assert [each.name for each in tmp_path.iterdir()] == ["steps.rank1.csv"]
+
+
+# --- W&B and MLflow --------------------------------------------------------------------------------------
+
+
+class Calls:
+    """In place of a package or a run: notes the calls."""
+
+    def __init__(self, **attributes):
+        self.calls = []
+        vars(self).update(attributes)
+
+    def __getattr__(self, name):
+        def call(*args, **kwargs):
+            self.calls.append((name, *args, kwargs) if kwargs else (name, *args))
+            return vars(self).get(f"from_{name}")
+
+        return call
+
+
+RECORD = {"loss": 0.5, "words": "train", "skipped": None}
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_wandb_gets_each_record_over_the_number_of_the_update(is_running, monkeypatch):
+    run = Calls()
+    wandb = Calls(run=run if is_running else None, from_init=run)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    with StepLog(WandB(project="a", mode="offline")) as log:
+        log.write(7, RECORD)
+        log.write(5, RECORD)
+    assert wandb.calls == ([] if is_running else [("init", {"project": "a", "mode": "offline"})])
+    assert run.calls == [
+        ("define_metric", "*", {"step_metric": "step"}),
+        ("log", {"loss": 0.5, "words": "train", "step": 7}),
+        ("log", {"loss": 0.5, "words": "train", "step": 5}),
+        *([] if is_running else [("finish",)]),
+    ]
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_mlflow_gets_the_numbers_of_each_record(is_running, monkeypatch):
+    run = Calls(info=Calls(run_id="r"))
+    mlflow = Calls(from_start_run=run, from_active_run=run if is_running else None)
+    monkeypatch.setitem(sys.modules, "mlflow", mlflow)
+    with StepLog(MLflow(run_name="a"), rank=1, every_rank=True) as log:
+        log.write(7, RECORD)
+    assert mlflow.calls == [
+        ("active_run",),
+        *([] if is_running else [("start_run", {"run_name": "a-rank1"})]),
+        ("log_metrics", {"loss": 0.5}, {"step": 7, "run_id": "r"}),
+        *([] if is_running else [("end_run",)]),
+    ]
+
+
+@pytest.mark.parametrize(("writer", "module"), [(WandB, "wandb"), (MLflow, "mlflow")])
+def test_a_tracker_that_is_not_installed_is_named_with_pips_command(writer, module, monkeypatch):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(
+        ModuleNotFoundError, match=f"{writer.__name__} needs {module}, .*expected it: pip install {module}$"
+    ):
+        StepLog(writer())
+
+
 # --- TensorBoard -----------------------------------------------------------------------------------------
 
 
@@ -301,6 +485,14 @@ def test_the_bar_goes_from_the_resumed_step_to_the_end(capsys):
     last = capsys.readouterr().err.rsplit("\r", 1)[-1]
     assert " 5/5 [" in last
     assert "loss 2.346, rate 12,346]" in last
+
+
+def test_the_bar_shows_speed_and_memory_in_their_units(capsys):
+    with StepLog(ProgressBar(5)) as log:
+        record = {"loss": 2.5, "tokens_per_second": 12345.6, "device_bytes": 2**34, "device_peak_bytes": 2**35}
+        log.write(5, {**record, "host_bytes": 1536, "mfu": 0.41234})
+    last = capsys.readouterr().err.rsplit("\r", 1)[-1]
+    assert "loss 2.5, tokens/s 12,346, mfu 0.4123, device 16.0 GiB, host 1.5 KiB]" in last
 
 
 def test_a_library_that_is_not_there_is_named_with_its_extra(monkeypatch):

@@ -10,6 +10,7 @@ import jax
 from offload_core.engine import Engine
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import PARAMETERS, SHARDS, MemoryPlan, PlanRow
+from offload_core.memory.report import DeviceUse
 
 from ..tree.memory_kinds import in_host_memory
 from ..tree.wrapped_tree import Leaf, WrappedTree
@@ -60,6 +61,17 @@ def held_bytes(tree: WrappedTree) -> Counter[tuple[str, str]]:
             what = NOT_TRAINED if i not in layouts else PARAMETERS if layouts[i] is None else SHARDS
             held["host" if in_host_memory(leaf) else "device", what] += local_bytes(leaf)
     return held
+
+
+def device_use(tree: WrappedTree) -> DeviceUse | None:
+    """Return the memory in use on this process's devices; None: it is host memory, or JAX keeps no statistics."""
+    leaves = [leaf for leaf in tree.leaves if isinstance(leaf, jax.Array)]
+    devices = [*dict.fromkeys(device for leaf in leaves for device in leaf.sharding.addressable_devices)]
+    stats = [device.memory_stats() or {} for device in devices]
+    if not devices or not all({"bytes_in_use", "peak_bytes_in_use"} <= each.keys() for each in stats):
+        return None
+    used, peak = (sum(each[key] for each in stats) for key in ("bytes_in_use", "peak_bytes_in_use"))
+    return DeviceUse(devices[0].device_kind, used, peak, len(devices))
 
 
 def local_bytes(array: jax.Array) -> int:

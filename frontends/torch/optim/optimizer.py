@@ -15,7 +15,7 @@ from offload_core.config.options import FIELDS, ConfigLike, OffloadConfig
 from offload_core.deepspeed import translation
 from offload_core.engine import Checkpoints, Engine, LossScaler, StateLock, StepReport, changes, consistent
 from offload_core.errors import CollectiveError, ConfigError, ParameterError, StateError
-from offload_core.memory.report import MemoryReport
+from offload_core.memory.report import DeviceUse, MemoryReport
 from offload_core.support.checks import integer
 from offload_core.support.last_words import say_error_last
 from offload_core.support.threads import uninterrupted
@@ -28,6 +28,7 @@ from ..params.casting import Casts
 from ..params.dtensor import ranks_of, shards_to_come
 from ..params.slots import Slot, owner_of
 from ..ranks.collectives import checked_group
+from ..ranks.device import device_use
 from ..stage3.leaf_modules import mark_leaf
 from ..stage3.sharding import NoSharding, Sharding
 from ..training.components import Components, Foundation, trained
@@ -360,6 +361,13 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 counted, too.
         """
         return self.components.registration.memory_report(groups_of_params(self.param_groups), model)
+
+    def device_use(self) -> DeviceUse | None:
+        """Return the memory in use on the device, now and at its peak, as torch's allocator counts it.
+
+        None: the parameters are in host memory, or the device's allocator keeps no statistics.
+        """
+        return device_use(self.components.registration.device)
 
     # --- parameters and groups -----------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from offload_core.device.protocols import Copy, DeviceQueue, HostArray, HostArra
 from offload_core.dtypes import ElementType
 from offload_core.errors import ParameterError
 from offload_core.memory.pinning import Pinning
+from offload_core.memory.report import DeviceUse
 
 from ..params.tensors import DTYPE, ELEMENT_TYPES, MOVED_TYPES, TORCH_DTYPES
 from .device_kernels import compute_in
@@ -54,6 +55,16 @@ def told_by_allocator(ask: Callable[[torch.device], Told], device: torch.device)
         return ask(device)
     except RuntimeError:  # an error of the device itself comes again where it is used
         return None
+
+
+def device_use(device: torch.device) -> DeviceUse | None:
+    """Return the memory in use on a device; None: it is host memory, or its allocator keeps no statistics."""
+    if device.type == "cpu":
+        return None
+    used = told_by_allocator(torch.accelerator.memory_allocated, device)
+    peak = told_by_allocator(torch.accelerator.max_memory_allocated, device)
+    name_of = getattr(torch.get_device_module(device), "get_device_name", lambda device: "")
+    return None if used is None or peak is None else DeviceUse(name_of(device), used, peak)
 
 
 class TorchDevice(ABC):
