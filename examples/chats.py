@@ -1,0 +1,78 @@
+"""Chats as training data: read from a file, made into tokens, and grouped by length. For the scripts beside it."""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+IGNORED = -100
+"""The label of a token that is not learned."""
+
+
+def read_chats(path, tokenizer, longest, truncate=False):
+    """Return the chats of a file as (tokens, labels), in its order.
+
+    Each line is {"messages": [{"role": "user", "content": "..."}, ...]}. If the chat template marks the answers
+    ({% generation %}), they alone are learned; else all tokens are.
+
+    Args:
+        longest: the most tokens of a chat. If some chats have more, this ends the program, or cuts them (truncate).
+    """
+    chats = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            chats.append(json.loads(line)["messages"])
+        except (ValueError, LookupError, TypeError) as error:
+            sys.exit(f'{path}, line {number}: {error!r}; expected a JSON object, {{"messages": [...]}}, in each line')
+    if not chats:
+        sys.exit(f'{path}: the file is empty; expected a JSON object, {{"messages": [...]}}, in each line')
+    if tokenizer.chat_template is None:
+        sys.exit(
+            f"{tokenizer.name_or_path}: its tokenizer has no chat template; expected a model for chats, or set one"
+        )
+    marks = "generation" in tokenizer.chat_template
+    found = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=marks)
+    too_long = [number for number, tokens in enumerate(found["input_ids"], 1) if len(tokens) > longest]
+    if too_long:
+        what = (
+            f"{path}: {len(too_long)} of {len(chats)} chats are longer than {longest} tokens, the most that the model"
+        )
+        if not truncate:
+            sys.exit(f"{what} takes; the first is in line {too_long[0]}. Take them out, or cut them with --truncate")
+        print(f"{what} takes: they are cut")
+    learned = found["assistant_masks"] if marks else found["attention_mask"]
+    rows = [torch.tensor(row)[:, :longest] for row in zip(found["input_ids"], learned, strict=True)]
+    return [(tokens, tokens.where(mask == 1, IGNORED)) for tokens, mask in rows]
+
+
+def by_length(chats, size, epochs, seed=0):
+    """Return the chats of each update: `size` of about equal length, so that little is padded, in random order.
+
+    The same seed gives the same updates. At the end of the last epoch, chats that do not fill an update are left out.
+    """
+    if len(chats) * epochs < size:
+        sys.exit(f"{len(chats)} chats in {epochs} epochs are less than one update of {size} chats; expected more")
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.tensor([len(tokens) for tokens, _ in chats])
+    order = torch.cat([torch.randperm(len(chats), generator=generator) for _ in range(epochs)])
+    updates = []
+    for window in order[: len(order) // size * size].split(16 * size):
+        groups = window[lengths[window].argsort(stable=True)].split(size)
+        updates += [groups[i].tolist() for i in torch.randperm(len(groups), generator=generator)]
+    return [[chats[i] for i in update] for update in updates]
+
+
+def micro_batches(chats, size, device):
+    """Yield an update's chats in padded batches of `size`, each as arguments of a Hugging Face model.
+
+    The model's loss is then the batch's share of the mean over all tokens of the update that are learned.
+    """
+    n_learned = sum(int((labels[1:] != IGNORED).sum()) for _, labels in chats)  # the first token is not predicted
+    for i in range(0, len(chats), size):
+        tokens, labels = zip(*chats[i : i + size], strict=True)
+        rows = {"input_ids": (tokens, 0), "labels": (labels, IGNORED)}
+        rows["attention_mask"] = [torch.ones_like(each) for each in tokens], 0
+        batch = {name: pad_sequence(each, True, padding).to(device) for name, (each, padding) in rows.items()}
+        yield {**batch, "num_items_in_batch": n_learned}

@@ -1,0 +1,226 @@
+"""The scripts of examples/: what they train, what they say of wrong input, and how they go on."""
+
+import ast
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from tests.support.chats import LONGEST, chat, save_chats, save_model
+from tests.support.processes import ROOT, TORCH, ForkServer
+from tests.support.torch_models import same_bits
+
+EXAMPLES = ROOT / "examples"
+ALONE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+SETTINGS = ("--micro-batch", 4, "--accumulate", 2, "--epochs", 3, "--lr", 0.02, "--save-every", 4, "--held-out", 0.1)
+N_UPDATES = 13  # 36 chats, 3 epochs, 8 an update
+KILLED_AFTER = """
+import os, runpy, signal, sys
+from offload_core.step_log import StepLog
+write = StepLog.write
+def killed(log, step, record):
+    write(log, step, record)
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGKILL)
+StepLog.write = killed
+sys.path.insert(0, {folder!r})
+sys.argv = [{script!r}, *sys.argv[1:]]
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("script", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
+def test_an_example_has_at_most_80_lines_and_names_nothing_private(script):
+    text = script.read_text()
+    assert len(text.splitlines()) <= 80
+    for node in ast.walk(ast.parse(text)):
+        names = [node.attr] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.ImportFrom):
+            names = [*(node.module or "").split("."), *(each.name for each in node.names)]
+        assert not [name for name in names if name.startswith("_") and not name.startswith("__")], ast.unparse(node)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    server = ForkServer(*TORCH, "transformers.models.llama.modeling_llama", environment=ALONE)
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory) -> Path:
+    """A folder with a model and a file of chats."""
+    folder = tmp_path_factory.mktemp("given")
+    save_model(folder / "model")
+    save_chats(folder / "chats.jsonl", 40)
+    return folder
+
+
+@pytest.fixture
+def finetune(server, given, tmp_path):
+    """Runs the script in an empty folder; returns its status, its output, and what it said last of an error."""
+
+    def run(*options, model=given / "model", chats=given / "chats.jsonl", out="out", killed_after=None):
+        script = str(EXAMPLES / "finetune.py")
+        command = (script,)
+        if killed_after is not None:
+            command = ("-c", KILLED_AFTER.format(step=killed_after, folder=str(EXAMPLES), script=script))
+        [ran] = server.run((*command, model, chats, out, *SETTINGS, *options), folder=tmp_path)
+        error = ran.stderr.splitlines()[-1] if ran.returncode == 1 else ran.stderr
+        return ran.returncode, ran.stdout, error
+
+    return run
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [(record["step"], record["loss"], record.get("eval_loss")) for record in records(folder)]
+
+
+def digest(folder):
+    return hashlib.sha256((folder / "model" / "model.safetensors").read_bytes()).hexdigest()
+
+
+def test_finetune_trains_evaluates_exports_and_a_killed_run_goes_on_with_the_same_bits(finetune, given, tmp_path):
+    status, said, error = finetune()
+    assert status == 0, error
+    assert said.index("stage 2") < said.index("finished: the trained model is in out/model")
+    assert "tokens/s" in error  # the bar
+    found = records(tmp_path / "out")
+    assert [record["step"] for record in found] == [*range(1, N_UPDATES + 1)]
+    assert sum(record["loss"] for record in found[-3:]) < 0.9 * sum(record["loss"] for record in found[:3])
+    assert [record["step"] for record in found if "eval_loss" in record] == [4, 8, 12, 13]
+    assert found[-1]["eval_loss"] < found[3]["eval_loss"]
+    assert all(record["tokens_per_second"] > 0 and record["host_bytes"] > 0 for record in found)
+    assert found[-1]["seconds_left"] == 0
+    rates = [record["lr"] for record in found]
+    assert rates.index(max(rates)) <= 1  # after the warm-up
+    assert rates[-1] < 0.05 * max(rates)
+
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")("w2 w3 w4", return_tensors="pt")
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert trained.dtype is torch.bfloat16
+    assert trained(**tokens).logits.isfinite().all()
+    before = AutoModelForCausalLM.from_pretrained(given / "model")
+    assert not same_bits(trained.lm_head.weight.float(), before.lm_head.weight)
+
+    status, said, error = finetune(out="killed", killed_after=6)  # the last checkpoint is of update 4
+    assert status == -9, error
+    assert len(records(tmp_path / "killed")) == 6
+    assert not [*(tmp_path / "killed" / "model").glob("*.safetensors")]
+    status, said, error = finetune(out="killed")
+    assert status == 0, error
+    assert digest(tmp_path / "killed") == digest(tmp_path / "out")
+    assert losses(tmp_path / "killed") == losses(tmp_path / "out")
+
+    status, said, error = finetune()
+    assert (status, error) == (0, "")
+    assert said == "finished: the trained model is in out/model; to train anew, name another folder than out\n"
+
+
+def test_finetune_weighs_all_learned_tokens_of_an_update_alike(server, given, tmp_path):
+    """Whatever micro-batch a token is in: the sum of the micro-batches' losses is the mean of one whole batch."""
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import torch
+from chats import by_length, micro_batches, read_chats
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model, tokenizer = AutoModelForCausalLM.from_pretrained(sys.argv[2]), AutoTokenizer.from_pretrained(sys.argv[2])
+chats = read_chats(sys.argv[3], tokenizer, 32)
+[update, *others] = by_length(chats, 8, 3)
+assert len(others) == 14 and by_length(chats, 8, 3)[0][0][0].equal(update[0][0])
+assert not all(a[0][0].equal(b[0][0]) for a, b in zip(others, by_length(chats, 8, 3, seed=1)))
+lost, total = 0.0, 0
+for tokens, labels in update:
+    asked = len(tokens) // 2  # the answer is as long as the question
+    assert (labels[:asked] == -100).all() and labels[asked:].equal(tokens[asked:])
+    logits = model(tokens[None]).logits[0, :-1].double()
+    lost -= logits.log_softmax(-1).gather(1, tokens[1:, None])[asked - 1 :].sum()
+    total += asked
+for size in (1, 3, 8):
+    batches = [*micro_batches(update, size, "cpu")]
+    assert sum(len(batch["input_ids"]) for batch in batches) == 8
+    torch.testing.assert_close(sum(model(**batch).loss for batch in batches).double(), lost / total, rtol=1e-5, atol=0)
+masks = [batch["attention_mask"] for each in [update, *others] for batch in micro_batches(each, 8, "cpu")]
+padded, used = sum(mask.numel() for mask in masks), sum(int(mask.sum()) for mask in masks)
+assert padded < 1.2 * used, padded / used
+"""
+    [ran] = server.run(("-c", code, EXAMPLES, given / "model", given / "chats.jsonl"), folder=tmp_path, merge=True)
+    assert ran.returncode == 0, ran.stdout
+
+
+@pytest.mark.parametrize("options", [("--states", "8bit"), ("--offload-param", "--dtype", "float32")], ids=" ".join)
+def test_finetune_trains_with_other_states_and_parameters_in_host_memory(finetune, tmp_path, options):
+    status, _, error = finetune(*options)
+    assert status == 0, error
+    found = records(tmp_path / "out")
+    assert sum(record["loss"] for record in found[-3:]) < 0.9 * sum(record["loss"] for record in found[:3])
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+
+
+# --- wrong input -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("", "chats.jsonl: the file is empty; expected a JSON object"),
+        (chat(["w2"]) + '{"messages": [}\n', "chats.jsonl, line 2: JSONDecodeError"),
+        (chat(["w2"]) * 2 + '{"text": "w2"}\n', "chats.jsonl, line 3: KeyError('messages'); expected a JSON object"),
+        (chat(["w2"]) + "\n" + chat(["w2"]), "chats.jsonl, line 2: JSONDecodeError"),
+        (chat(["w2"]) + '["w2"]\n', "chats.jsonl, line 2: TypeError"),
+        (chat(["w2"]) * 2, "1 chats in 3 epochs are less than one update of 8 chats; expected more"),
+    ],
+    ids=["empty", "broken", "without messages", "an empty line", "a list", "too few"],
+)
+def test_finetune_names_the_wrong_line(finetune, tmp_path, lines, expected):
+    (tmp_path / "chats.jsonl").write_text(lines)
+    status, said, error = finetune(chats="chats.jsonl")
+    assert (status, said) == (1, "")
+    assert error.startswith(expected)
+    assert not (tmp_path / "out").exists()
+
+
+def test_finetune_refuses_chats_that_are_too_long_and_cuts_them_if_told_so(finetune, given, tmp_path):
+    long = chat(["w5"] * LONGEST)
+    (tmp_path / "chats.jsonl").write_text(chat(["w2"]) + long + (given / "chats.jsonl").read_text() + long)
+    status, said, error = finetune(chats="chats.jsonl")
+    assert (status, said) == (1, "")
+    assert error == (
+        "chats.jsonl: 2 of 42 chats are longer than 32 tokens, the most that the model takes; the first is in line 2. "
+        "Take them out, or cut them with --truncate"
+    )
+    status, said, error = finetune("--truncate", chats="chats.jsonl")
+    assert status == 0, error
+    assert "2 of 42 chats are longer than 32 tokens, the most that the model takes: they are cut\n" in said
+    assert not math.isnan(records(tmp_path / "out")[-1]["loss"])
+
+
+def test_finetune_needs_a_template_of_chats(finetune, tmp_path):
+    save_model(tmp_path / "base", template=None)
+    status, said, error = finetune(model="base")
+    assert (status, said) == (1, "")
+    assert error == "base: its tokenizer has no chat template; expected a model for chats, or set one"
+
+
+def test_finetune_says_what_to_change_before_it_loads_a_model_that_does_not_fit(finetune, given, tmp_path):
+    """There are no weights at all to load."""
+    folder = tmp_path / "large"
+    AutoTokenizer.from_pretrained(given / "model").save_pretrained(folder)
+    config = LlamaConfig(hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=40, num_attention_heads=256)
+    config.save_pretrained(folder)
+    status, said, error = finetune(model=folder)
+    assert status == 1
+    assert "nothing fits:" in said
+    assert "made smaller by" in said
+    assert error.startswith("the plan above says why this cannot be trained here; --offload-param and")
+    assert not (tmp_path / "out" / "steps.jsonl").exists()
