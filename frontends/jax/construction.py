@@ -21,6 +21,7 @@ from offload_core.errors import ConfigError, ParameterError
 from offload_core.ranks.collectives import Collectives, SingleRank
 from offload_core.ranks.consistency import combine, fingerprint, heard_by_all
 from offload_core.support.checks import kind_of, some_of
+from offload_core.support.progress import progress
 
 from .devices.context import refuse_jit, without_context_mesh
 from .optax_bridge.words import JaxSettings, resolved
@@ -103,17 +104,21 @@ def init(
     given = [place for place in places if place is not None]
     processes = processes_of(max(given, key=lambda place: len(place.device_set))) if given else SingleRank()
     _check_alike(args, processes)
-    if weights is not None:
-        with heard_by_all(processes, "init() from files"):
-            files = WeightFiles(weights)
-            for i, name in _found(tree, forms, files, names, computes_keys=program is not None).items():
-                leaves[i] = _read(files, name, forms[i], places[i])
-    if program is not None:
-        left = [i for i in forms if isinstance(leaves[i], Form)]
-        for group in _groups(left, forms, places):
-            outputs = [[*forms].index(i) for i in group]
-            for i, array in zip(group, _computed(program, args, outputs, [places[i] for i in group]), strict=True):
-                leaves[i] = array
+    sizes = {i: form.size * form.dtype.itemsize for i, form in forms.items()}
+    with progress("building the model", sum(sizes.values()), rank=processes.rank) as advance:
+        if weights is not None:
+            with heard_by_all(processes, "init() from files"):
+                files = WeightFiles(weights)
+                for i, name in _found(tree, forms, files, names, computes_keys=program is not None).items():
+                    leaves[i] = _read(files, name, forms[i], places[i])
+                    advance(sizes[i])
+        if program is not None:
+            left = [i for i in forms if isinstance(leaves[i], Form)]
+            for group in _groups(left, sizes, places):
+                outputs = [[*forms].index(i) for i in group]
+                for i, array in zip(group, _computed(program, args, outputs, [places[i] for i in group]), strict=True):
+                    leaves[i] = array
+                    advance(sizes[i])
     return jax.tree_util.tree_unflatten(structure, leaves)
 
 
@@ -195,12 +200,11 @@ def _as_given(shardings: Any, tree: Any) -> list[Sharding | None]:
 
 
 def _groups(
-    left: Sequence[int], forms: Mapping[int, Form], places: Sequence[Sharding | None]
+    left: Sequence[int], sizes: Mapping[int, int], places: Sequence[Sharding | None]
 ) -> Iterator[tuple[int, ...]]:
     """Yield groups of leaves, by position. One program computes a group. The leaves of a group lie on the same devices,
     and together take no more bytes than the largest leaf of the tree."""
-    sizes = {i: forms[i].size * forms[i].dtype.itemsize for i in left}
-    most = max(sizes.values(), default=0)
+    most = max((sizes[i] for i in left), default=0)
     for _, on_these in groupby(left, lambda i: None if (place := places[i]) is None else place.device_set):
         group: list[int] = []
         for i in on_these:

@@ -35,10 +35,11 @@ from ..step.state_access import StateAccess
 from ..step.state_lock import consistent, uses
 from ..support.checkpoint_folder import MANIFEST, file_name, find_tag, has_none
 from ..support.checks import LARGEST, shown
+from ..support.progress import progress
 from ..support.threads import await_sections, uninterrupted
 from ..support.user_line import UserLine
 from .loading import Reading, Target, check_model, read_targets
-from .reader import Checkpoint, Loaded, Opened, Want
+from .reader import Checkpoint, Loaded, Opened, Readable, Want
 from .safetensors import NOT_AS_WRITTEN
 from .saving import Save, TargetFolder, all_or_none, failed_elsewhere
 from .shard_writer import ShardWriter, Source
@@ -406,17 +407,17 @@ class Checkpoints:
             entries = [loaded.parameters.get(name) for name in names]
             stale = {i for i, entry in enumerate(entries) if entry and entry["behind"] and delayed}
             with self.together("load"):
-                read = Reading(loaded.checkpoint)
+                read = Reading(loaded.checkpoint, advance)
                 for i in here:
                     self._read_states(read, i, names[i], tensors[i], i in stale, masters_alone=not states)
                 read.finish()
                 if self._collectives.rank == 0:  # check the blocks that no process reads, too
                     loaded.checkpoint.verify(besides=(*STATE_NAMES, "param"))
-                read_targets(loaded, targets)
+                read_targets(loaded, targets, advance)
             self._states.publish_later(range(len(names)))
             publish()
             with self.together("load"):
-                read = Reading(loaded.checkpoint)
+                read = Reading(loaded.checkpoint, advance)
                 for i in stale:
                     for run in self._states.runs(i, tensors[i]):
                         values = read.values_of(run.arrays[MASTER])
@@ -432,7 +433,9 @@ class Checkpoints:
                 pipeline.scaler.load_state_dict(scale)
             run_deferred(loaded.checkpoint.path, ours)
 
+        what, n_bytes = f"loading {loaded.checkpoint.path.name}", _share_of_bytes(loaded.checkpoint, self._collectives)
         with ExitStack() as replaced:
+            advance = replaced.enter_context(progress(what, n_bytes, rank=self._collectives.rank))
             self._state_lock.change("load_checkpoint()", load)
             with self.together("load"):  # their code may read the states
                 run_deferred(loaded.checkpoint.path, users, ours)
@@ -566,6 +569,11 @@ def translation(names: Names) -> Callable[[str], str]:
     if isinstance(names, Mapping):
         return lambda name: names.get(name, name)
     return names or (lambda name: name)
+
+
+def _share_of_bytes(checkpoint: Readable, collectives: Collectives) -> int | None:
+    """Return about as many bytes as one process reads; None: another program's checkpoint does not say."""
+    return checkpoint.n_bytes // collectives.world_size if isinstance(checkpoint, Checkpoint) else None
 
 
 def _opened(path: str | os.PathLike[str]) -> Checkpoint:

@@ -17,6 +17,7 @@ from ..ranks.collectives import Collectives
 from ..ranks.consistency import together
 from ..support import checks
 from ..support.disks import names_to_disk, to_disk
+from ..support.progress import progress
 from .safetensors import plan_file
 from .weight_files import INDEX
 
@@ -83,13 +84,16 @@ def export_weights(
                     ) from error
 
     shards = _shards(weights, max_shard_bytes)
+    n_bytes = sum(weight.n_bytes for weight in weights)
     try:
         on_rank_0(_FileWriter.start)
-        for name, shard in shards.items():
-            header, _, _ = plan_file({w.name: (w.dtype, w.shape) for w in shard}, _METADATA)
-            on_rank_0(_FileWriter.begin, name, header)
-            for weight in shard:
-                on_rank_0(_FileWriter.write, weight.read(rank == 0))
+        with progress(f"exporting {Path(folder).name}", n_bytes, rank=rank) as advance:
+            for name, shard in shards.items():
+                header, _, _ = plan_file({w.name: (w.dtype, w.shape) for w in shard}, _METADATA)
+                on_rank_0(_FileWriter.begin, name, header)
+                for weight in shard:
+                    on_rank_0(_FileWriter.write, weight.read(rank == 0))
+                    advance(weight.n_bytes)
         if len(shards) > 1:
             on_rank_0(_FileWriter.begin, INDEX, _index(shards))
         on_rank_0(_FileWriter.commit)

@@ -38,8 +38,13 @@ class Reading:
     Buffers are written to the store as soon as ``_TARGET_BYTES`` are filled, so that no more are needed.
     """
 
-    def __init__(self, checkpoint: Readable) -> None:
+    def __init__(self, checkpoint: Readable, advance: Callable[[int], object]) -> None:
+        """
+        Args:
+            advance: called with the number of bytes that were read since the last call.
+        """
         self.checkpoint = checkpoint
+        self._advance = advance
         self._wants: list[Want] = []
         self._copies: list[tuple[StateRun, np.ndarray]] = []
         self._n_bytes = 0
@@ -65,6 +70,7 @@ class Reading:
     def finish(self) -> None:  # waits
         """Read all that is wanted."""
         self.checkpoint.read(self._wants)
+        self._advance(sum(want.out.nbytes for want in self._wants))
         for run, values in self._copies:
             run.write(values)
         self._wants, self._copies, self._n_bytes = [], [], 0
@@ -80,7 +86,7 @@ def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: 
     loaded = Loaded(Checkpoint(path), None, types)
     check_model(loaded, {}, targets)
     try:
-        read_targets(loaded, targets)
+        read_targets(loaded, targets, lambda n: None)
     except CheckpointError as error:
         raise CheckpointError(
             f"loading broke off ({error}): the model's tensors are partly the checkpoint's; load another one before "
@@ -89,10 +95,13 @@ def load_values(path: str | os.PathLike[str], targets: Sequence[Target], types: 
     return loaded
 
 
-def read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
+def read_targets(loaded: Loaded, targets: Sequence[Target], advance: Callable[[int], object]) -> None:
     """Read targets in groups of ``_TARGET_BYTES``: a front end may need memory for each until it is loaded.
 
     Those that the checkpoint leaves out keep their values.
+
+    Args:
+        advance: called with the number of bytes of each group.
     """
     targets = [target for target in targets if target.name not in loaded.left_out]
     read: list[Target] = []
@@ -105,6 +114,7 @@ def read_targets(loaded: Loaded, targets: Sequence[Target]) -> None:
         wants += more
         if n_bytes >= _TARGET_BYTES or target is targets[-1]:
             loaded.checkpoint.read(wants)
+            advance(n_bytes)
             for each in read:
                 each.loaded()
             read, wants, n_bytes = [], [], 0

@@ -34,6 +34,7 @@ from ..support.checkpoint_folder import (
     rotate,
 )
 from ..support.living import Living
+from ..support.progress import progress
 from ..support.user_line import UserLine
 from .manifest import file_record, write_manifest
 from .shard_writer import ShardWriter
@@ -246,7 +247,10 @@ class Save:
     def _run(self) -> None:
         place = self._place
         try:
-            self.writer.write()
+            # A save in the background would draw its bar over that of the training.
+            shown = place.collectives.rank if self._quiet else -1
+            with progress(f"saving {place.name}", self.writer.n_bytes, rank=shown) as advance:
+                self.writer.write(advance)
             self._record["blocks"] = self.writer.checksums
             part = json.dumps(self._part | {"files": self._record})
             durable(self._part_of(place.collectives.rank), part)

@@ -183,8 +183,11 @@ class ShardWriter:
 
     # --- called by the writing thread ------------------------------------------------------------------
 
-    def write(self) -> None:
+    def write(self, advance: Callable[[int], object]) -> None:
         """Write the file, and return when it is on the disk.
+
+        Args:
+            advance: called with the number of bytes of each block that was written.
 
         Raises:
             CheckpointError: it cannot be written.
@@ -195,6 +198,7 @@ class ShardWriter:
                 data = buffer[: min(self.block_bytes, self.n_bytes - block * self.block_bytes)]
                 self.checksums[block] = checksum(data)
                 self._put(data, block * self.block_bytes)
+                advance(data.nbytes)
                 if n % _WRITE_BACK_BLOCKS == 0:
                     begin_writing(self._file)
                 self._free.append(buffer)

@@ -118,6 +118,11 @@ class Bucket:
         return self.shard_numel * self.world_size
 
     @property
+    def n_bytes(self) -> int:
+        """The bytes of its parameters, with the padding."""
+        return self.padded_numel * self.dtype.itemsize
+
+    @property
     def key(self) -> "Key":
         """Group, element type, ``partitioned``, place, rule and matrix: the same for all parameters of a bucket."""
         return (self.group, self.dtype.name, self.partitioned, self.place, self.rule, self.matrix)

@@ -25,6 +25,7 @@ from ..ranks.consistency import check_start, heard_by_all
 from ..rules import MASTER
 from ..states import tiers
 from ..states.store import Extent
+from ..support.progress import progress
 from ..support.threads import Task, clear_up
 from .executor import HostExecutor, InPlace, ReadInPlace, Staged
 from .gradient_memory import GradientMemory
@@ -138,10 +139,15 @@ class LocalBuckets:
             self.all.append(bucket)
             for param in bucket.members:
                 self.of[param].append(bucket)
-            for piece in bucket.pieces if bucket.master is not Master.PARAMETER else ():
-                self.load_master(bucket, piece, tensors[piece.param - first])
-            self._begin_states(bucket)
-        return self.all[-len(layouts) :] if layouts else []
+        new = self.all[-len(layouts) :] if layouts else []
+        rank, n_bytes = self.device.collectives.rank, sum(layout.n_bytes for layout in layouts)
+        with progress("building states", n_bytes, rank=rank) as advance:
+            for bucket in new:
+                for piece in bucket.pieces if bucket.master is not Master.PARAMETER else ():
+                    self.load_master(bucket, piece, tensors[piece.param - first])
+                self._begin_states(bucket)
+                advance(bucket.layout.n_bytes)
+        return new
 
     def _executor(self, on_device: bool) -> Executor:
         if not on_device:

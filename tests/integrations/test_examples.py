@@ -16,6 +16,8 @@ from tests.support.chats import LONGEST, chat, save_chats, save_model
 from tests.support.processes import ROOT, TORCH, ForkServer, free_port
 from tests.support.torch_models import same_bits
 
+pytestmark = pytest.mark.filterwarnings("ignore:`(is_)?gradient_checkpointing` is deprecated:FutureWarning")  # PEFT's
+
 EXAMPLES = ROOT / "examples"
 ALONE = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 SETTINGS = ("--micro-batch", 4, "--accumulate", 2, "--epochs", 3, "--lr", 0.02, "--save-every", 4, "--held-out", 0.1)

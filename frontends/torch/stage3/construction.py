@@ -33,6 +33,7 @@ from offload_core.memory.host_memory import HostMemory, give_back_freed
 from offload_core.memory.plan import PARAMETER_SHARDS
 from offload_core.ranks.consistency import combine, fingerprint
 from offload_core.support.checks import kind_of
+from offload_core.support.progress import progress
 
 from ..internals.private import grad_mode_kept, no_torch_function, storage_users
 from ..params.managed import manage, managed
@@ -307,6 +308,8 @@ class _Construction:
         self.whole: list[_Whole] = []
         self.note: Callable[[torch.Tensor, bool], None] = lambda param, cut: None
         """Called for each parameter that a module registers or copies, with True if the parameter will be cut."""
+        self._advance: Callable[[int], object] = lambda n_bytes: None
+        """Called with the bytes of each parameter that a module registers."""
         self._group = group
         self._devices: dict[torch.device, HostRanks] = {}
         self._freed = 0
@@ -350,7 +353,8 @@ class _Construction:
         handle = register_module_parameter_registration_hook(self._registered)
         _THREAD.construction = self
         try:
-            with _copies_registered(), _Reads(self):
+            rank = 0 if self._group is None else dist.get_rank(self._group)
+            with progress("building the model", None, rank=rank) as self._advance, _copies_registered(), _Reads(self):
                 yield self
             with grad_mode_kept(), torch.no_grad(), no_torch_function():
                 self.cut(self.whole, for_good=True)
@@ -370,6 +374,7 @@ class _Construction:
         """Record a parameter that a module has, to cut it later."""
         with grad_mode_kept(), torch.no_grad(), no_torch_function():
             self.note(param, takes := self._takes(param))
+            self._advance(param.nbytes)
             if not takes or in_shards(param) or any(entry.param is param for entry in self.whole):
                 return
             self.cut([entry for entry in self.whole if entry.module is not module])
