@@ -1212,7 +1212,8 @@ ELSEWHERE = {
     "support.checkpoint_folder",
     "checkpoint.reader",
     "checkpoint.shard_writer",
-    "step_log",
+    "step_log.files",
+    "step_log.trackers",
     "support.threads",
 }
 """Tested by killed processes and full disks, and by writers that are stopped between any two blocks

@@ -22,7 +22,7 @@ MODULES = {
     "offload_core.lr_schedules": None,
     "offload_core.step_log": None,
     "offload_core.pipeline": ["StepReport"],
-    "offload_core.memory_report": ["MemoryReport", "MemoryRow"],
+    "offload_core.memory_report": ["DeviceUse", "MemoryReport", "MemoryRow"],
     "frontends.torch": None,
     "frontends.jax": None,
     "frontends.torch.integrations.accelerate": ["save_in_shards"],
@@ -33,7 +33,7 @@ MODULES = {
 }
 """Public modules, and their public names where these are not the module's ``__all__`` or all that it defines."""
 _OF_OPTIMIZERS = """report updates step zero_grad flush state_dict load_state_dict torch_state_dict add_param_group
-    memory_report where sent_bytes close"""
+    memory_report device_use where sent_bytes close"""
 DOCUMENTED = {
     **dict.fromkeys(
         (
