@@ -25,6 +25,7 @@ from offload_core.support.launchers import warn_if_launched
 from offload_core.support.where import answer_signals
 
 from .devices.context import LaterUpdate, is_traced, public, refuse_jit, without_context_mesh
+from .devices.device import device_use
 from .files.checkpoint import TreeCheckpoints
 from .files.export import export_safetensors
 from .files.named_weights import NamedWeights, WeightRequest
@@ -33,7 +34,7 @@ from .optax_bridge.leaf_rules import LeafRules
 from .optax_bridge.updates import transformation
 from .optax_bridge.words import JaxSettings, resolved
 from .placement.functions import Asked
-from .placement.memory import checked_plan, device_use, held_bytes
+from .placement.memory import checked_plan, held_bytes, local_devices
 from .placement.placement import placement_for
 from .training.differentiate import value_and_grad
 from .training.loss_scale import DeviceScale
@@ -699,7 +700,7 @@ class OffloadedParams:
 
         None: their memory is the host's, or JAX keeps no statistics of it.
         """
-        return device_use(self._tree)
+        return device_use(local_devices(self._tree))
 
     @property
     def sent_bytes(self) -> int:

@@ -19,7 +19,9 @@ from jax.experimental.layout import Format, Layout
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from frontends.jax import OffloadConfig, ScaledGradients, wrap
+from frontends.jax.devices.device import device_use
 from offload_core.errors import GradientError, StateError
+from offload_core.memory.report import DeviceUse
 from offload_core.support.threads import Task
 from tests.support.jax_meshes import leaves_of
 from tests.support.jax_models import (
@@ -853,3 +855,20 @@ def test_betas_of_a_schedule_may_be_arrays():
     )
     for _ in range(2):
         assert_same_tree(scheduled.update({"w": jnp.ones(3)}), constant.update({"w": jnp.ones(3)}))
+
+
+class Counted:
+    """In place of a device whose allocator counts."""
+
+    device_kind = "NVIDIA H200"
+
+    def memory_stats(self):
+        return {"bytes_in_use": 7, "peak_bytes_in_use": 9, "num_allocs": 3}
+
+
+def test_memory_in_use_is_that_of_all_devices_and_unknown_where_jax_counts_none():
+    offloaded = wrap({"w": jnp.ones(4)}, lr=1e-2)
+    assert offloaded.device_use() is None  # in host memory
+    assert device_use([Counted(), Counted()]) == DeviceUse("NVIDIA H200", 14, 18, 2)
+    assert device_use([Counted(), *jax.devices("cpu")]) is None
+    assert device_use([]) is None

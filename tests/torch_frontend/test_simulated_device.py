@@ -115,6 +115,19 @@ def test_an_allocation_beyond_the_capacity_is_refused_and_fits_once_memory_is_fr
         assert 0 <= free < total
 
 
+def test_memory_in_use_counts_activations_and_the_peak_stays():
+    engine = wrap(make().to(D), lr=1e-2)
+    activations = torch.zeros(2**20, dtype=torch.uint8, device=D)
+    use = engine.device_use()
+    assert use == engine.optimizer.device_use()
+    assert use.used == torch.accelerator.memory_allocated() >= 2**20
+    del activations
+    later = engine.device_use()
+    assert later.used <= use.used - 2**20
+    assert later.peak >= use.used
+    assert wrap(make(), lr=1e-2).device_use() is None  # in host memory
+
+
 @pytest.mark.parametrize("lacks", ["everything", "the free memory", "nothing"])
 def test_memory_of_an_allocator_without_statistics_is_unknown(lacks, monkeypatch):
     """As of a backend that gives torch a ``c10::Allocator`` alone: torch raises these where it is asked."""

@@ -25,6 +25,7 @@ from offload_core.errors import HostMemoryError
 from offload_core.layout.partition import ParamSpec, round_up
 from offload_core.memory.host_memory import HostMemory, available_bytes, format_bytes
 from offload_core.memory.pinning import Pinning
+from offload_core.memory.report import DeviceUse
 
 from ..tree.memory_kinds import in_host_memory, on_cpu, start_to_host
 from .device_kernels import computed
@@ -104,6 +105,15 @@ def free_bytes(devices: Sequence[jax.Device]) -> int | None:
     if not all({"bytes_limit", "bytes_in_use"} <= each.keys() for each in stats):
         return None
     return len(stats) * min(each["bytes_limit"] - each["bytes_in_use"] for each in stats)
+
+
+def device_use(devices: Sequence[jax.Device]) -> DeviceUse | None:
+    """Return the memory in use on these devices; None: it is host memory, or JAX keeps no statistics of it."""
+    stats = [device.memory_stats() or {} for device in devices]
+    if not devices or not all({"bytes_in_use", "peak_bytes_in_use"} <= each.keys() for each in stats):
+        return None
+    used, peak = (sum(each[key] for each in stats) for key in ("bytes_in_use", "peak_bytes_in_use"))
+    return DeviceUse(devices[0].device_kind, used, peak, len(devices))
 
 
 def read(array: jax.Array, start: int, stop: int) -> np.ndarray:

@@ -10,7 +10,6 @@ import jax
 from offload_core.engine import Engine
 from offload_core.layout.partition import ParamSpec
 from offload_core.memory.plan import PARAMETERS, SHARDS, MemoryPlan, PlanRow
-from offload_core.memory.report import DeviceUse
 
 from ..tree.memory_kinds import in_host_memory
 from ..tree.wrapped_tree import Leaf, WrappedTree
@@ -63,15 +62,10 @@ def held_bytes(tree: WrappedTree) -> Counter[tuple[str, str]]:
     return held
 
 
-def device_use(tree: WrappedTree) -> DeviceUse | None:
-    """Return the memory in use on this process's devices; None: it is host memory, or JAX keeps no statistics."""
+def local_devices(tree: WrappedTree) -> list[jax.Device]:
+    """Return this process's devices on which the tree's arrays lie."""
     leaves = [leaf for leaf in tree.leaves if isinstance(leaf, jax.Array)]
-    devices = [*dict.fromkeys(device for leaf in leaves for device in leaf.sharding.addressable_devices)]
-    stats = [device.memory_stats() or {} for device in devices]
-    if not devices or not all({"bytes_in_use", "peak_bytes_in_use"} <= each.keys() for each in stats):
-        return None
-    used, peak = (sum(each[key] for each in stats) for key in ("bytes_in_use", "peak_bytes_in_use"))
-    return DeviceUse(devices[0].device_kind, used, peak, len(devices))
+    return [*dict.fromkeys(device for leaf in leaves for device in leaf.sharding.addressable_devices)]
 
 
 def local_bytes(array: jax.Array) -> int:

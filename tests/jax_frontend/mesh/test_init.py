@@ -199,9 +199,9 @@ def test_what_is_wrong_in_one_process_is_an_error_in_both(folder):
 
 
 def test_leaves_are_computed_together_up_to_the_bytes_of_the_largest():
-    forms = {i: jax.ShapeDtypeStruct((n,), jnp.float32) for i, n in enumerate((3, 10, 4, 6, 1, 2))}
+    sizes = dict(enumerate((12, 40, 16, 24, 4, 8)))
     here, there = (NamedSharding(mesh_of(n), P()) for n in (2, 4))
-    assert [*construction._groups([*forms], forms, [here] * 6)] == [(0,), (1,), (2, 3), (4, 5)]
+    assert [*construction._groups([*sizes], sizes, [here] * 6)] == [(0,), (1,), (2, 3), (4, 5)]
     assert [*construction._groups([0, 2, 4], forms, [here, here, here, here, there, here])] == [(0,), (2,), (4,)]
     assert [*construction._groups([], {}, [])] == []
 
