@@ -202,7 +202,7 @@ def test_leaves_are_computed_together_up_to_the_bytes_of_the_largest():
     sizes = dict(enumerate((12, 40, 16, 24, 4, 8)))
     here, there = (NamedSharding(mesh_of(n), P()) for n in (2, 4))
     assert [*construction._groups([*sizes], sizes, [here] * 6)] == [(0,), (1,), (2, 3), (4, 5)]
-    assert [*construction._groups([0, 2, 4], forms, [here, here, here, here, there, here])] == [(0,), (2,), (4,)]
+    assert [*construction._groups([0, 2, 4], sizes, [here, here, here, here, there, here])] == [(0,), (2,), (4,)]
     assert [*construction._groups([], {}, [])] == []
 
 
