@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, TrainingArguments
 
 from tests.support.chats import LONGEST, chat, save_chats, save_model
+from tests.support.hugging_face import ExactNorm
 from tests.support.processes import ROOT, TORCH, ForkServer, free_port
 from tests.support.torch_models import same_bits
 
@@ -183,6 +184,82 @@ def test_finetune_trains_with_other_states_and_parameters_in_host_memory(finetun
     assert status == 0, error
     assert falls(tmp_path / "out")
     AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+
+
+class SameOrder(ExactNorm):
+    """Trainer on the micro-batches of finetune.py, in its order."""
+
+    def get_train_dataloader(self):
+        return self.train_dataset
+
+
+def by_trainer(folder, model, chats, dtype, lr=0.02, **settings):
+    """Train as finetune.py does, and return the loss of each update."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(EXAMPLES)
+        from chats import by_length, micro_batches, read_chats
+    found = read_chats(chats, AutoTokenizer.from_pretrained(model), LONGEST)
+    n_held_out = round(0.1 * len(found))
+    batches = [batch for update in by_length(found[n_held_out:], 8, 3) for batch in micro_batches(update, 4, "cpu")]
+    n_updates = len(batches) // 2
+    args = TrainingArguments(
+        folder,
+        learning_rate=lr,
+        lr_scheduler_type="cosine",
+        warmup_steps=round(0.03 * n_updates),
+        max_steps=n_updates,
+        gradient_accumulation_steps=2,
+        per_device_train_batch_size=4,
+        max_grad_norm=1.0,
+        optim="adamw_torch_fused",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+        **settings,
+    )
+    data = [{name: batch[name] for name in ("input_ids", "attention_mask", "labels")} for batch in batches]
+    trainer = SameOrder(AutoModelForCausalLM.from_pretrained(model, dtype=dtype), args, train_dataset=data)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_finetune_has_the_losses_of_trainer_with_fused_adamw(finetune, given, tmp_path):
+    status, _, error = finetune("--dtype", "float32")
+    assert status == 0, error
+    expected = by_trainer(tmp_path / "trainer", given / "model", given / "chats.jsonl", torch.float32)
+    found = [record["loss"] for record in records(tmp_path / "out")]
+    assert len(found) == N_UPDATES
+    assert found == pytest.approx(expected, abs=5e-5)  # Trainer rounds the losses that it logs
+
+
+@pytest.mark.slow
+def test_the_losses_of_a_model_like_smollm_are_those_of_trainer_in_fp32_and_near_them_in_bf16(finetune, tmp_path):
+    """With two layers and a vocabulary of 49,152. Prints the losses (``-s``), which docs/examples.md shows."""
+    model = save_model(tmp_path / "model", vocabulary=49_152, hidden=576)
+    chats = save_chats(tmp_path / "chats.jsonl", 40, vocabulary=49_152)
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        status, _, error = finetune("--dtype", dtype, "--lr", 1e-3, model=model, chats=chats, out=dtype)
+        assert status == 0, error
+        found[f"finetune.py, {dtype}"] = [record["loss"] for record in records(tmp_path / dtype)]
+    trained = {
+        "float32": (torch.float32, {}),
+        "bf16=True": (torch.float32, {"bf16": True}),
+        "bfloat16": (torch.bfloat16, {}),
+    }
+    for name, (dtype, settings) in trained.items():
+        got = by_trainer(tmp_path / "trainer", model, chats, dtype, 1e-3, gradient_checkpointing=True, **settings)
+        found[f"Trainer, {name}"] = got
+    print("update", *found, sep=" | ")
+    for n, row in enumerate(zip(*found.values(), strict=True), 1):
+        print(n, *(f"{loss:.4f}" for loss in row), sep=" | ")
+    expected = found["Trainer, float32"]
+    assert expected[-1] < 0.8 * expected[0]
+    assert found["finetune.py, float32"] == pytest.approx(expected, abs=5e-5)
+    assert found["finetune.py, bfloat16"] == pytest.approx(expected, rel=0.05)
 
 
 # --- wrong input -----------------------------------------------------------------------------------------

@@ -26,7 +26,13 @@ def save_model(folder: Path, *, vocabulary: int = 64, hidden: int = 32, template
     fast.chat_template = template
     fast.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
+    heads = max(hidden // 64, 2)
+    sizes = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 2,
+        "num_attention_heads": heads,
+    }
     LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, max_position_embeddings=LONGEST, **sizes)).save_pretrained(
         folder
     )
