@@ -79,7 +79,7 @@ def test_any_order_and_cut_of_elements_is_read_into_any_other(tmp_path_factory, 
         sources = [Source.of("p", "master", region, part.astype(types[0].numpy)) for region, part in runs[0]]
         writer = ShardWriter(folder / file_name(0, 1), sources, make().pipeline.memory)
         record = file_record(writer)
-        writer.write()
+        writer.write(lambda n_bytes: None)
         write_manifest(folder, {"step": 1, "files": [record | {"blocks": writer.checksums}]})
         got = [np.full(part.size, -1, types[1].numpy) for _, part in runs[1]]
         wants = [Want("p", "master", region, out) for (region, _), out in zip(runs[1], got, strict=True)]
@@ -314,11 +314,11 @@ def test_a_file_that_another_process_removes_meanwhile_is_named_so(tmp_path, mon
 def test_an_error_of_one_rank_is_an_error_of_all_and_leaves_the_checkpoints_before(tmp_path, monkeypatch):
     write = ShardWriter.write
 
-    def fail_on_rank_1(writer):
+    def fail_on_rank_1(writer, advance):
         if "shard-00001" in writer.path.name and writer.path.parent.name.startswith(".step-00000002"):
             writer.close()
             raise OSError(28, "No space left on device")
-        write(writer)
+        write(writer, advance)
 
     monkeypatch.setattr(ShardWriter, "write", fail_on_rank_1)
 
