@@ -12,6 +12,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, TrainingArguments
 
+from tests.support import simulated
 from tests.support.chats import LONGEST, chat, save_chats, save_model
 from tests.support.hugging_face import ExactNorm
 from tests.support.processes import ROOT, TORCH, ForkServer, free_port
@@ -335,8 +336,9 @@ OTHERS = {
 """The arguments of each example that saves and goes on; files and folders lie in the folder of ``given``."""
 
 
-def arguments(name, given, out):
-    return [out if each == "OUT" else given / each if str(each) in FILES else each for each in OTHERS[name]]
+def arguments(name, given, out, options=None):
+    options = OTHERS[name] if options is None else options
+    return [out if each == "OUT" else given / each if str(each) in FILES else each for each in options]
 
 
 FILES = {"model", "chats.jsonl", "text.txt", "words.txt"}
@@ -404,3 +406,29 @@ def test_a_model_from_scratch_with_states_on_a_disk_trains(server, given, tmp_pa
     [ran] = server.run((*asked, "--from-scratch", "--disk", "disk"), folder=tmp_path)
     assert ran.returncode == 0, ran.stderr
     assert falls(tmp_path / "out")
+
+
+ON_AN_ACCELERATOR = """
+import runpy, sys
+from tests.support import simulated
+simulated.load()
+sys.path.insert(0, {folder!r})
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.skipif((missing := simulated.why_not()) is not None, reason=missing or "")
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("finetune.py", ("model", "chats.jsonl", "OUT", *SETTINGS)),
+        ("larger_than_the_gpu.py", OTHERS["larger_than_the_gpu.py"]),
+        ("lora_qlora.py", (*OTHERS["lora_qlora.py"], "--offload-param")),
+        ("rl_phases.py", ("model", "OUT", "--prompts", "w2 w3", "--rounds", 2, "--tokens", 4)),
+    ],
+)
+def test_an_example_runs_on_an_accelerator_and_records_its_memory(name, options, server, given, tmp_path):
+    code = ON_AN_ACCELERATOR.format(folder=str(EXAMPLES), script=str(EXAMPLES / name))
+    [ran] = server.run(("-c", code, *arguments(name, given, "out", options)), folder=tmp_path)
+    assert ran.returncode == 0, ran.stderr
+    assert all(record["device_peak_bytes"] > record["device_bytes"] > 0 for record in records(tmp_path / "out"))
