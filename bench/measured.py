@@ -22,8 +22,7 @@ def main() -> None:
     windows = sorted({row["micro_batch"] for row in record["rows"] if row["metric"] == "total"})
     names = [name for name in figures.IN_SHORT if any(row["name"] == name for row in record["rows"])][::-1]
     panels = [
-        (f"ms a step of {n * record['config']['context']:,} tokens", "total", {"micro_batch": n})
-        for n in windows
+        (f"ms a step of {n * record['config']['context']:,} tokens", "total", {"micro_batch": n}) for n in windows
     ]
     panels.append(("GB on the GPU", "peak device memory", {"micro_batch": windows[0]}))
     plt = pyplot()
