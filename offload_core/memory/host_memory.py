@@ -106,7 +106,9 @@ class HostMemory:
             raise _WayRefusedError from None
 
     def _give_up(self, way: Pinning, label: str, n_bytes: int, error: HostMemoryError) -> None:
-        """Pin no further memory in this way, and warn of the cost of the next one."""
+        """Pin no further memory in this way, and warn of the cost of the next one, unless another thread has."""
+        if way not in self._ways:
+            return
         self._ways = tuple(other for other in self._ways if other != way)
         if self._ways:
             after = self._ways[0]

@@ -140,7 +140,7 @@ class Allocated(Pinning):
     def allocate(self, n_bytes: int, threads: int) -> np.ndarray:
         address, free = self.take(n_bytes)
         array = np.ctypeslib.as_array((ctypes.c_uint8 * n_bytes).from_address(address))
-        weakref.finalize(array, free)
+        weakref.finalize(array, free).atexit = False  # others may still read it then; the process ends, and frees it
         array.fill(0)
         return array
 

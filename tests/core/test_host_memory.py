@@ -4,8 +4,11 @@ import ctypes
 import gc
 import mmap
 import os
+import subprocess
+import sys
 import threading
 from _thread import start_new_thread
+from functools import partial
 
 import numpy as np
 import psutil
@@ -277,6 +280,54 @@ def test_memory_that_cannot_be_registered_is_allocated_by_the_driver_and_freed_b
     assert what_was_asked(notes) == ["register", "allocate", "allocate", "free", "free"]
     retained = sum((what == "retain") - (what == "release") for what, *_ in notes())
     assert (memory.n_bytes, retained) == (0, 0)
+
+
+HELD_TO_THE_END = """
+import ctypes
+import numpy as np
+from offload_core.memory.host_memory import HostMemory
+from offload_core.memory.pinning import Allocated
+
+def take(n_bytes):
+    there = (ctypes.c_uint8 * n_bytes)()
+    return ctypes.addressof(there), lambda: print("freed", there[0])
+
+memory = HostMemory(1, [Allocated(take)])
+held, dead = (memory.allocate("states", 1000, np.dtype("u1"), pinned=True) for _ in range(2))
+held[0], dead[0] = 1, 2
+del dead
+"""
+
+
+def test_memory_of_the_driver_that_lives_to_the_end_of_the_process_is_not_freed_before_its_last_reader():
+    """A function of ``atexit`` may read it, or a thread."""
+    said = subprocess.run([sys.executable, "-c", HELD_TO_THE_END], capture_output=True, text=True, check=True)
+    assert said.stdout == "freed 2\n"
+
+
+def test_two_threads_whose_memory_is_refused_are_told_once():
+    first, given_up = threading.Event(), threading.Event()
+
+    def refuse(address, n_bytes):
+        if n_bytes == 2:
+            first.set()
+            assert given_up.wait(30)
+        raise HostMemoryError("no")
+
+    memory = HostMemory(1, [Registered(refuse)])
+    allocate = partial(memory.allocate, "staging", dtype=np.dtype("u1"), pinned=True)
+
+    def meet():
+        thread = threading.Thread(target=allocate, args=(2,))
+        thread.start()
+        assert first.wait(30)
+        allocate(numel=1)
+        given_up.set()
+        thread.join()
+
+    with pytest.warns(HostMemoryWarning, match="could not be pinned") as warned:
+        meet()
+    assert len(warned) == 1
 
 
 def test_blocks_that_were_registered_before_a_refusal_are_unregistered_and_all_are_allocated(library, monkeypatch):
