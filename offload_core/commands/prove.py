@@ -12,7 +12,7 @@ from ..errors import ConfigError
 from ..memory.host_memory import format_bytes
 from ..native.kernels import kernel_info
 from ..prove.runner import Result, Runner, installed
-from ..prove.ways import Task, tasks
+from ..prove.ways import Run, Task, Way, tasks
 from ..support.launchers import refuse_if_launched
 from .machine import describe
 
@@ -50,9 +50,10 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("prove: neither torch nor jax is installed; expected one: pip install 'offload-core[torch]'")
     with tempfile.TemporaryDirectory(prefix="offload-core-prove-", dir=args.folder) as name:
         check_space(name, SPACE)
-        report = Report()
         runner = Runner(Path(name), args.device, frontends)
+        report = Report()
         try:
+            check_device(runner, args.device, frontends)
             for task in tasks(kernel_info().supported):
                 report.begin(task)
                 for way in task.ways:
@@ -74,6 +75,14 @@ def check_space(folder: str, n_bytes: int) -> None:
             f"the disk of {Path(folder).parent} has {format_bytes(free)} free, expected {format_bytes(n_bytes)}; free "
             "some, or name another folder: --folder FOLDER"
         )
+
+
+def check_device(runner: Runner, device: str, frontends: Sequence[str]) -> None:
+    """Raise :class:`ConfigError` if torch is installed and lacks this device."""
+    if device != "cpu" and "torch" in frontends:
+        result = runner.run(Task("device", {}, ()), Way("", (Run("usable"),)))
+        if result.failed:
+            raise ConfigError(f"--device {device}: {result.failed}; expected a device that torch has, such as cpu")
 
 
 class Report:

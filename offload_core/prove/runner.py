@@ -128,39 +128,40 @@ class Runner:
         try:
             for process in processes:
                 process.start()
-            status = _status_of(processes)
+            failed = _first_failed(processes)
         finally:
             for process in processes:
                 if process.pid is not None:
                     process.kill()
                     process.join()
         for place, process in zip(places, processes, strict=True):
-            if process.exitcode != 0:
+            if process is failed or (failed is None and process.exitcode != 0):
                 said = _said(place)
-                if status == LEFT_OUT:
+                if process.exitcode == LEFT_OUT:
                     raise LeftOut(said)
-                raise _Failed(f"rank {place.rank} {_end_of(status)}{said}")
+                raise _Failed(f"rank {place.rank} {_end_of(None if failed is None else failed.exitcode)}{said}")
 
 
 class _Failed(Exception):
     """A process of a way has failed; the message has its last words."""
 
 
-def _status_of(processes: Sequence[BaseProcess]) -> int | None:
-    """Wait for all; return the status of the first that failed, 0, or None if they took too long."""
-    deadline, status = time.monotonic() + LONGEST, 0
+def _first_failed(processes: Sequence[BaseProcess]) -> BaseProcess | None:
+    """Wait for all, but not longer than a part has. Return the first that failed."""
+    deadline = time.monotonic() + LONGEST
+    first: BaseProcess | None = None
     left = {process.sentinel: process for process in processes}
     while left:
         ended = wait(list(left), max(deadline - time.monotonic(), 0))
         if not ended:
-            return status or None
+            return first
         for sentinel in ended:
             process = left.pop(sentinel)  # type: ignore[arg-type]  # these are descriptors
             process.join()
-            if process.exitcode and not status:
-                status = process.exitcode
+            if process.exitcode and first is None:
+                first = process
                 deadline = min(deadline, time.monotonic() + GRACE)
-    return status
+    return first
 
 
 def _end_of(status: int | None) -> str:
@@ -179,11 +180,21 @@ def _said(place: Place) -> str:
 
 
 def arrays_of(folder: Path) -> Arrays:
-    """What a program has given, and the states of the checkpoint that it has saved."""
-    with np.load(folder / "result.npz") as file:
-        arrays = {name: file[name] for name in file.files}
+    """What a program has given, and the states of the checkpoint that it has saved.
+
+    All ranks give the same arrays. What another rank has otherwise than rank 0 is there beside it.
+    """
+    arrays, *others = map(_read, sorted(folder.glob("result-*.npz")))
+    for rank, other in enumerate(others, 1):
+        differ = [name for name, array in other.items() if array.tobytes() != arrays[name].tobytes()]
+        arrays |= {f"{name} of rank {rank}": other[name] for name in differ}
     if (saved := folder / "checkpoints").exists():
         checkpoint = Checkpoint(saved)
         for name, kind in checkpoint.states():
             arrays[f"{kind}/{name}"] = checkpoint.array(name, kind).astype(np.float32)
     return arrays
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as file:
+        return {name: file[name] for name in file.files}

@@ -59,10 +59,12 @@ def _jax(name: str, program: str = "engine", quick: bool = False, **settings: An
 
 
 ADAMW: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
-ON_HOST: dict[str, Any] = {"stage": 3, "offload_param": "cpu", "param_persistence_threshold": 0}
+STAGE_3: dict[str, Any] = {"stage": 3, "param_persistence_threshold": 0}
+"""All parameters are partitioned: each has fewer elements than the default threshold."""
+ON_HOST: dict[str, Any] = {"offload_param": "cpu", **STAGE_3}
 ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 0, "nvme_path": "."}
 HALF_ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 800_000, "nvme_path": "."}
-PARAMS_ON_DISK: dict[str, Any] = {"stage": 3, "offload_param": "nvme", "param_persistence_threshold": 0, **ON_DISK}
+PARAMS_ON_DISK: dict[str, Any] = {"offload_param": "nvme", **STAGE_3, **ON_DISK}
 
 
 def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
@@ -79,9 +81,9 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _one("OffloadedAdamW in a loop of one's own", "optimizer"),
                 _one("stage 1, 2 ranks", ranks=2, stage=1),
                 _one("stage 2, 2 ranks", ranks=2, quick=True),
-                _one("stage 3, 2 ranks", ranks=2, stage=3, param_persistence_threshold=0),
+                _one("stage 3, 2 ranks", ranks=2, **STAGE_3),
                 _one("stage 2, 4 ranks", ranks=4),
-                _one("stage 3, 4 ranks", ranks=4, stage=3, param_persistence_threshold=0),
+                _one("stage 3, 4 ranks", ranks=4, **STAGE_3),
                 _one("buckets of 1,000 elements", reduce_bucket_size=1000, quick=True),
                 _one("buckets of 7,777 elements, 4 ranks", ranks=4, reduce_bucket_size=7777),
                 _one("1 thread", num_threads=1),
@@ -93,8 +95,13 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _one("update in backward, 2 ranks", ranks=2, update_in_backward=True),
                 _one("states on disk", **ON_DISK, reduce_bucket_size=20_000, quick=True),
                 _one("half of the states on disk", **HALF_ON_DISK, reduce_bucket_size=20_000),
-                _one("states on the device", offload_optimizer=None),
-                _one("half of the states on the device", device_states_bytes=0.5, reduce_bucket_size=20_000),
+                _one("states on the device", "states_on_device", offload_optimizer=None),
+                _one(
+                    "half of the states on the device",
+                    "states_on_device",
+                    device_states_bytes=0.5,
+                    reduce_bucket_size=20_000,
+                ),
                 _one("parameters on the host", **ON_HOST),
                 _one("parameters on the host, 2 ranks", ranks=2, **ON_HOST),
                 _one("parameters on disk", **PARAMS_ON_DISK, reduce_bucket_size=20_000),
@@ -108,13 +115,13 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                     "resumed: 2 ranks, then stage 3 on disk, then 4 ranks",
                     Run(ranks=2),
                     Run(settings={**PARAMS_ON_DISK, "reduce_bucket_size": 20_000}),
-                    Run(ranks=4, settings={"stage": 3, "param_persistence_threshold": 0}),
+                    Run(ranks=4, settings=STAGE_3),
                 ),
                 _way(
                     "resumed: torch, then JAX (torch's gradients), then torch",
                     Run(),
                     Run("given_gradients", frontend="jax", settings={"op_order": "torch"}),
-                    Run(ranks=2, settings={"stage": 3}),
+                    Run(ranks=2, settings=STAGE_3),
                 ),
             ),
         ),
@@ -126,7 +133,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _one("one after the other", quick=True),
                 _one("block by block, parameters on the host", "layerwise", **ON_HOST, quick=True),
                 _one("a rank each, stage 2", ranks=2, quick=True),
-                _one("a rank each, stage 3", ranks=2, stage=3, param_persistence_threshold=0),
+                _one("a rank each, stage 3", ranks=2, **STAGE_3),
                 _one("a rank each, FSDP2", "fsdp2", ranks=2),
             ),
             micro_batches=2,
@@ -137,7 +144,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
             (
                 _one("the definition, in NumPy", "definition", quick=True),
                 _one("one rank", quick=True),
-                _one("stage 3, 4 ranks", ranks=4, stage=3, param_persistence_threshold=0),
+                _one("stage 3, 4 ranks", ranks=4, **STAGE_3),
                 _one("FSDP2, 2 ranks", "fsdp2", ranks=2),
                 _one("states on disk", **ON_DISK, reduce_bucket_size=20_000),
                 _way("instruction set scalar", Run(instruction_set="scalar"), quick=True),
@@ -149,7 +156,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
             (
                 _one("the definition, in NumPy", "definition", quick=True),
                 _one("one rank", quick=True),
-                _one("stage 3, 2 ranks", ranks=2, stage=3, param_persistence_threshold=0),
+                _one("stage 3, 2 ranks", ranks=2, **STAGE_3),
                 _one("parameters on the host, masters split", **ON_HOST),
                 _one("parameters on disk", **PARAMS_ON_DISK, reduce_bucket_size=20_000),
             ),
@@ -160,14 +167,14 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
             (
                 _one("one rank", quick=True),
                 _way("instruction set scalar", Run(instruction_set="scalar"), quick=True),
-                _one("stage 3, 2 ranks, buckets of 1,000", ranks=2, stage=3, reduce_bucket_size=1000),
+                _one("stage 3, 2 ranks, buckets of 1,000", ranks=2, reduce_bucket_size=1000, **STAGE_3),
                 _one("states on disk", **ON_DISK, reduce_bucket_size=20_000),
             ),
         ),
         Task(
             "Muon",
             {"optimizer": "muon", "lr": 1e-2, "weight_decay": 0.1},
-            (_one("one rank"), _one("stage 3, 2 ranks", ranks=2, stage=3), _one("states on disk", **ON_DISK)),
+            (_one("one rank"), _one("stage 3, 2 ranks", ranks=2, **STAGE_3), _one("states on disk", **ON_DISK)),
         ),
         Task(
             "SGD",
@@ -175,7 +182,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
             (
                 _one("the definition, in NumPy", "definition"),
                 _one("one rank"),
-                _one("stage 3, 2 ranks", ranks=2, stage=3),
+                _one("stage 3, 2 ranks", ranks=2, **STAGE_3),
             ),
         ),
         Task(
@@ -191,14 +198,14 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _jax("serial, buckets of 777 elements", schedule="serial", reduce_bucket_size=777),
                 _jax("states on disk", **ON_DISK, reduce_bucket_size=20_000, quick=True),
                 _jax("states over 4 devices", mesh=(4,), quick=True),
-                _jax("stage 3 over 4 devices", mesh=(4,), stage=3, param_persistence_threshold=0),
+                _jax("stage 3 over 4 devices", mesh=(4,), **STAGE_3),
                 _jax("parameters sharded over 2 x 2 devices", "sharded", mesh=(2, 2)),
                 _jax("released and restored between steps", "released"),
                 _way(
                     "resumed: 4 devices, then disk, then stage 3",
                     Run(settings={"mesh": (4,)}, frontend="jax"),
                     Run(settings=ON_DISK, frontend="jax"),
-                    Run(settings={"mesh": (2,), "stage": 3, "param_persistence_threshold": 0}, frontend="jax"),
+                    Run(settings={"mesh": (2,), **STAGE_3}, frontend="jax"),
                 ),
             ),
         ),

@@ -59,7 +59,8 @@ class Place:
 
     @property
     def made(self) -> Path:
-        return self.folder / "result.npz"
+        """The file with the arrays of this rank."""
+        return self.folder / f"result-{self.rank}.npz"
 
     def said(self, rank: int) -> Path:
         """The file with the output of a rank."""
@@ -81,9 +82,7 @@ def run(module: str, place: Place) -> None:
     try:
         if place.instruction_set is not None:
             kernels.set_instruction_set(place.instruction_set)
-        arrays = dict(getattr(importlib.import_module(module), place.program)(place))
-        if place.rank == 0:
-            write_arrays(place.made, arrays)
+        write_arrays(place.made, dict(getattr(importlib.import_module(module), place.program)(place)))
         status = 0
     except LeftOut as why:
         print(why, file=sys.stderr)

@@ -16,8 +16,9 @@ import torch
 from frontends.torch import prove as programs
 from offload_core.__main__ import main
 from offload_core.commands import prove
+from offload_core.prove import runner
 from offload_core.prove.runner import Result, arrays_of
-from offload_core.prove.ways import ADAMW, ON_HOST, Run, Task, Way
+from offload_core.prove.ways import ADAMW, ON_HOST, Run, Task, Way, tasks
 from offload_core.prove.worker import LeftOut, Place, write_arrays
 from tests.support import simulated
 
@@ -84,6 +85,38 @@ def ended(monkeypatch, results, contrast=False):
     return main(["prove"])
 
 
+def test_a_weight_that_another_rank_has_otherwise_is_named(tmp_path):
+    expected = {"weight/w": np.ones(2, np.float32)}
+    for rank, value in enumerate([1, 1, 2]):
+        place = replace(place_of(tmp_path, "engine", ranks=3), rank=rank)
+        write_arrays(place.made, {"weight/w": np.full(2, value, np.float32)})
+    found = Result(Way("", ()), arrays=arrays_of(tmp_path))
+    assert [*found.differences(Result(Way("", ()), arrays=expected))] == ["only one of both has weight/w of rank 2"]
+    assert found.digest != Result(Way("", ()), arrays=expected).digest
+
+
+def test_a_way_of_stage_3_partitions_each_parameter_of_the_small_model():
+    for task in tasks(("scalar",)):
+        for way in task.ways:
+            for part in way.runs:
+                if part.settings.get("stage") == 3:
+                    assert part.settings["param_persistence_threshold"] == 0, (task.name, way.name)
+
+
+def test_states_on_the_device_are_left_out_where_it_is_the_processor(tmp_path):
+    for settings in ({"offload_optimizer": None}, {"device_states_bytes": 0.5}):
+        with pytest.raises(LeftOut, match="a device with memory of its own"):
+            arrays(tmp_path / "a", "states_on_device", **settings)
+
+
+def test_a_module_of_ours_that_is_missing_leaves_no_way_out(tmp_path, monkeypatch):
+    pytest.importorskip("accelerate")
+    pytest.importorskip("transformers")
+    monkeypatch.setitem(sys.modules, "frontends.torch.integrations.trainer", None)
+    with pytest.raises(ModuleNotFoundError, match=r"frontends\.torch\.integrations\.trainer"):
+        arrays(tmp_path / "a", "trainer")
+
+
 def made(value):
     return Result(Way("", ()), arrays={"master/w": np.array([1, value], np.float32)})
 
@@ -111,6 +144,30 @@ def test_a_disk_that_is_full_by_now_is_one_error(monkeypatch, capsys):
     monkeypatch.setattr(prove.shutil, "disk_usage", lambda name: type("Usage", (), {"free": next(free)}))
     assert ended(monkeypatch, [made(2), Result(Way("", ()), failed="nothing was said")]) == 2
     assert "expected 9.5 MiB; free some, or name" in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_a_device_that_torch_lacks_is_one_error(capsys):
+    assert main(["prove", "--device", "moon"]) == 2
+    said = capsys.readouterr()
+    assert "prove: --device moon: rank 0 RuntimeError: Expected one of cpu" in said.err
+    assert "AdamW" not in said.out
+
+
+def killed(place):
+    """A program of which rank 1 is killed, while rank 0 goes on."""
+    if place.rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(60)
+    yield "never", np.zeros(1, np.float32)
+
+
+@pytest.mark.integration
+def test_the_rank_that_was_killed_is_the_one_that_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "MODULES", {"torch": __name__})
+    monkeypatch.setattr(runner, "GRACE", 0.1)
+    result = runner.Runner(tmp_path, "cpu", ["torch"]).run(Task("", {}, ()), Way("", (Run("killed", 2),)))
+    assert result.failed.startswith("rank 1 was ended by signal 9: "), result.failed
 
 
 def test_other_libraries_may_differ(monkeypatch, capsys):

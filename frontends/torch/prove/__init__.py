@@ -10,7 +10,7 @@ from .others import (
     torchs_cut,
     torchs_whole,
 )
-from .training import deepspeed, engine, fsdp2, layerwise, optimizer, released, trainer
+from .training import deepspeed, engine, fsdp2, layerwise, optimizer, released, states_on_device, trainer, usable
 
 __all__ = [
     "deepspeed",
@@ -23,8 +23,10 @@ __all__ = [
     "layerwise",
     "optimizer",
     "released",
+    "states_on_device",
     "torchs_adamw",
     "torchs_cut",
     "torchs_whole",
     "trainer",
+    "usable",
 ]

@@ -147,13 +147,25 @@ def engine(place: Place) -> Arrays:
     yield from trained(made, place, partial(one_after_the_other, made, place))
 
 
+def states_on_device(place: Place) -> Arrays:
+    """The same loop, where a device has memory of its own."""
+    if place.device == "cpu":
+        raise LeftOut("needs a device with memory of its own")
+    yield from engine(place)
+
+
+def usable(place: Place) -> Arrays:
+    """Nothing of a training: torch has this device, or says why not."""
+    yield "tensor", torch.zeros(1, device=place.device).cpu().numpy()
+
+
 @together
 def layerwise(place: Place) -> Arrays:
     try:
-        made = wrapped(model_of(place), place, layerwise=True)
         optional.library("greenlet", "torch", "engine.accumulate()")
     except ModuleNotFoundError as error:
         raise LeftOut(str(error)) from None
+    made = wrapped(model_of(place), place, layerwise=True)
 
     def update(step: int) -> None:
         made.accumulate(batches_of(place, step), loss_of)
@@ -239,11 +251,11 @@ def deepspeed(place: Place) -> Arrays:
 def trainer(place: Place) -> Arrays:
     """Hugging Face's Trainer."""
     try:
+        import accelerate  # noqa: F401
         from transformers import TrainingArguments
-
-        from ..integrations.trainer import OffloadTrainer
     except ImportError as error:
         raise LeftOut(f"needs transformers and accelerate: {error}") from None
+    from ..integrations.trainer import OffloadTrainer
 
     class InOrder(OffloadTrainer):
         def get_train_dataloader(self) -> Any:
