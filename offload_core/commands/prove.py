@@ -48,12 +48,13 @@ def run(args: argparse.Namespace) -> int:
     frontends = [name for name, found in installed().items() if found]
     if not frontends:
         raise ConfigError("prove: neither torch nor jax is installed; expected one: pip install 'offload-core[torch]'")
+    device = "cpu" if args.device.startswith("cpu:") else args.device
     with tempfile.TemporaryDirectory(prefix="offload-core-prove-", dir=args.folder) as name:
         check_space(name, SPACE)
-        runner = Runner(Path(name), args.device, frontends)
+        runner = Runner(Path(name), device, frontends)
         report = Report()
         try:
-            check_device(runner, args.device, frontends)
+            check_device(runner, device, frontends)
             for task in tasks(kernel_info().supported):
                 report.begin(task)
                 for way in task.ways:
@@ -63,7 +64,8 @@ def run(args: argparse.Namespace) -> int:
                             check_space(name, ONE_WAY)
                         report.say(task, result)
         except KeyboardInterrupt:
-            report.end(interrupted=True)
+            print("\ninterrupted")
+            report.end(" so far")
             return INTERRUPTED
     return report.end()
 
@@ -135,17 +137,17 @@ class Report:
         if self._reference is not None and not result.failed:
             print(*_some([*result.differences(self._reference)]), sep="\n", flush=True)
 
-    def end(self, interrupted: bool = False) -> int:
+    def end(self, so_far: str = "") -> int:
         """Print the last lines, and return the exit status."""
         n, seconds = self._counts["ran"], time.monotonic() - self._begin
         left_out = f"; {self._counts['left out']} left out, which this machine lacks something for"
         left_out *= bool(self._counts["left out"])
-        print("\ninterrupted" * interrupted)
+        print()
         if self._others:
             print(*self._others, sep="\n")
-            print(f"{len(self._others)} of {n} ways differ or failed, in {seconds:.0f} s{left_out}")
+            print(f"{len(self._others)} of {n} ways differ or failed{so_far}, in {seconds:.0f} s{left_out}")
             return DIFFER
-        print(f"{n} ways have equal bits, weights and states, in {seconds:.0f} s{left_out}")
+        print(f"{n} ways have equal bits{so_far}, weights and states, in {seconds:.0f} s{left_out}")
         return 0
 
 

@@ -139,7 +139,8 @@ class Runner:
                 said = _said(place)
                 if process.exitcode == LEFT_OUT:
                     raise LeftOut(said)
-                raise _Failed(f"rank {place.rank} {_end_of(None if failed is None else failed.exitcode)}{said}")
+                how = _end_of(None if failed is None else failed.exitcode)
+                raise _Failed(f"rank {place.rank} {how}{said or 'nothing was said'}")
 
 
 class _Failed(Exception):
@@ -176,7 +177,7 @@ def _said(place: Place) -> str:
         lines = place.said(place.rank).read_text(errors="replace").strip().splitlines()
     except OSError:
         lines = []
-    return lines[-1].strip() if lines else f"nothing was said; is {place.folder} full?"
+    return lines[-1].strip() if lines else ""
 
 
 def arrays_of(folder: Path) -> Arrays:

@@ -63,7 +63,7 @@ STAGE_3: dict[str, Any] = {"stage": 3, "param_persistence_threshold": 0}
 """All parameters are partitioned: each has fewer elements than the default threshold."""
 ON_HOST: dict[str, Any] = {"offload_param": "cpu", **STAGE_3}
 ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 0, "nvme_path": "."}
-HALF_ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 800_000, "nvme_path": "."}
+HALF_ON_DISK: dict[str, Any] = {"offload_optimizer": "nvme", "nvme_host_bytes": 600_000, "nvme_path": "."}
 PARAMS_ON_DISK: dict[str, Any] = {"offload_param": "nvme", **STAGE_3, **ON_DISK}
 
 
