@@ -171,9 +171,9 @@ class Run:
         for _ in range(steps):
             self.step()
             ends.append(time.perf_counter())
-        self.change(self.engine.last_step.finish)
+        self.change(self.engine.finish)
         return [after - before for before, after in pairwise(ends)]
 
     def close(self) -> None:
-        self.change(self.engine.last_step.finish)
+        self.change(self.engine.finish)
         self.fake.close()
