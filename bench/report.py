@@ -522,11 +522,11 @@ def agreements(lines: list[tuple[str, Record, Record | None, str]]) -> str:
 
 WHY = {
     "all-xeon-2core-2026-11-30-fd842ed": (
-        "The machine is another one, with a processor of the same maker, and most of what changed comes with it: the tree "
-        "of November 22, measured on this machine by one repetition of the step of 319 M parameters, was 1.66 (1.59 to "
-        "1.84) times as fast as DeepSpeed, and this tree 1.75 (1.66 to 1.82). In stage 3 they were 2.47 (2.25 to 2.48) "
-        "and 1.95 (1.86 to 1.98) times as fast as DeepSpeed's stage 3; that is not explained by the machine, and has not "
-        "been profiled. The norm takes less of the update's time because the update takes more here."
+        "The machine is another one, with a processor of the same maker, and most of what changed comes with it: the "
+        "tree of November 22, measured on this machine by one repetition of the step of 319 M parameters, was 1.66 "
+        "(1.59 to 1.84) times as fast as DeepSpeed, and this tree 1.75 (1.66 to 1.82). In stage 3 they were 2.47 (2.25 "
+        "to 2.48) and 1.95 (1.86 to 1.98) times as fast as DeepSpeed's stage 3; that is not explained by the machine, "
+        "and has not been profiled. The norm takes less of the update's time because the update takes more here."
     ),
 }
 """What is known of the reasons why a run's figures are not those of the run before, by the name of its file."""
