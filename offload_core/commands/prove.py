@@ -49,12 +49,14 @@ def run(args: argparse.Namespace) -> int:
     if not frontends:
         raise ConfigError("prove: neither torch nor jax is installed; expected one: pip install 'offload-core[torch]'")
     device = "cpu" if args.device.startswith("cpu:") else args.device
+    if args.folder is not None and not args.folder.is_dir():
+        raise ConfigError(f"--folder {args.folder}: there is no such folder; expected one that exists")
     with tempfile.TemporaryDirectory(prefix="offload-core-prove-", dir=args.folder) as name:
         check_space(name, SPACE)
         runner = Runner(Path(name), device, frontends)
+        check_device(runner, device, frontends)
         report = Report()
         try:
-            check_device(runner, device, frontends)
             for task in tasks(kernel_info().supported):
                 report.begin(task)
                 for way in task.ways:
@@ -84,7 +86,10 @@ def check_device(runner: Runner, device: str, frontends: Sequence[str]) -> None:
     if device != "cpu" and "torch" in frontends:
         result = runner.run(Task("device", {}, ()), Way("", (Run("usable"),)))
         if result.failed:
-            raise ConfigError(f"--device {device}: {result.failed}; expected a device that torch has, such as cpu")
+            raise ConfigError(
+                f"--device {device}: torch cannot use it here ({result.failed}); expected one that this torch has: "
+                "cpu, or cuda with a GPU and a build of torch for it"
+            )
 
 
 class Report:
@@ -96,17 +101,21 @@ class Report:
         """The first way of the present task that ran."""
         self._heading = ""
         """Of a task of which no way has ended."""
-        self._counts: Counter[str] = Counter()
+        self._ran: Counter[bool] = Counter()
+        """The ways that ran, by whether they were compared with an earlier one."""
+        self._left_out: Counter[str] = Counter()
+        """The number of ways by the reason why they were left out."""
         self._others: list[str] = []
         """What is to be said of the ways that differ or have failed."""
         about = describe()
         versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items() if version)
         print(f"{about['cpu']}, {about['cores']} processors, {about['instruction set']}; {versions}")
-        print(f"\n  {'way':<{WIDTH}} {'time':>7}  SHA-256 (16 of 64 digits) of weights and states")
+        print("small models, 6 updates each; ways of one group are to have the same SHA-256 of weights and states")
+        print(f"\n  {'way':<{WIDTH}} {'time':>7}  SHA-256, 16 of 64 digits")
 
     def begin(self, task: Task) -> None:
-        beside = " (of other libraries, for comparison)" * task.contrast
-        self._reference, self._heading = None, f"\n{task.name}{beside}\n"
+        about = "other libraries, for comparison" if task.contrast else task.about
+        self._reference, self._heading = None, f"\n{task.name}{f' ({about})' * bool(about)}\n"
 
     def say(self, task: Task, result: Result) -> None:
         print(end=self._heading)
@@ -114,7 +123,7 @@ class Report:
         name = result.way.name
         line = f"  {name:<{WIDTH}} {result.seconds:5.1f} s  "
         if result.left_out:
-            self._counts["left out"] += 1
+            self._left_out[result.left_out] += 1
             print(f"{line}left out: {result.left_out}", flush=True)
             return
         if self._reference is None and not result.failed:
@@ -130,7 +139,7 @@ class Report:
             print(f"      {result.failed}", flush=True)
         if task.contrast:
             return
-        self._counts["ran"] += 1
+        self._ran[verdict != "to compare with"] += 1
         if verdict not in (_DIFFERS[False], "failed"):
             return
         self._others.append(f"{verdict.upper()}: {task.name}: {name}")
@@ -139,15 +148,17 @@ class Report:
 
     def end(self, so_far: str = "") -> int:
         """Print the last lines, and return the exit status."""
-        n, seconds = self._counts["ran"], time.monotonic() - self._begin
-        left_out = f"; {self._counts['left out']} left out, which this machine lacks something for"
-        left_out *= bool(self._counts["left out"])
-        print()
+        seconds = time.monotonic() - self._begin
+        print(*(f"{n} left out: {why}" for why, n in self._left_out.items()), sep="\n")
         if self._others:
             print(*self._others, sep="\n")
-            print(f"{len(self._others)} of {n} ways differ or failed{so_far}, in {seconds:.0f} s{left_out}")
+            n = self._ran[True] + self._ran[False]
+            print(f"{len(self._others)} of {n} ways differ or failed{so_far}, in {seconds:.0f} s")
             return DIFFER
-        print(f"{n} ways have equal bits{so_far}, weights and states, in {seconds:.0f} s{left_out}")
+        print(
+            f"{self._ran[True]} ways have the bits of the {self._ran[False]} that they were compared with{so_far}, in "
+            f"{seconds:.0f} s"
+        )
         return 0
 
 

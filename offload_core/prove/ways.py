@@ -41,9 +41,11 @@ class Task:
     """Fields of ``OffloadConfig``."""
     ways: tuple[Way, ...]
     micro_batches: int = 1
-    """Different micro-batches of an update. Two ranks have one each; if there is only one, all ranks have it."""
+    """Different micro-batches of an update. As many ranks have one each; if there is only one, all ranks have it."""
     contrast: bool = False
     """True: other libraries, whose ways may differ."""
+    about: str = ""
+    """What its ways have in common, for the heading."""
 
 
 def _way(name: str, *runs: Run, quick: bool = False) -> Way:
@@ -76,7 +78,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
             ADAMW,
             (
                 _one("the definition, in NumPy", "definition", quick=True),
-                _one("torch.optim.AdamW(fused=True), tensors padded to 16", "torchs_adamw", quick=True),
+                _one("torch's fused AdamW; padded, as it rounds tails otherwise", "torchs_adamw", quick=True),
                 _one("one rank", quick=True),
                 _one("OffloadedAdamW in a loop of one's own", "optimizer"),
                 _one("stage 1, 2 ranks", ranks=2, stage=1),
@@ -89,7 +91,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _one("1 thread", num_threads=1),
                 _one("3 threads", num_threads=3),
                 *by_set,
-                _one("serial", schedule="serial"),
+                _one("serial: the update after backward", schedule="serial"),
                 _one("serial, 2 ranks", ranks=2, schedule="serial"),
                 _one("update in backward", update_in_backward=True),
                 _one("update in backward, 2 ranks", ranks=2, update_in_backward=True),
@@ -109,7 +111,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _one("FSDP2, 4 ranks", "fsdp2", ranks=4),
                 _one("released and restored between steps", "released"),
                 _one("released and restored, parameters on the host, 2 ranks", "released", 2, **ON_HOST),
-                _one("the DeepSpeed face", "deepspeed"),
+                _one("a DeepSpeed script, through frontends.torch.deepspeed", "deepspeed"),
                 _one("Hugging Face's Trainer", "trainer"),
                 _way(
                     "resumed: 2 ranks, then stage 3 on disk, then 4 ranks",
@@ -124,6 +126,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                     Run(ranks=2, settings=STAGE_3),
                 ),
             ),
+            about="the same batch for all ranks",
         ),
         Task(
             "AdamW, two micro-batches",
@@ -137,6 +140,18 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _one("a rank each, FSDP2", "fsdp2", ranks=2),
             ),
             micro_batches=2,
+        ),
+        Task(
+            "AdamW, four micro-batches",
+            ADAMW,
+            (
+                _one("the definition, in NumPy", "definition"),
+                _one("one after the other"),
+                _one("block by block, parameters on the host", "layerwise", **ON_HOST),
+                _one("a rank each, stage 2", ranks=4),
+                _one("a rank each, stage 3, buckets of 7,777 elements", ranks=4, reduce_bucket_size=7777, **STAGE_3),
+            ),
+            micro_batches=4,
         ),
         Task(
             "AdamW, clipped",
@@ -157,7 +172,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _one("the definition, in NumPy", "definition", quick=True),
                 _one("one rank", quick=True),
                 _one("stage 3, 2 ranks", ranks=2, **STAGE_3),
-                _one("parameters on the host, masters split", **ON_HOST),
+                _one("parameters on the host, with the lower half of masters", **ON_HOST),
                 _one("parameters on disk", **PARAMS_ON_DISK, reduce_bucket_size=20_000),
             ),
         ),
@@ -194,7 +209,7 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
                 _jax("one device", quick=True),
                 _jax("gradients of value_and_grad", "value_and_grad", quick=True),
                 _jax("an optax loop", "as_optax"),
-                _jax("given arrays are deleted", "donated"),
+                _jax("update(donate=True, donate_params=True)", "donated"),
                 _jax("serial, buckets of 777 elements", schedule="serial", reduce_bucket_size=777),
                 _jax("states on disk", **ON_DISK, reduce_bucket_size=20_000, quick=True),
                 _jax("states over 4 devices", mesh=(4,), quick=True),
@@ -210,21 +225,21 @@ def tasks(instruction_sets: tuple[str, ...]) -> tuple[Task, ...]:
             ),
         ),
         Task(
-            "torch alone: does a cut change bits?",
+            "torch's fused AdamW: does splitting tensors change bits?",
             ADAMW,
-            (_one("fused AdamW", "torchs_whole"), _one("each tensor cut in two", "torchs_cut")),
+            (_one("whole tensors", "torchs_whole"), _one("each tensor in two halves", "torchs_cut")),
             contrast=True,
         ),
         Task(
-            "FSDP2 with CPUOffloadPolicy: do ranks change bits?",
+            "FSDP2 with torch's fused AdamW: do ranks change bits?",
             ADAMW,
-            (_one("fused AdamW, 1 rank", "fsdp2_alone"), _one("fused AdamW, 2 ranks", "fsdp2_alone", ranks=2)),
+            (_one("1 rank", "fsdp2_alone"), _one("2 ranks", "fsdp2_alone", ranks=2)),
             contrast=True,
         ),
         Task(
-            "DeepSpeedCPUAdam: does a cut change bits?",
+            "DeepSpeedCPUAdam: does splitting tensors change bits?",
             ADAMW,
-            (_one("whole tensors", "deepspeeds_whole"), _one("each tensor cut in two", "deepspeeds_cut")),
+            (_one("whole tensors", "deepspeeds_whole"), _one("each tensor in two halves", "deepspeeds_cut")),
             contrast=True,
         ),
     )

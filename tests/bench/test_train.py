@@ -209,7 +209,7 @@ def test_losses_that_clipping_keeps_apart_are_told_with_the_reason(tmp_path: Pat
     apart = max(abs(record["loss"] - record["plain_loss"]) for record in records)
     assert f"their losses are {program.how_close(apart, 0.1)}" in printed
     assert program.how_close(9e-5, 1.0) == (
-        "at most 9e-05 apart: they round the norms differently by which they clip (--clip 0 clips nothing)"
+        "at most 9e-05 apart: torch rounds the norm by which it clips, and this one is exact (--clip 0 clips nothing)"
     )
     assert program.how_close(9e-5, None) == "at most 9e-05 apart"
     assert program.how_close(0.0, 1.0) == "equal in every bit"
