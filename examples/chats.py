@@ -2,13 +2,13 @@
 
 import json
 import sys
-from pathlib import Path
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
 IGNORED = -100
 """The label of a token that is not learned."""
+EXPECTED = 'expected {"messages": [{"role": "user", "content": "..."}, ...]} in each line'
 
 
 def read_chats(path, tokenizer, longest, truncate=False):
@@ -17,34 +17,34 @@ def read_chats(path, tokenizer, longest, truncate=False):
     Each line is {"messages": [{"role": "user", "content": "..."}, ...]}. If the chat template marks the answers
     ({% generation %}), they alone are learned; else all tokens are.
 
-    Args:
-        longest: the most tokens of a chat. If some chats have more, this ends the program, or cuts them (truncate).
+    If some chats have more than `longest` tokens, this ends the program, or cuts them (truncate).
     """
+    with open(path, encoding="utf-8-sig") as file:
+        lines = {number: line for number, line in enumerate(file, 1) if line.strip()}
+    if not lines:
+        sys.exit(f"{path}: the file is empty; {EXPECTED}")
     chats = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in lines.items():
         try:
-            chats.append(json.loads(line)["messages"])
+            messages = json.loads(line)["messages"]
+            chats.append([{"role": m["role"], "content": m["content"] + ""} for m in [messages[0], *messages[1:]]])
         except (ValueError, LookupError, TypeError) as error:
-            sys.exit(f'{path}, line {number}: {error!r}; expected a JSON object, {{"messages": [...]}}, in each line')
-    if not chats:
-        sys.exit(f'{path}: the file is empty; expected a JSON object, {{"messages": [...]}}, in each line')
+            sys.exit(f"{path}, line {number}: {error!r}; {EXPECTED}")
     if tokenizer.chat_template is None:
-        sys.exit(
-            f"{tokenizer.name_or_path}: its tokenizer has no chat template; expected a model for chats, or set one"
-        )
+        sys.exit(f"{tokenizer.name_or_path}: its tokenizer has no chat template; expected a model for chats")
     marks = "generation" in tokenizer.chat_template
     found = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=marks)
-    too_long = [number for number, tokens in enumerate(found["input_ids"], 1) if len(tokens) > longest]
+    too_long = [line for line, tokens in zip(lines, found["input_ids"], strict=True) if len(tokens) > longest]
     if too_long:
-        what = (
-            f"{path}: {len(too_long)} of {len(chats)} chats are longer than {longest} tokens, the most that the model"
-        )
+        what = f"{path}: {len(too_long)} of {len(chats)} chats are longer than {longest} tokens, the model's most"
         if not truncate:
-            sys.exit(f"{what} takes; the first is in line {too_long[0]}. Take them out, or cut them with --truncate")
-        print(f"{what} takes: they are cut")
+            sys.exit(f"{what}; the first is in line {too_long[0]}. Take them out, or cut them with --truncate")
+        print(f"{what}: they are cut")
     learned = found["assistant_masks"] if marks else found["attention_mask"]
     rows = [torch.tensor(row)[:, :longest] for row in zip(found["input_ids"], learned, strict=True)]
-    return [(tokens, tokens.where(mask == 1, IGNORED)) for tokens, mask in rows]
+    rows = [(tokens, tokens.where(mask == 1, IGNORED)) for tokens, mask in rows if mask[1:].any()]
+    print(f"{len(rows)} of {len(chats)} chats, of which {'answers alone' if marks else 'all tokens'} are learned")
+    return rows or sys.exit(f"{path}: there is no answer to learn; expected messages with the role assistant")
 
 
 def by_length(chats, size, epochs, seed=0):
@@ -53,7 +53,9 @@ def by_length(chats, size, epochs, seed=0):
     The same seed gives the same updates. At the end of the last epoch, chats that do not fill an update are left out.
     """
     if len(chats) * epochs < size:
-        sys.exit(f"{len(chats)} chats in {epochs} epochs are less than one update of {size} chats; expected more")
+        sys.exit(
+            f"{len(chats)} chats are left to train on, and one update takes {size}: add some, or lower --accumulate"
+        )
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.tensor([len(tokens) for tokens, _ in chats])
     order = torch.cat([torch.randperm(len(chats), generator=generator) for _ in range(epochs)])

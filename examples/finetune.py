@@ -17,7 +17,7 @@ parser.add_argument("model", help="a folder, or a name on the Hugging Face Hub")
 parser.add_argument("chats", help='a file with {"messages": [{"role": ..., "content": ...}, ...]} in each line')
 parser.add_argument("out", type=Path, help="a folder for checkpoints, the log and the trained model")
 parser.add_argument("--dtype", default="bfloat16", help="of parameters on the device (default: %(default)s)")
-parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"), help="of the optimizer")
+parser.add_argument("--states", default="fp32", choices=("fp32", "bf16", "8bit"), help="format of the states")
 parser.add_argument("--offload-param", action="store_true", help="parameters wait in host memory (stage 3)")
 parser.add_argument("--truncate", action="store_true", help="cut chats that are longer than the model takes")
 rates, counts = {"lr": 2e-5, "warmup": 0.03, "held-out": 0.05}, {"epochs": 2, "micro-batch": 4, "accumulate": 8}
@@ -39,14 +39,13 @@ device = torch.accelerator.current_accelerator() or torch.device("cpu")
 settings = {"param_dtype": args.dtype, "state_format": args.states}
 settings |= {"stage": 3, "offload_param": "cpu"} if args.offload_param else {"stage": 2}
 config.dtype = getattr(torch, args.dtype)
-config.save_pretrained(export)
-asked = {"model": export, "device": device.type, **settings}
+config.save_pretrained(args.out)
+asked = {"model": args.out, "device": device.type, **settings}
 if device.type != "cpu":
     asked["device_memory"] = f"{torch.accelerator.get_memory_info(device)[0]}B"
 plan = [f"--{name.replace('_', '-')}={value}" for name, value in asked.items()]
 if subprocess.run([sys.executable, "-m", "offload_core", "plan", *plan]).returncode:
-    sys.exit("the plan above says why this cannot be trained here; --offload-param and --states 8bit take less memory")
-
+    sys.exit("the lines above say why this cannot be trained here; --offload-param and --states 8bit take less memory")
 torch.manual_seed(0)
 with device, init(**settings, enabled=args.offload_param):  # stage 3: built in shards
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
@@ -56,6 +55,7 @@ engine = wrap(model, gradient_accumulation_steps=args.accumulate, **settings)
 schedule = get_cosine_schedule_with_warmup(engine.optimizer, round(args.warmup * len(updates)), len(updates))
 folder, stateful = args.out / "checkpoints", {"schedule": schedule}
 begun = engine.load_checkpoint(folder, stateful=stateful, missing_ok=True) or {"updates": 0}
+print(f"{len(updates)} updates, of which {begun['updates']} are in {folder}; a checkpoint every {args.save_every}")
 with StepLog(args.out / "steps.jsonl", ProgressBar(len(updates)), engine=engine, total=len(updates)) as log:
     for n, update in enumerate(updates[begun["updates"] :], begun["updates"] + 1):
         values = {"loss": 0.0, "tokens": sum(len(tokens) for tokens, _ in update)}
@@ -74,6 +74,7 @@ with StepLog(args.out / "steps.jsonl", ProgressBar(len(updates)), engine=engine,
         log(report, **values)
         if saves:
             engine.save_checkpoint(folder, stateful=stateful, extras={"updates": n}, keep=2)
-tokenizer.save_pretrained(export)
+for part in (tokenizer, config, model.generation_config):
+    part.save_pretrained(export)
 engine.export_safetensors(export)
 print(finished)

@@ -598,7 +598,11 @@ def how_close(apart: float, clip: float | None) -> str:
     """Return the difference of two optimizers' losses in words, with the reason if it is clipping."""
     if apart == 0:
         return "equal in every bit"
-    why = "" if clip is None else ": torch rounds the norm by which it clips, and this one is exact (--clip 0 clips nothing)"
+    why = (
+        ""
+        if clip is None
+        else ": torch rounds the norm by which it clips, and this one is exact (--clip 0 clips nothing)"
+    )
     return f"at most {apart:.1g} apart{why}"
 
 

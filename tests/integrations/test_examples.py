@@ -269,19 +269,35 @@ def test_the_losses_of_a_model_like_smollm_are_those_of_trainer_in_fp32_and_near
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        ("", "chats.jsonl: the file is empty; expected a JSON object"),
+        ("", "chats.jsonl: the file is empty; expected {"),
         (chat(["w2"]) + '{"messages": [}\n', "chats.jsonl, line 2: JSONDecodeError"),
-        (chat(["w2"]) * 2 + '{"text": "w2"}\n', "chats.jsonl, line 3: KeyError('messages'); expected a JSON object"),
-        (chat(["w2"]) + "\n" + chat(["w2"]), "chats.jsonl, line 2: JSONDecodeError"),
+        (chat(["w2"]) * 2 + '{"text": "w2"}\n', "chats.jsonl, line 3: KeyError('messages'); expected {"),
+        (chat(["w2"]) + '\n{"messages": []}\n', "chats.jsonl, line 3: IndexError"),
+        ('{"messages": "w2"}\n', "chats.jsonl, line 1: TypeError"),
+        ('{"messages": [{"content": "w2"}]}\n', "chats.jsonl, line 1: KeyError('role')"),
+        ('{"messages": [{"role": "user", "content": null}]}\n', "chats.jsonl, line 1: TypeError"),
+        ('\ufeff{"messages": [{"role": "user", "content": "w2\u2028"}]}\n\n[]\n', "chats.jsonl, line 3: TypeError"),
         (chat(["w2"]) + '["w2"]\n', "chats.jsonl, line 2: TypeError"),
-        (chat(["w2"]) * 2, "1 chats in 3 epochs are less than one update of 8 chats; expected more"),
+        (chat(["w2"]) * 2, "1 chats are left to train on, and one update takes 8: add some, or lower --accumulate"),
     ],
-    ids=["empty", "broken", "without messages", "an empty line", "a list", "too few"],
+    ids=[
+        "empty",
+        "broken",
+        "without messages",
+        "no messages",
+        "a text",
+        "no role",
+        "no content",
+        "a byte-order mark",
+        "a list",
+        "too few",
+    ],
 )
 def test_finetune_names_the_wrong_line(finetune, tmp_path, lines, expected):
-    (tmp_path / "chats.jsonl").write_text(lines)
+    (tmp_path / "chats.jsonl").write_text(lines, encoding="utf-8")
     status, said, error = finetune(chats="chats.jsonl")
-    assert (status, said) == (1, "")
+    assert status == 1
+    assert "nothing fits" not in said
     assert error.startswith(expected)
     assert not (tmp_path / "out").exists()
 
@@ -292,20 +308,34 @@ def test_finetune_refuses_chats_that_are_too_long_and_cuts_them_if_told_so(finet
     status, said, error = finetune(chats="chats.jsonl")
     assert (status, said) == (1, "")
     assert error == (
-        "chats.jsonl: 2 of 43 chats are longer than 32 tokens, the most that the model takes; the first is in line 2. "
+        "chats.jsonl: 2 of 43 chats are longer than 32 tokens, the model's most; the first is in line 2. "
         "Take them out, or cut them with --truncate"
     )
     status, said, error = finetune("--truncate", chats="chats.jsonl")
     assert status == 0, error
-    assert "2 of 43 chats are longer than 32 tokens, the most that the model takes: they are cut\n" in said
+    assert "2 of 43 chats are longer than 32 tokens, the model's most: they are cut\n" in said
     assert not math.isnan(records(tmp_path / "out")[-1]["loss"])
+
+
+def test_finetune_leaves_out_chats_without_an_answer_to_learn(finetune, given, tmp_path):
+    asks = json.dumps({"messages": [{"role": "user", "content": "w2 w3"}]}) + "\n"
+    (tmp_path / "chats.jsonl").write_text(asks * 40)
+    status, said, error = finetune(chats="chats.jsonl")
+    assert status == 1
+    assert "0 of 40 chats" in said
+    assert error == "chats.jsonl: there is no answer to learn; expected messages with the role assistant"
+    (tmp_path / "chats.jsonl").write_text(asks * 40 + (given / "chats.jsonl").read_text())
+    status, said, error = finetune(chats="chats.jsonl")
+    assert status == 0, error
+    assert "40 of 80 chats, of which answers alone are learned" in said
+    assert not any(math.isnan(record["loss"]) for record in records(tmp_path / "out"))
 
 
 def test_finetune_needs_a_template_of_chats(finetune, tmp_path):
     save_model(tmp_path / "base", template=None)
     status, said, error = finetune(model="base")
     assert (status, said) == (1, "")
-    assert error == "base: its tokenizer has no chat template; expected a model for chats, or set one"
+    assert error == "base: its tokenizer has no chat template; expected a model for chats"
 
 
 def test_finetune_says_what_to_change_before_it_loads_a_model_that_does_not_fit(finetune, given, tmp_path):
@@ -318,7 +348,7 @@ def test_finetune_says_what_to_change_before_it_loads_a_model_that_does_not_fit(
     assert status == 1
     assert "nothing fits:" in said
     assert "made smaller by" in said
-    assert error.startswith("the plan above says why this cannot be trained here; --offload-param and")
+    assert error.startswith("the lines above say why this cannot be trained here; --offload-param and")
     assert not (tmp_path / "out" / "steps.jsonl").exists()
 
 
