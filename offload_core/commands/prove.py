@@ -149,7 +149,7 @@ class Report:
     def end(self, so_far: str = "") -> int:
         """Print the last lines, and return the exit status."""
         seconds = time.monotonic() - self._begin
-        print(*(f"{n} left out: {why}" for why, n in self._left_out.items()), sep="\n")
+        print("", *(f"{n} left out: {why}" for why, n in self._left_out.items()), sep="\n")
         if self._others:
             print(*self._others, sep="\n")
             n = self._ran[True] + self._ran[False]
