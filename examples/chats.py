@@ -32,7 +32,7 @@ def read_chats(path, tokenizer, longest, truncate=False):
             sys.exit(f"{path}, line {number}: {error!r}; {EXPECTED}")
     if tokenizer.chat_template is None:
         sys.exit(f"{tokenizer.name_or_path}: its tokenizer has no chat template; expected a model for chats")
-    marks = "generation" in tokenizer.chat_template
+    marks = any(f"{{%{dash} generation" in tokenizer.chat_template for dash in ("", "-"))
     found = tokenizer.apply_chat_template(chats, return_dict=True, return_assistant_tokens_mask=marks)
     too_long = [line for line, tokens in zip(lines, found["input_ids"], strict=True) if len(tokens) > longest]
     if too_long:
@@ -43,8 +43,8 @@ def read_chats(path, tokenizer, longest, truncate=False):
     learned = found["assistant_masks"] if marks else found["attention_mask"]
     rows = [torch.tensor(row)[:, :longest] for row in zip(found["input_ids"], learned, strict=True)]
     rows = [(tokens, tokens.where(mask == 1, IGNORED)) for tokens, mask in rows if mask[1:].any()]
-    print(f"{len(rows)} of {len(chats)} chats, of which {'answers alone' if marks else 'all tokens'} are learned")
-    return rows or sys.exit(f"{path}: there is no answer to learn; expected messages with the role assistant")
+    print(f"learning from {len(rows)} of {len(chats)} chats: {'answers alone' if marks else 'all tokens'}")
+    return rows or sys.exit(f"{path}: there is no answer to learn, or the chat template marks none")
 
 
 def by_length(chats, size, epochs, seed=0):

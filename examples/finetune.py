@@ -55,7 +55,7 @@ engine = wrap(model, gradient_accumulation_steps=args.accumulate, **settings)
 schedule = get_cosine_schedule_with_warmup(engine.optimizer, round(args.warmup * len(updates)), len(updates))
 folder, stateful = args.out / "checkpoints", {"schedule": schedule}
 begun = engine.load_checkpoint(folder, stateful=stateful, missing_ok=True) or {"updates": 0}
-print(f"{len(updates)} updates, of which {begun['updates']} are in {folder}; a checkpoint every {args.save_every}")
+print(f"{begun['updates']} of {len(updates)} updates done; a checkpoint every {args.save_every} and at the end")
 with StepLog(args.out / "steps.jsonl", ProgressBar(len(updates)), engine=engine, total=len(updates)) as log:
     for n, update in enumerate(updates[begun["updates"] :], begun["updates"] + 1):
         values = {"loss": 0.0, "tokens": sum(len(tokens) for tokens, _ in update)}

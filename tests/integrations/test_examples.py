@@ -322,13 +322,21 @@ def test_finetune_leaves_out_chats_without_an_answer_to_learn(finetune, given, t
     (tmp_path / "chats.jsonl").write_text(asks * 40)
     status, said, error = finetune(chats="chats.jsonl")
     assert status == 1
-    assert "0 of 40 chats" in said
-    assert error == "chats.jsonl: there is no answer to learn; expected messages with the role assistant"
+    assert "learning from 0 of 40 chats" in said
+    assert error == "chats.jsonl: there is no answer to learn, or the chat template marks none"
     (tmp_path / "chats.jsonl").write_text(asks * 40 + (given / "chats.jsonl").read_text())
     status, said, error = finetune(chats="chats.jsonl")
     assert status == 0, error
-    assert "40 of 80 chats, of which answers alone are learned" in said
+    assert "learning from 40 of 80 chats: answers alone" in said
     assert not any(math.isnan(record["loss"]) for record in records(tmp_path / "out"))
+
+
+def test_a_template_that_only_asks_for_an_answer_marks_none(finetune, tmp_path):
+    asks = "{% if add_generation_prompt %}w2 {% endif %}"
+    save_model(tmp_path / "base", template="{% for m in messages %}{{ m['content'] }} {% endfor %}" + asks)
+    status, said, error = finetune(model="base")
+    assert status == 0, error
+    assert "learning from 40 of 40 chats: all tokens" in said
 
 
 def test_finetune_needs_a_template_of_chats(finetune, tmp_path):
