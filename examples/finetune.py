@@ -24,11 +24,12 @@ rates, counts = {"lr": 2e-5, "warmup": 0.03, "held-out": 0.05}, {"epochs": 2, "m
 for name, default in {**rates, **counts, "save-every": 100}.items():
     parser.add_argument(f"--{name}", type=type(default), default=default, help="(default: %(default)s)")
 args = parser.parse_args()
+if args.out.is_file() or args.lr <= 0:
+    parser.error(f"got out={args.out} and --lr {args.lr}; expected a folder, not a file, and a rate above 0")
 export, finished = args.out / "model", f"finished: the trained model is in {args.out / 'model'}"
 if any(export.glob("model*.safetensors")):
     print(f"{finished}; to train anew, name another folder than {args.out}")
     sys.exit()
-
 config, tokenizer = AutoConfig.from_pretrained(args.model), AutoTokenizer.from_pretrained(args.model)
 chats = read_chats(args.chats, tokenizer, config.max_position_embeddings, args.truncate)
 n_held_out = max(1, round(args.held_out * len(chats)))  # for evaluation
@@ -68,8 +69,7 @@ with StepLog(args.out / "steps.jsonl", ProgressBar(len(updates)), engine=engine,
         if saves := n % args.save_every == 0 or n == len(updates):
             engine.eval()
             with torch.no_grad():
-                batches = micro_batches(held_out, args.micro_batch, device)
-                values["eval_loss"] = sum(engine(**batch).loss for batch in batches)
+                values["eval_loss"] = sum(engine(**b).loss for b in micro_batches(held_out, args.micro_batch, device))
             engine.train()
         log(report, **values)
         if saves:

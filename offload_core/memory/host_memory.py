@@ -192,26 +192,28 @@ class Reservation:
 
     def __init__(self, memory: HostMemory, label: str, sizes: list[int], *, pinned: bool) -> None:
         self._memory, self._label = memory, label
-        self._reserved = way = memory._way(pinned)
-        blocks_of(way).reserve(memory._engine, sizes, self._maker(way))
+        way = memory._way(pinned)
+        self._blocks, self._make = self._source(way)
+        self._blocks.reserve(memory._engine, sizes, self._make)
         key = memory._note(label, sizes, way, pinned)
-        ends = weakref.finalize(self, _end, memory._live, key, blocks_of(way), memory._engine, sizes)
+        ends = weakref.finalize(self, _end, memory._live, key, self._blocks, memory._engine, sizes)
         ends.atexit = False
 
-    def _maker(self, way: Pinning | None) -> Callable[[int], np.ndarray]:
-        return partial(self._memory._make, way, self._label)
+    def _source(self, way: Pinning | None) -> tuple[Blocks, Callable[[int], np.ndarray]]:
+        """Return the blocks that are pinned in this way, and the function that makes a further one of so many bytes."""
+        return blocks_of(way), partial(self._memory._make, way, self._label)
 
     def borrow(self, numel: int, dtype: np.dtype) -> np.ndarray:
         """An array with any contents. Its memory is free again when no view of it is alive."""
         n_bytes = numel * dtype.itemsize
         if n_bytes == 0:
             return np.empty(0, dtype)
-        way = self._reserved
+        blocks, make = self._blocks, self._make
         while True:
             try:
-                return blocks_of(way).lend(n_bytes, self._maker(way)).view(dtype)
+                return blocks.lend(n_bytes, make).view(dtype)
             except _WayRefusedError:  # beyond the reserved blocks
-                way = self._memory._way(pinned=True)
+                blocks, make = self._source(self._memory._way(pinned=True))
 
 
 def _end(live: dict[object, Any], key: object, blocks: Blocks, engine: object, sizes: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Runs the ways one after the other, each rank in a process of its own, and compares their bits."""
+"""Starts the processes of a way, one for each rank, and compares the arrays that they leave with another way's."""
 
 import hashlib
 import importlib.util

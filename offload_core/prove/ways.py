@@ -16,7 +16,7 @@ class Run:
     """What trains: a function of the front end's ``prove`` module."""
     ranks: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of ``OffloadConfig`` beside those of the task, and the front end's own words."""
+    """Fields of ``OffloadConfig`` that this part adds to the task's. For JAX also ``mesh``, the mesh's shape."""
     frontend: str = "torch"
     instruction_set: str | None = None
     """None: the widest that the processor has."""

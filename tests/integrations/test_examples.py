@@ -331,6 +331,15 @@ def test_finetune_leaves_out_chats_without_an_answer_to_learn(finetune, given, t
     assert not any(math.isnan(record["loss"]) for record in records(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("wrong", [("--lr", -1), ("a file",)])
+def test_finetune_refuses_a_rate_and_a_file_before_it_reads_anything(finetune, tmp_path, wrong):
+    (tmp_path / "a file").touch()
+    options = () if wrong == ("a file",) else wrong
+    status, said, error = finetune(*options, model="absent", out="a file" if not options else "out")
+    assert (status, said) == (2, "")
+    assert error.rstrip().endswith("expected a folder, not a file, and a rate above 0")
+
+
 def test_a_template_that_only_asks_for_an_answer_marks_none(finetune, tmp_path):
     asks = "{% if add_generation_prompt %}w2 {% endif %}"
     save_model(tmp_path / "base", template="{% for m in messages %}{{ m['content'] }} {% endfor %}" + asks)

@@ -99,7 +99,7 @@ def _deepspeeds(place: Place) -> Callable[[Any], Any]:
 
 
 def _over_parts(place: Place, n: int, optimizer: Callable[[Any], Any]) -> Iterator[tuple[str, Any]]:
-    """A training whose optimizer has each parameter in so many parts."""
+    """Train with an optimizer that is given each parameter as ``n`` separate tensors."""
     if place.device != "cpu":
         raise LeftOut("is of processors alone")
     model = model_of(place)

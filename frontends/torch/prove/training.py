@@ -148,7 +148,7 @@ def engine(place: Place) -> Arrays:
 
 
 def states_on_device(place: Place) -> Arrays:
-    """The same loop, where a device has memory of its own."""
+    """The loop of :func:`engine`; left out on a CPU, where the device's memory is the host's."""
     if place.device == "cpu":
         raise LeftOut("needs a device with memory of its own")
     yield from engine(place)
